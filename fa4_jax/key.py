@@ -1,0 +1,64 @@
+"""The kernel key: the one vocabulary shared by the build list, plan, supports() and the tests.
+
+A key names everything about a kernel that is fixed when it is compiled. What varies from call to
+call (lengths, scale, window, query offset, rescale threshold) is a runtime parameter instead.
+This module imports nothing, so that build tools and documentation can read it cheaply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Pass(enum.StrEnum):
+    """The kernels of one attention call. The backward runs its three in this order."""
+
+    FORWARD = "fwd"
+    BACKWARD_PRE = "bwd_pre"
+    BACKWARD = "bwd"
+    BACKWARD_POST = "bwd_post"
+
+
+HEAD_DIM_TILES = (64, 96, 128, 192, 256)
+"""Head dims with a tile of their own; a narrower head runs in the next wider one (zero fill)."""
+
+DTYPES = ("bf16", "fp16")
+
+POLYNOMIAL_EXP2_TILES: frozenset[tuple[str, int]] = frozenset({("sm_90a", 64)})
+"""(arch, head_dim) whose fast forward computes a share of its exponentials on the FMA pipe."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class KernelKey:
+    """What is fixed in one compiled kernel.
+
+    Attributes:
+      arch: "sm_90a" or "sm_100f".
+      kernel: which of the four passes.
+      dtype: "bf16" or "fp16": storage of q, k, v, o and of their gradients.
+      head_dim: tile head dim, one of HEAD_DIM_TILES.
+      band: keys are limited per row, lo(i) <= j <= hi(i) (causal and window); False is dense.
+      deterministic: dQ is accumulated in a fixed order (backward only).
+      polynomial_exp2: part of the exponentials is a polynomial (forward only).
+    """
+
+    arch: str
+    kernel: Pass
+    dtype: str
+    head_dim: int
+    band: bool = False
+    deterministic: bool = False
+    polynomial_exp2: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique readable name, e.g. "sm_90a_fwd_bf16_d128_band"."""
+        parts = [self.arch, str(self.kernel), self.dtype, f"d{self.head_dim}"]
+        parts += [flag for flag in ("band", "deterministic", "polynomial_exp2") if getattr(self, flag)]
+        return "_".join(parts)
+
+
+def head_dim_tile(head_dim: int) -> int | None:
+    """Narrowest tile that holds head_dim, or None if there is none."""
+    return next((tile for tile in HEAD_DIM_TILES if head_dim <= tile), None)
