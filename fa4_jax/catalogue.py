@@ -1,0 +1,45 @@
+"""The key list: every kernel that an installation is built with.
+
+`kernels.build` compiles it, the tests draw their cases from it, and the documentation's support
+table is printed from it. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from fa4_jax.key import DTYPES, HEAD_DIM_TILES, POLYNOMIAL_EXP2_TILES, KernelKey, Pass
+
+ARCHITECTURES = ("sm_90a",)
+"""Architectures with kernels. sm_100f joins when its kernels exist."""
+
+
+def keys(arch: str) -> Iterator[KernelKey]:
+    """The kernels of one architecture, in build order."""
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):
+        yield from _forward(arch, dtype, head_dim)
+        yield from _backward(arch, dtype, head_dim)
+
+
+def all_keys() -> tuple[KernelKey, ...]:
+    """The kernels of all architectures, sorted."""
+    return tuple(sorted(key for arch in ARCHITECTURES for key in keys(arch)))
+
+
+def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
+    polynomial = (False, True) if (arch, head_dim) in POLYNOMIAL_EXP2_TILES else (False,)
+    for band, polynomial_exp2 in itertools.product((False, True), polynomial):
+        yield KernelKey(
+            arch, Pass.FORWARD, dtype, head_dim, band=band, polynomial_exp2=polynomial_exp2
+        )
+
+
+def _backward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
+    for deterministic in (False, True):
+        yield KernelKey(arch, Pass.BACKWARD_PRE, dtype, head_dim, deterministic=deterministic)
+        for band in (False, True):
+            yield KernelKey(
+                arch, Pass.BACKWARD, dtype, head_dim, band=band, deterministic=deterministic
+            )
+    yield KernelKey(arch, Pass.BACKWARD_POST, dtype, head_dim)

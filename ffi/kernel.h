@@ -1,0 +1,97 @@
+// A registered kernel: its launch description, and the cubin loaded at first use.
+#ifndef FA4_JAX_FFI_KERNEL_H_
+#define FA4_JAX_FFI_KERNEL_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "driver_api.h"
+#include "kernel_record.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace fa4_jax {
+
+inline constexpr int kMaxParams = 64;
+inline constexpr int kMaxTensorMaps = 16;
+inline constexpr int kMaxBuffers = 32;
+inline constexpr int kMaxDevices = 64;
+
+// Owned form of KernelRecord's parts.
+struct ParamSpec {
+  std::string name;
+  ParamKind kind;
+  int32_t buffer;
+  int32_t rank;
+  int32_t swizzle_bytes;
+  std::array<int32_t, 5> axes;
+  std::array<int32_t, 5> box;
+  Range size;
+};
+
+struct BufferSpec {
+  std::string name;
+  std::optional<xla::ffi::DataType> dtype;
+  int32_t alias;
+  Range shape;
+  int32_t min_rank;
+};
+
+struct KernelSpec {
+  std::string name;
+  std::string arch;
+  xla::ffi::DataType dtype = xla::ffi::DataType::INVALID;
+  std::string file;
+  std::string sha256;
+  std::string symbol;
+  std::vector<BufferSpec> buffers;  // operands, then results
+  std::vector<ParamSpec> params;
+  std::vector<Range> sizes;
+  std::vector<FactorRecord> factors;
+  int32_t num_operands = 0;
+  uint32_t block[3] = {};
+  uint32_t cluster[3] = {};
+  uint32_t dynamic_shared_bytes = 0;
+  bool persistent = false;
+  Range grid[3] = {};
+};
+
+// Copies a record; an error if the record contradicts itself.
+xla::ffi::ErrorOr<KernelSpec> ReadRecord(const KernelRecord& record);
+
+// Thread-safe. Never destroyed: executables may launch until the process ends.
+class Kernel {
+ public:
+  explicit Kernel(KernelSpec spec) : spec_(std::move(spec)) {}
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  const KernelSpec& spec() const { return spec_; }
+
+  // Makes the kernel launchable on `device`: reads, verifies and loads the cubin if no device had
+  // it yet, and sets the device's attributes. One atomic load if that was done before.
+  xla::ffi::Error EnsureReady(const cuda::Driver& driver, cuda::Device device);
+
+  // After EnsureReady.
+  cuda::Kernel handle() const { return handle_; }
+  int multiprocessors(cuda::Device device) const { return multiprocessors_[device]; }
+
+ private:
+  xla::ffi::Error Load(const cuda::Driver& driver);
+  xla::ffi::Error PrepareDevice(const cuda::Driver& driver, cuda::Device device);
+  xla::ffi::Error CheckArchitecture(const cuda::Driver& driver, cuda::Device device) const;
+
+  const KernelSpec spec_;
+  std::mutex mutex_;
+  cuda::Kernel handle_ = nullptr;
+  std::array<int, kMaxDevices> multiprocessors_ = {};
+  std::atomic<uint64_t> ready_{0};  // a bit per device
+};
+
+}  // namespace fa4_jax
+
+#endif  // FA4_JAX_FFI_KERNEL_H_
