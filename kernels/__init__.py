@@ -1,0 +1,1 @@
+"""Build time: the CuTe-DSL kernels, the compiler that turns them into cubins, and their proof."""

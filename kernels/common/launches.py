@@ -1,0 +1,75 @@
+"""Words for describing a kernel's launch, shared by all kernel families."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+from fa4_jax.manifest import Factor, Param, Size
+from kernels.common.tensors import TYPES
+
+BUFFER_TYPES = {"extents": Int32, "dq_order": Int32} | dict.fromkeys(
+    ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32
+)
+"""Element types of the buffers that are not stored in the key's dtype."""
+
+ONE: Size = (Factor(),)
+
+
+def buffer_type(buffer: str, dtype: str) -> type[cutlass.Numeric]:
+    """Element type of a buffer of a kernel whose storage type is `dtype`."""
+    return BUFFER_TYPES.get(buffer, TYPES[dtype])
+
+
+def swizzle_span_bytes(head_dim: int) -> int:
+    """Bytes of the swizzle span that tensors.tile_layout picks for rows of 16-bit elements."""
+    return next(span for span in (128, 64, 32) if (head_dim * 2) % span == 0)
+
+
+def bthd_map(buffer: str, rows: int, head_dim: int) -> Param:
+    """Tensor map of a [B, length, heads, head_dim] buffer: boxes of `rows` by one swizzle span."""
+    span = swizzle_span_bytes(head_dim)
+    return Param(
+        f"{buffer}_map",
+        "tensor_map",
+        buffer=buffer,
+        axes=(3, 1, 2, 0),
+        box=(span // 2, rows, 1, 1),
+        swizzle_bytes=span,
+    )
+
+
+def pointers(*buffers: str) -> tuple[Param, ...]:
+    """A pointer parameter for each buffer."""
+    return tuple(Param(buffer, "pointer", buffer=buffer) for buffer in buffers)
+
+
+def dim(name: str, buffer: str, axis: int) -> Param:
+    """A parameter that is one dimension of a buffer."""
+    return Param(name, "dim", buffer=buffer, axes=(axis,))
+
+
+def scalars(kind: str, *names: str) -> tuple[Param, ...]:
+    """Parameters that are FFI attributes; kind is "i32" or "f32"."""
+    return tuple(Param(name, kind) for name in names)
+
+
+def dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:
+    """A result shape made of dimensions of one operand."""
+    return tuple((Factor(buffer=buffer, axis=axis),) for axis in axes)
+
+
+def example_arguments(params: tuple[Param, ...], dtype: str) -> tuple:
+    """Arguments of the right types for cute.compile, the stream last."""
+    arguments: list = []
+    for param in params:
+        if param.kind == "pointer":
+            element = buffer_type(param.buffer, dtype)
+            arguments.append(make_ptr(element, 0, cute.AddressSpace.gmem, assumed_align=16))
+        elif param.kind == "f32":
+            arguments.append(Float32(1.0))
+        else:
+            arguments.append(Int32(1))
+    return (*arguments, make_fake_stream())

@@ -1,0 +1,125 @@
+"""The arithmetic of online softmax on accumulator fragments: values in, values out, no barriers.
+
+A wgmma accumulator of 64 x n gives a thread two rows (index 1 of its first mode) and, in each, pairs
+of adjacent columns every 8 columns:
+    acc[(column % 2, row, column // 8)], thread = 4 * (row % 8) + (column % 8) // 2 of its warp.
+Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+ROWS = 2  # rows of an accumulator fragment per thread
+
+
+def fragment_index(column_pair: int, row: int, column: int) -> tuple:
+    """Coordinate in an accumulator fragment ((2, 2, n / 8), 1, 1)."""
+    return ((column, row, column_pair), 0, 0)
+
+
+def fragment_columns(acc: cute.Tensor) -> list[tuple[int, int]]:
+    """All (column_pair, column) of a row of the fragment."""
+    pairs = cute.size(acc.shape[0][2])
+    return [(pair, column) for pair in range(pairs) for column in range(2)]
+
+
+def select(condition, if_true: Float32, if_false: Float32) -> Float32:
+    """condition ? if_true : if_false, without a branch."""
+    return Float32(cutlass.select_(condition, if_true, if_false))
+
+
+def fmax(a: Float32, b: Float32) -> Float32:
+    """Maximum that keeps NaN, so that a NaN score makes its whole row NaN."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
+def finite_reference(reference: Float32) -> Float32:
+    """0 for a row that has seen no key (-inf), so that no exponent is inf - inf."""
+    return select(reference == -Float32.inf, Float32(0.0), reference)
+
+
+def quad_reduce(value: Float32, op) -> Float32:
+    """Reduces over the four threads that share a row."""
+    value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cute.Tensor):
+    """Sets scores of keys outside [low[row], high[row]) to -inf.
+
+    Args:
+      acc: score fragment.
+      first_column: key index of this thread's first column in the block.
+      low, high: i32 key bounds of the thread's two rows.
+    """
+    for row in range(ROWS):
+        first = low[row] - first_column
+        last = high[row] - first_column
+        for pair, column in fragment_columns(acc):
+            index = fragment_index(pair, row, column)
+            offset = pair * 8 + column
+            inside = (offset >= first) & (offset < last)
+            acc[index] = select(inside, acc[index], -Float32.inf)
+
+
+def exp2_polynomial(x: Float32) -> Float32:
+    """2^x for x <= 0 on the FMA pipe, relative error below 8.8e-5.
+
+    Cody-Waite: adding 1.5 * 2^23 leaves floor-like integer bits in the low mantissa; the fraction
+    goes through a degree-3 minimax polynomial; the integer is added to its exponent field.
+    (FlashAttention-4, exp2 emulation.) Exponents below -127 give a tiny number, never garbage.
+    """
+    magic = Float32(12582912.0)
+    x = cute.arch.fmax(x, Float32(-127.0))
+    shifted = cute.arch.inline_ptx(
+        "add.rm.ftz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, magic]
+    )
+    fraction = x - (shifted - magic)
+    p = Float32(0.07711908966302872)
+    for coefficient in (0.22756439447402954, 0.6951461434364319, 1.0):
+        p = p * fraction + Float32(coefficient)
+    bits = (shifted.bitcast(Int32) << 23) + p.bitcast(Int32)
+    return bits.bitcast(Float32)
+
+
+def exp2(x: Float32) -> Float32:
+    """2^x on the special-function unit."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: Float32) -> Float32:
+    """Reference maximum for a row once this block is seen.
+
+    It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
+    need no rescaling; output, row sum and LSE share it, so the result is the same in exact arithmetic.
+    (FlashAttention-4, conditional rescaling.)
+    """
+    maximum = reference
+    for pair, column in fragment_columns(scores):
+        maximum = fmax(maximum, scores[fragment_index(pair, row, column)])
+    maximum = quad_reduce(maximum, fmax)
+    # (-inf) - (-inf) is NaN and compares false: the reference is then set to the maximum.
+    return select(maximum - reference <= lag_limit, reference, maximum)
+
+
+def exponentiate_row(
+    scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32, polynomial_one_in: int
+) -> Float32:
+    """scores <- exp2((scores - reference) * scale_log2) in one row; returns the thread's partial sum."""
+    finite = finite_reference(reference)
+    shift = finite * scale_log2
+    total = [Float32(0.0), Float32(0.0)]
+    for i, (pair, column) in enumerate(fragment_columns(scores)):
+        index = fragment_index(pair, row, column)
+        exponent = scores[index] * scale_log2 - shift
+        on_fma_pipe = polynomial_one_in and i % polynomial_one_in == polynomial_one_in - 1
+        p = exp2_polynomial(exponent) if on_fma_pipe else exp2(exponent)
+        scores[index] = p
+        total[column] = total[column] + p
+    return total[0] + total[1]
+
+
+def rescale_factor(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
+    """Factor that moves sums from reference `old` to `new` (0 if nothing was seen before)."""
+    return exp2((old - finite_reference(new)) * scale_log2)

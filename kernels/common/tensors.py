@@ -1,0 +1,126 @@
+"""Views of shared and global memory that every kernel builds the same way."""
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+# Extents of a coordinate tensor: larger than any tensor, since only the descriptor bounds a copy.
+_ANY_LENGTH, _ANY_DIM, _ANY_COUNT = 1 << 30, 1 << 10, 1 << 20
+
+
+def bthd_tensor(pointer: cute.Pointer, shape: tuple):
+    """Row-major [batch, length, heads, head_dim] memory as a (length, head_dim, heads, batch) tensor."""
+    batch, length, heads, head_dim = shape
+    row = Int64(heads) * Int64(head_dim)
+    return cute.make_tensor(
+        pointer,
+        cute.make_layout(
+            (length, head_dim, heads, batch),
+            stride=(row, 1, Int64(head_dim), row * Int64(length)),
+        ),
+    )
+
+
+def bthd_coordinates():
+    """TMA coordinates of a (length, head_dim, heads, batch) tensor whose bounds the descriptor knows.
+
+    Built inside the kernel, so that the descriptor is the only parameter a tensor needs.
+    """
+    origin = cute.make_identity_tensor((_ANY_DIM, _ANY_LENGTH, _ANY_COUNT, _ANY_COUNT))
+    layout = cute.make_layout(
+        (_ANY_LENGTH, _ANY_DIM, _ANY_COUNT, _ANY_COUNT),
+        stride=(cute.E(1), cute.E(0), cute.E(2), cute.E(3)),
+    )
+    return cute.make_tensor(origin.iterator, layout)
+
+
+def tile_layout(dtype, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
+    """Swizzled shared-memory layout (rows, cols, stages) with contiguous columns.
+
+    The swizzle span is the widest of 128, 64 and 32 bytes that divides a row.
+    """
+    kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, cols)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+
+
+def transposed(layout: cute.ComposedLayout) -> cute.ComposedLayout:
+    """The same memory seen as (cols, rows, stages): an operand contiguous along M or N."""
+    return cute.make_composed_layout(
+        layout.inner, layout.offset, cute.select(layout.outer, mode=[1, 0, 2])
+    )
+
+
+@cute.jit
+def tma_load(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
+    """Loads one 2-D tile; one thread of the calling warp issues it."""
+    shared, coordinates = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+    )
+    cute.copy(atom, coordinates, shared, tma_bar_ptr=barrier)
+
+
+@cute.jit
+def tma_store(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor):
+    """Stores one 2-D tile; one thread of the calling warp issues it."""
+    shared, coordinates = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
+    )
+    cute.copy(atom, shared, coordinates)
+
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+SHARED, REGISTERS = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+
+@dataclasses.dataclass(frozen=True)
+class Wgmma:
+    """64 x n x 16 MMA with fp32 accumulators, tiled over warpgroups along M and N.
+
+    majors: K_MAJOR or MN_MAJOR of operands A and B; a_source: SHARED or REGISTERS.
+    """
+
+    dtype: Any
+    warpgroups: tuple[int, int]
+    n: int
+    majors: tuple
+    a_source: Any = SHARED
+
+    def tiled(self) -> cute.TiledMma:
+        """A fresh TiledMma: its accumulate flag is traced state and must not outlive a region."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            *self.majors,
+            cutlass.Float32,
+            (*self.warpgroups, 1),
+            (64, self.n),
+            self.a_source,
+        )
+
+    def issue(self, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool):
+        """Issues acc (+)= a b and commits it as one group; the caller waits."""
+        mma = self.tiled()
+        warpgroup.fence()
+        for k in range(cute.size(a, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+
+def ring_slot(step: Int32, stages: int) -> tuple[Int32, Int32]:
+    """(slot, phase parity) of the step-th use of a ring."""
+    if stages == 1:
+        return Int32(0), step & 1
+    if stages & (stages - 1) == 0:
+        shift = stages.bit_length() - 1
+        return step & (stages - 1), (step >> shift) & 1
+    return step % stages, (step // stages) & 1

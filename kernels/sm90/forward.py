@@ -1,0 +1,585 @@
+"""Hopper forward: O = softmax(scale * Q K^T) V and LSE, one query tile per CTA.
+
+    load warp      TMA:   Q once, then K_n, V_n into two rings, last block first
+    MMA warpgroup w, 64 query rows, registers S, P, O; per key block n (i counts blocks from the last):
+        S(i)  = Q K(i)^T        wgmma, both operands from shared memory
+        O    += P(i-1) V(i-1)   wgmma, P from registers; runs while softmax works on S(i)
+        P(i)  = exp2(S(i) * scale_log2 - reference * scale_log2),  row sums alongside
+    then O / sum through shared memory (Q's) to global memory by TMA, LSE by ordinary stores.
+
+Overlap inside a warpgroup: softmax of block i runs under the PV product of block i - 1. Overlap
+across warpgroups: they issue their products in turn (Note [turns]), so that one's softmax runs under
+another's tensor-core work. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4 for the
+rescaling threshold, the polynomial exponentials and the tile order.)
+
+Not here: bias, dense masks, dropout, value head dim other than the query's.
+
+Note [turns]: warpgroup w waits on named barrier TURN + w before it issues the products of a block
+and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn; the first
+one closes the last turn, so that every arrival is matched when the CTA exits.
+"""
+
+import dataclasses
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Factor, Launch, Result
+from kernels.common import bands, launches, softmax, tensors
+from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
+from kernels.sources import KernelSource
+
+TURN = 1  # first of the named barriers of Note [turns]; 0 is the CTA's own
+EPILOGUE = 8  # first of one named barrier per MMA warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """TMA descriptors, boxes (rows, head_dim) of [B, length, heads, head_dim] tensors."""
+
+    q: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    o: cute.CopyAtom
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one CTA does: a query tile of one head of one batch element."""
+
+    first_row: Int32
+    head: Int32
+    kv_head: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory. q also stages o; k and v are rings of `kv_stages`; *_full / *_empty guard them."""
+
+    q: cute.Tensor  # (m, head_dim)
+    k: cute.Tensor  # (n, head_dim, stage)
+    v: cute.Tensor  # (n, head_dim, stage)
+    vt: cute.Tensor  # (head_dim, n, stage), the same memory as v
+    q_full: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+
+
+class Forward:
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.band = key.band
+        self.tile = FORWARD_TILES[key.head_dim, key.band]
+        self.polynomial_one_in = self.tile.polynomial_one_in if key.polynomial_exp2 else 0
+        self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
+        self.turns = self.tile.mma_warpgroups > 1
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        extents: cute.Pointer,
+        o: cute.Pointer,
+        lse: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        head_dim: Int32,
+        scale_log2: Float32,
+        rescale_threshold_log2: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream: cuda.CUstream,
+    ):
+        tile, d = self.tile, self.head_dim
+        q_tensor = tensors.bthd_tensor(q, (batch, query_length, heads, head_dim))
+        k_tensor = tensors.bthd_tensor(k, (batch, key_length, kv_heads, head_dim))
+        v_tensor = tensors.bthd_tensor(v, (batch, key_length, kv_heads, head_dim))
+        o_tensor = tensors.bthd_tensor(o, (batch, query_length, heads, head_dim))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+
+        def layout(rows):
+            return cute.slice_(tensors.tile_layout(self.dtype, rows, d, 1), (None, None, 0))
+
+        q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(tile.m), (tile.m, d))
+        k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
+        v_map, _ = cpasync.make_tiled_tma_atom(load, v_tensor, layout(tile.n), (tile.n, d))
+        o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(64), (64, d))
+        tiles = cute.ceil_div(query_length, tile.m)
+        self.kernel(
+            q_map,
+            k_map,
+            v_map,
+            o_map,
+            extents,
+            lse,
+            batch,
+            query_length,
+            key_length,
+            heads,
+            kv_heads,
+            scale_log2,
+            rescale_threshold_log2,
+            window_left,
+            window_right,
+        ).launch(
+            grid=[tiles * heads * batch, 1, 1],
+            block=[tile.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: cute.CopyAtom,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
+        o_map: cute.CopyAtom,
+        extents: cute.Pointer,
+        lse: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale_log2: Float32,
+        rescale_threshold_log2: Float32,
+        window_left: Int32,
+        window_right: Int32,
+    ):
+        maps = Maps(q_map, k_map, v_map, o_map)
+        shared = self.allocate()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index == 0:
+            for descriptor in (maps.q, maps.k, maps.v, maps.o):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                mma_warps = self.tile.mma_warpgroups * 4
+                cute.arch.mbarrier_init(shared.q_full, 1)
+                for stage in cutlass.range_constexpr(self.tile.kv_stages):
+                    cute.arch.mbarrier_init(shared.k_full + stage, 1)
+                    cute.arch.mbarrier_init(shared.v_full + stage, 1)
+                    cute.arch.mbarrier_init(shared.k_empty + stage, mma_warps)
+                    cute.arch.mbarrier_init(shared.v_empty + stage, mma_warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        work = self.assign(
+            extents, (batch, query_length, key_length, heads, kv_heads), (window_left, window_right)
+        )
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            if warp_index == 0:
+                self.load(maps, shared, work)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.mma)
+            row_lse = cute.make_tensor(
+                lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
+                cute.make_layout(query_length),
+            )
+            self.multiply(maps, shared, work, row_lse, scale_log2, rescale_threshold_log2)
+
+    def allocate(self) -> Shared:
+        """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
+        tile, d = self.tile, self.head_dim
+        q_layout = tensors.tile_layout(self.dtype, tile.m, d, 1)
+        kv_layout = tensors.tile_layout(self.dtype, tile.n, d, tile.kv_stages)
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[cutlass.Int64, 1]
+            k_full: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
+            k_empty: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
+            v_full: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
+            v_empty: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        vt_layout = tensors.transposed(kv_layout)
+        return Shared(
+            q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)[None, None, 0],
+            k=storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner),
+            v=storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner),
+            vt=storage.v.get_tensor(vt_layout.outer, swizzle=vt_layout.inner),
+            q_full=storage.q_full.data_ptr(),
+            k_full=storage.k_full.data_ptr(),
+            k_empty=storage.k_empty.data_ptr(),
+            v_full=storage.v_full.data_ptr(),
+            v_empty=storage.v_empty.data_ptr(),
+        )
+
+    def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+        """The tile of this CTA: longest tiles first within groups of heads whose K and V fill the L2.
+
+        Heads count over batches; those of one group are visited row tile by row tile, so that equal
+        tiles of neighbouring heads run together and share K and V where heads share them.
+        """
+        batch, query_length, key_length, heads, kv_heads = sizes
+        group = heads // kv_heads
+        rows_in_l2 = L2_BUDGET_BYTES // (2 * self.head_dim * 2)
+        section = cutlass.max(rows_in_l2 // key_length, 1) * group
+        tiles = (query_length + self.tile.m - 1) // self.tile.m
+        index, _, _ = cute.arch.block_idx()
+        first_head = index // (section * tiles) * section
+        in_section = index - first_head * tiles
+        section = cutlass.min(section, heads * batch - first_head)
+        tile = in_section // section
+        head_and_batch = first_head + in_section - tile * section
+        tile = tiles - 1 - tile if cutlass.const_expr(self.band) else tile
+        batch_index = head_and_batch // heads
+        head = head_and_batch - batch_index * heads
+        limits = cute.make_tensor(extents + batch_index * 4, cute.make_layout(4))
+        band = bands.Band(
+            query_length=limits[0],
+            key_length=limits[1],
+            offset=limits[2],
+            window_left=window[0] if self.band else bands.UNBOUNDED,
+            window_right=window[1] if self.band else bands.UNBOUNDED,
+        )
+        first_row = tile * self.tile.m
+        blocks = bands.key_blocks(
+            band, first_row, self.tile.m, self.tile.n, cutlass.min, cutlass.max
+        )
+        begin = blocks.begin
+        # Rows past the query length see nothing.
+        end = Int32(cutlass.select_(first_row < band.query_length, blocks.end, begin))
+        return Work(
+            first_row,
+            head,
+            head // group,
+            batch_index,
+            band,
+            dataclasses.replace(blocks, end=end),
+        )
+
+    @cute.jit
+    def load(self, maps: Maps, shared: Shared, work: Work):
+        """Load warp: Q, then K and V of each block, last block first."""
+        tile, d = self.tile, self.head_dim
+        coordinates = tensors.bthd_coordinates()
+        q = coordinates[None, None, work.head, work.batch]
+        kv = coordinates[None, None, work.kv_head, work.batch]
+        q_tile = cute.local_tile(cute.domain_offset((work.first_row, 0), q), (tile.m, d), (0, 0))
+        kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
+        block_bytes = tile.n * d * 2
+        count = work.blocks.end - work.blocks.begin
+        if count > 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, tile.m * d * 2)
+            tensors.tma_load(maps.q, q_tile, shared.q, shared.q_full)
+        for step in cutlass.range(count, unroll=1):
+            block = work.blocks.end - 1 - step
+            slot, phase = tensors.ring_slot(step, tile.kv_stages)
+            for operand in cutlass.range_constexpr(2):
+                full = (shared.k_full, shared.v_full)[operand] + slot
+                empty = (shared.k_empty, shared.v_empty)[operand] + slot
+                target = (shared.k, shared.v)[operand]
+                # The first pass over the ring finds it empty: parity 1 passes on a new barrier.
+                cute.arch.mbarrier_wait(empty, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, block_bytes)
+                tensors.tma_load(
+                    (maps.k, maps.v)[operand],
+                    kv_tiles[None, None, block],
+                    target[None, None, slot],
+                    full,
+                )
+
+    @cute.jit
+    def multiply(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        row_lse: cute.Tensor,
+        scale_log2: Float32,
+        rescale_threshold_log2: Float32,
+    ):
+        """MMA warpgroup: 64 query rows from scores to the output tile."""
+        tile, d = self.tile, self.head_dim
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        lane = thread % 32
+        warpgroups = (tile.mma_warpgroups, 1)
+        majors = (tensors.K_MAJOR, tensors.K_MAJOR)
+        qk_product = tensors.Wgmma(self.dtype, warpgroups, tile.n, majors)
+        majors = (tensors.K_MAJOR, tensors.MN_MAJOR)
+        pv_product = tensors.Wgmma(self.dtype, warpgroups, d, majors, tensors.REGISTERS)
+        qk, pv = qk_product.tiled(), pv_product.tiled()
+        uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
+        qk_group, pv_group = qk.get_slice(uniform), pv.get_slice(uniform)
+        q = qk.make_fragment_A(qk_group.partition_A(shared.q))
+        k = qk.make_fragment_B(qk_group.partition_B(shared.k))
+        vt = pv.make_fragment_B(pv_group.partition_B(shared.vt))
+        scores = cute.make_rmem_tensor(qk.partition_shape_C((tile.m, tile.n)), Float32)
+        probabilities = cute.make_rmem_tensor(pv.partition_shape_A((tile.m, tile.n)), self.dtype)
+        acc = cute.make_rmem_tensor(pv.partition_shape_C((tile.m, d)), Float32)
+        acc.fill(0.0)
+
+        first_row = work.first_row + (thread // 32) * 16 + lane // 4
+        low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
+        high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
+        reference = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+        row_sum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+        for row in cutlass.range_constexpr(softmax.ROWS):
+            limits = bands.row_limits(work.band, first_row + 8 * row, cutlass.min, cutlass.max)
+            low[row], high[row] = limits
+            reference[row], row_sum[row] = -Float32.inf, Float32(0.0)
+        lag_limit = rescale_threshold_log2 / scale_log2
+        first_column = (lane % 4) * 2
+
+        begin, end = work.blocks.begin, work.blocks.end
+        count = end - begin
+        if count > 0:
+            if cutlass.const_expr(self.turns):
+                if group == tile.mma_warpgroups - 1:
+                    self.pass_turn(group)
+            # First block: no output yet to multiply under its softmax.
+            cute.arch.mbarrier_wait(shared.q_full, 0)
+            cute.arch.mbarrier_wait(shared.k_full, 0)
+            qk_product.issue(scores, q, k[None, None, None, 0], accumulate=False)
+            warpgroup.wait_group(0)
+            self.release(shared.k_empty)
+            softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
+            self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
+            probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
+
+            operands = (q, k, vt, scores, probabilities, acc)
+            products = (qk_product, pv_product)
+            rows = (low, high, reference, row_sum)
+            scalars = (scale_log2, lag_limit, first_column, group)
+            # Then blocks masked on the right edge, unmasked ones, and those masked on the left edge.
+            right = cutlass.max(cutlass.min(work.blocks.full_end, end - 1), begin)
+            left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
+            phases = ((end - 1, right, True), (right, left, False), (left, begin, True))
+            if cutlass.const_expr(not self.band):
+                phases = ((end - 1, begin, False),)
+            for phase in cutlass.range_constexpr(len(phases)):
+                above, down_to, masked = phases[phase]
+                for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+                    self.step(shared, products, operands, rows, scalars, block, end, masked)
+
+            slot, phase = tensors.ring_slot(count - 1, tile.kv_stages)
+            cute.arch.mbarrier_wait(shared.v_full + slot, phase)
+            pv_product.issue(acc, probabilities, vt[None, None, None, slot], accumulate=True)
+            if cutlass.const_expr(self.turns):
+                if group == 0:
+                    self.await_turn(group)
+            warpgroup.wait_group(0)
+        self.write_output(maps, shared, work, (acc, reference, row_sum), row_lse, scale_log2, pv)
+
+    @cute.jit
+    def step(
+        self,
+        shared: Shared,
+        products: tuple,
+        operands: tuple,
+        rows: tuple,
+        scalars: tuple,
+        block: Int32,
+        end: Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """One key block: its scores, the previous block's output product, its softmax."""
+        qk_product, pv_product = products
+        q, k, vt, scores, probabilities, acc = operands
+        low, high, reference, row_sum = rows
+        scale_log2, lag_limit, first_column, group = scalars
+        now = end - 1 - block
+        slot, phase = tensors.ring_slot(now, self.tile.kv_stages)
+        last_slot, last_phase = tensors.ring_slot(now - 1, self.tile.kv_stages)
+        cute.arch.mbarrier_wait(shared.k_full + slot, phase)
+        if cutlass.const_expr(self.turns):
+            self.await_turn(group)
+        qk_product.issue(scores, q, k[None, None, None, slot], accumulate=False)
+        cute.arch.mbarrier_wait(shared.v_full + last_slot, last_phase)
+        pv_product.issue(acc, probabilities, vt[None, None, None, last_slot], accumulate=True)
+        if cutlass.const_expr(self.turns):
+            self.pass_turn(group)
+        warpgroup.wait_group(1)
+        self.release(shared.k_empty + slot)
+        if cutlass.const_expr(masked):
+            softmax.mask_band(scores, block * self.tile.n + first_column, low, high)
+        factors = self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
+        warpgroup.wait_group(0)
+        self.release(shared.v_empty + last_slot)
+        self.rescale(acc, factors)
+        probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
+
+    def softmax_block(
+        self, scores, reference, row_sum, scale_log2: Float32, lag_limit: Float32
+    ) -> list[Float32]:
+        """scores <- probabilities; moves the row references and sums; returns the rescale factors."""
+        factors = []
+        for row in range(softmax.ROWS):
+            old = reference[row]
+            new = softmax.new_reference(scores, row, old, lag_limit)
+            factor = softmax.rescale_factor(old, new, scale_log2)
+            total = softmax.exponentiate_row(scores, row, new, scale_log2, self.polynomial_one_in)
+            reference[row] = new
+            row_sum[row] = row_sum[row] * factor + total
+            factors.append(factor)
+        return factors
+
+    @cute.jit
+    def rescale(self, acc: cute.Tensor, factors: list):
+        """acc <- acc * factor by row, skipped by warps in which no row's reference moved."""
+        moved = (factors[0] != 1.0) | (factors[1] != 1.0)
+        if cute.arch.vote_any_sync(moved):
+            for row in cutlass.range_constexpr(softmax.ROWS):
+                for pair, column in softmax.fragment_columns(acc):
+                    index = softmax.fragment_index(pair, row, column)
+                    acc[index] = acc[index] * factors[row]
+
+    def release(self, empty: cute.Pointer):
+        """One arrival per warp: this warp's wgmma no longer reads the slot."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+
+    def await_turn(self, group: Int32):
+        """Note [turns]."""
+        cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, group: Int32):
+        """Note [turns]."""
+        following = Int32(
+            cutlass.select_(group == self.tile.mma_warpgroups - 1, Int32(0), group + 1)
+        )
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def write_output(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        results: tuple,
+        row_lse: cute.Tensor,
+        scale_log2: Float32,
+        pv: cute.TiledMma,
+    ):
+        """O / sum to global memory through the query's shared memory, and LSE.
+
+        Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
+        """
+        acc, reference, row_sum = results
+        tile, d = self.tile, self.head_dim
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        lane = thread % 32
+        first_row = work.first_row + (thread // 32) * 16 + lane // 4
+        for row in cutlass.range_constexpr(softmax.ROWS):
+            total = softmax.quad_reduce(row_sum[row], lambda a, b: a + b)
+            query = first_row + 8 * row
+            valid = (query < work.band.query_length) & (total != 0.0)
+            inverse = softmax.select(valid, 1.0 / total, Float32(0.0))
+            lse = (reference[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+            lse = softmax.select(valid, lse, -Float32.inf)
+            if (lane % 4 == 0) & (query < cute.size(row_lse)):
+                row_lse[query] = lse
+            for pair, column in softmax.fragment_columns(acc):
+                index = softmax.fragment_index(pair, row, column)
+                acc[index] = softmax.select(valid, acc[index] * inverse, Float32(0.0))
+        output = cute.make_rmem_tensor(acc.shape, self.dtype)
+        output.store(acc.load().to(self.dtype))
+        # Every warpgroup overwrites its own 64 rows of q, which only it has read, and has waited for.
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
+        cute.copy(atom, copy.retile(output), copy.partition_D(shared.q))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=EPILOGUE + group, number_of_threads=WARPGROUP)
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
+            o = cute.domain_offset((work.first_row + group * 64, 0), o)
+            target = cute.local_tile(o, (64, d), (0, 0))
+            source = cute.local_tile(shared.q, (64, d), (group, 0))
+            tensors.tma_store(maps.o, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+
+Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)
+Forward.__call__.set_name_prefix(
+    "fa4_fwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+
+LN_2 = 0.6931471805599453
+
+
+def source(key: KernelKey) -> KernelSource:
+    """The forward kernel of a key, with its launch."""
+    kernel = Forward(key)
+    tile, d = kernel.tile, key.head_dim
+    sizes = (
+        launches.dim("batch", "q", 0),
+        launches.dim("query_length", "q", 1),
+        launches.dim("key_length", "k", 1),
+        launches.dim("heads", "q", 2),
+        launches.dim("kv_heads", "k", 2),
+    )
+    scalars = (
+        *launches.scalars("f32", "scale_log2", "rescale_threshold_log2"),
+        *launches.scalars("i32", "window_left", "window_right"),
+    )
+    launch = Launch(
+        operands=("q", "k", "v", "extents"),
+        results=(
+            Result("o", key.dtype, launches.dims("q", (0, 1, 2, 3))),
+            Result("lse", "f32", launches.dims("q", (0, 2, 1))),
+        ),
+        params=(
+            launches.bthd_map("q", tile.m, d),
+            launches.bthd_map("k", tile.n, d),
+            launches.bthd_map("v", tile.n, d),
+            launches.bthd_map("o", 64, d),
+            *launches.pointers("extents", "lse"),
+            *sizes,
+            *scalars,
+        ),
+        grid=(
+            (
+                Factor(buffer="q", axis=1, divisor=tile.m),
+                Factor(buffer="q", axis=2),
+                Factor(buffer="q", axis=0),
+            ),
+            launches.ONE,
+            launches.ONE,
+        ),
+        block=(tile.threads, 1, 1),
+        dynamic_smem_bytes=tile.smem_bytes(d),
+    )
+    host_arguments = (
+        *launches.pointers("q", "k", "v", "extents", "o", "lse"),
+        *sizes,
+        launches.dim("head_dim", "q", 3),
+        *scalars,
+    )
+    return KernelSource(
+        host=kernel,
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=launch,
+        tile={"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages},
+        symbol_prefix="fa4_fwd",
+    )

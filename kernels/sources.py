@@ -1,0 +1,44 @@
+"""From a kernel key to what the compiler needs: the one door into the kernel families."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.manifest import Launch, Param
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSource:
+    """A kernel that is ready to be compiled.
+
+    Attributes:
+      host: the `cute.jit` host function; its arguments are `host_arguments` and a stream.
+      arguments: example arguments for `cute.compile`, the stream last.
+      host_arguments: what each argument of `host` before the stream is, in the words of the manifest.
+      launch: how the handler launches the kernel.
+      tile: sizes worth telling a person.
+      symbol_prefix: the kernel's symbol starts with this.
+    """
+
+    host: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    host_arguments: tuple[Param, ...]
+    launch: Launch
+    tile: dict[str, int]
+    symbol_prefix: str
+
+
+def source(key: KernelKey) -> KernelSource:
+    """The kernel of a key.
+
+    Raises:
+      NotImplementedError: no kernel family has this key.
+    """
+    if key.arch == "sm_90a" and key.kernel is Pass.FORWARD:
+        from kernels.sm90 import forward
+
+        return forward.source(key)
+    raise NotImplementedError(f"no kernel source for {key.name}")
