@@ -1,0 +1,1 @@
+"""The ahead-of-time build: key list -> cubins and manifest.json."""

@@ -1,0 +1,97 @@
+"""python -m kernels.build: compiles the key list to cubins and writes their manifest."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fa4_jax import catalogue
+from fa4_jax.key import KernelKey
+from kernels.build import cache, package
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    options = _parse(arguments)
+    keys = catalogue.all_keys()
+    selected = [key for key in keys if fnmatch.fnmatch(key.name, options.only)]
+    if not selected:
+        print(f"no key matches {options.only!r}; see --list", file=sys.stderr)
+        return 2
+    if options.list:
+        print(*(key.name for key in selected), sep="\n")
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    start = time.perf_counter()
+    try:
+        entries = _build(selected, options.jobs, console)
+    except (package.KernelError, NotImplementedError) as error:
+        console.print(f"[red]{error}")
+        return 1
+    others = (cache.find(key) for key in keys if key not in set(selected))
+    package.package([*entries, *(entry for entry in others if entry is not None)])
+    console.print(_table(entries))
+    total = sum(len(entry.code) for entry in entries)
+    console.print(
+        f"{len(entries)} kernels, {total / 2**20:.1f} MB, {time.perf_counter() - start:.1f} s, "
+        f"in {os.path.relpath(package.OUTPUT)}"
+    )
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kernels.build", description=__doc__)
+    parser.add_argument(
+        "--only",
+        default="*",
+        metavar="GLOB",
+        help='kernel names to build, e.g. "*_fwd_*"; others stay packaged if they are up to date',
+    )
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="kernels compiled at a time"
+    )
+    return parser.parse_args(arguments)
+
+
+def _build(keys: list[KernelKey], jobs: int, console: Console) -> list[cache.Entry]:
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+        task = progress.add_task("", total=len(keys))
+        entries = []
+        for entry in package.build(keys, jobs):
+            entries.append(entry)
+            progress.update(task, advance=1, description=entry.cubin.key.name)
+    return entries
+
+
+def _table(entries: list[cache.Entry]) -> Table:
+    table = Table(box=None)
+    table.add_column("kernel", no_wrap=True)
+    for heading in ("registers", "spills", "threads", "smem KB", "cubin KB", "tile", "compiled s"):
+        table.add_column(heading, justify="right")
+    for entry in sorted(entries, key=lambda entry: entry.cubin.key):
+        cubin = entry.cubin
+        table.add_row(
+            cubin.key.name,
+            str(cubin.registers),
+            str(cubin.spill_bytes),
+            str(cubin.launch.block[0] * cubin.launch.block[1] * cubin.launch.block[2]),
+            f"{cubin.launch.dynamic_smem_bytes / 1024:.1f}",
+            f"{len(entry.code) / 1024:.1f}",
+            " ".join(f"{name}={size}" for name, size in cubin.tile.items()),
+            f"{entry.seconds:.1f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

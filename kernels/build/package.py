@@ -1,0 +1,93 @@
+"""Builds kernels in parallel processes and packages them in fa4_jax/_cubins."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import multiprocessing
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from fa4_jax import manifest
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Cubin, Manifest
+from kernels.build import cache, compile
+
+OUTPUT = cache.REPOSITORY / "fa4_jax" / "_cubins"
+
+
+class KernelError(Exception):
+    """A kernel that must not be shipped: it spills registers or its products are serialized."""
+
+
+def build(keys: Iterable[KernelKey], jobs: int) -> Iterator[cache.Entry]:
+    """Compiles what no earlier build left, `jobs` kernels at a time; yields each when it is there.
+
+    Raises:
+      KernelError: a kernel is not fit to be shipped.
+    """
+    missing: list[KernelKey] = []
+    for key in keys:
+        if (entry := cache.find(key)) is not None:
+            yield entry
+        else:
+            missing.append(key)
+    for arch in sorted({key.arch for key in missing}):
+        yield from _compile_all([key for key in missing if key.arch == arch], jobs)
+
+
+def _compile_all(keys: list[KernelKey], jobs: int) -> Iterator[cache.Entry]:
+    pool = concurrent.futures.ProcessPoolExecutor(
+        max_workers=min(jobs, len(keys)), mp_context=multiprocessing.get_context("spawn")
+    )
+    with pool:
+        futures = [pool.submit(_compile_one, key) for key in keys]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                entry = future.result()
+                cache.store(entry)
+                yield entry
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _compile_one(key: KernelKey) -> cache.Entry:
+    compiled = compile.compile_kernel(key)
+    if compiled.spill_bytes > 0:
+        raise KernelError(f"{key.name} spills {compiled.spill_bytes} bytes of registers")
+    if compiled.serialized:
+        raise KernelError(f"{key.name}: ptxas serialized its warpgroup products")
+    cubin = Cubin(
+        key=key,
+        launch=compiled.source.launch,
+        symbol=compiled.info.symbol,
+        file=f"{key.name}.cubin",
+        sha256=hashlib.sha256(compiled.cubin).hexdigest(),
+        registers=compiled.info.registers,
+        spill_bytes=compiled.spill_bytes,
+        tile=compiled.source.tile,
+    )
+    return cache.Entry(cubin, compiled.cubin, compiled.seconds)
+
+
+def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> None:
+    """Writes the cubins and their manifest, and removes cubins that are not of this build."""
+    output.mkdir(parents=True, exist_ok=True)
+    by_key = {entry.cubin.key: entry for entry in entries}
+    for entry in by_key.values():
+        _replace(output / entry.cubin.file, entry.code)
+    document = Manifest({key: e.cubin for key, e in by_key.items()}, cache.toolchain(), output)
+    _replace(output / "manifest.json", manifest.dump(document).encode())
+    current = {entry.cubin.file for entry in by_key.values()}
+    for file in output.glob("*.cubin"):
+        if file.name not in current:
+            file.unlink()
+
+
+def _replace(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file in one step, so that a process that reads it sees the old or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
