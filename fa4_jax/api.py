@@ -1,0 +1,195 @@
+"""The public call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from fa4_jax import autodiff, types, validate
+from fa4_jax.default import Operands
+from fa4_jax.plan import Plan, make_plan
+from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.target import current_target
+
+Implementation = Literal["kernel", "xla"] | None
+Numerics = Literal["fast", "exact"]
+Window = int | tuple[int | None, int | None] | None
+
+logger = logging.getLogger("fa4_jax")
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_offset: int | ArrayLike = 0,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    deterministic: bool = False,
+    numerics: Numerics = "fast",
+    return_residual: bool = False,
+    implementation: Implementation = None,
+) -> Any:
+    """softmax(scale query key^T + bias) value, by heads, without holding the [T, S] scores.
+
+    Names, layout and causal alignment are those of `jax.nn.dot_product_attention`.
+
+    Args:
+      query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32.
+      key, value: [B, S, K, H] or [S, K, H], of query's dtype. N is a multiple of K; query head n
+        uses key head n // (N // K).
+      bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
+        missing). Differentiable.
+      mask: True where a query may see a key; boolean, broadcasts like bias.
+      scale: static, positive; 1 / sqrt(H) by default.
+      is_causal: row i sees the keys j <= i + query_offset.
+      query_offset: position of row 0 among the keys; an int, or int32 [] or [B], traced or not.
+        S - T aligns the last row with the last key (FlashAttention's convention).
+      query_seq_lengths, key_value_seq_lengths: int32 [B]; what lies beyond is padding and may hold
+        anything, Inf and NaN included.
+      local_window_size: (left, right): row i sees the keys from i + query_offset - left to
+        i + query_offset + right; None is open; an int is both.
+      deterministic: gradients are bitwise the same in every run.
+      numerics: "fast" lets the kernels use a polynomial for part of the exponentials and rescale
+        lazily (FlashAttention-4); "exact" does neither.
+      return_residual: also return the log-sum-exp of each row.
+      implementation: "kernel" insists on the GPU kernels, "xla" on pure JAX; None takes the kernels
+        where there are any for this call, and logs once why not on an NVIDIA GPU.
+
+    Returns:
+      The output, like query; a row that sees no key, or lies past its query length, is 0.
+      With return_residual, (output, lse): lse is float32 [B, N, T] ([N, T]), natural logarithm,
+      -inf for such rows, and differentiable.
+
+    Raises:
+      ValueError: an argument is wrong; its name and value are in the message.
+      NotImplementedError: no implementation takes this call; the message says why.
+    """
+    operands, problem = canonicalise(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        deterministic=deterministic,
+        numerics=numerics,
+    )
+    validate.flag("return_residual", return_residual)
+    validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
+    plan = make_plan(problem, current_target(), implementation)
+    _report(plan)
+    output, lse = _attend(plan, operands)
+    if jnp.ndim(query) == 3:
+        output, lse = output[0], lse[0]
+    return (output, lse) if return_residual else output
+
+
+def canonicalise(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    query_offset: int | ArrayLike = 0,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[Operands, Problem]:
+    """Checked operands of rank 4 and the static facts about them. Arguments as in `attention`."""
+    q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    validate.arrays(q, k, v)
+    q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
+    (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
+    lengths = [
+        None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths)
+    ]
+    validate.lengths("query_seq_lengths", lengths[0], b)
+    validate.lengths("key_value_seq_lengths", lengths[1], b)
+    dense = {"bias": bias, "mask": mask}
+    for name, x in dense.items():
+        if x is not None:
+            x = jnp.asarray(x)
+            dense[name] = x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
+        validate.dense(name, dense[name], (b, n, t, s))
+    validate.query_offset(query_offset, b)
+    problem = Problem(
+        batch=b,
+        query_length=t,
+        key_length=s,
+        query_heads=n,
+        kv_heads=kv_heads,
+        head_dim=h,
+        dtype=validate.DTYPES[q.dtype.name],
+        scale=validate.scale(options.get("scale"), h),
+        window=validate.window(options.get("local_window_size"), options.get("is_causal", False)),
+        query_offset=None if hasattr(query_offset, "shape") else int(query_offset),
+        has_lengths=any(x is not None for x in lengths),
+        has_bias=bias is not None,
+        has_mask=mask is not None,
+        deterministic=validate.flag("deterministic", options.get("deterministic", False)),
+        numerics=validate.choice("numerics", options.get("numerics", "fast"), validate.NUMERICS),
+    )
+    operands = Operands(q, k, v, _extents(problem, lengths, query_offset), **dense)
+    axes = types.union_varying(operands)
+    return jax.tree.map(lambda x: types.cast_varying(x, axes), operands), problem
+
+
+def _extents(problem: Problem, lengths: list[jax.Array | None], offset: Any) -> jax.Array:
+    """int32 [B, 4]: query length, key length, query offset, 0."""
+    columns = [
+        problem.query_length if lengths[0] is None else lengths[0],
+        problem.key_length if lengths[1] is None else lengths[1],
+        offset,
+        0,
+    ]
+    limits = [
+        (0, problem.query_length),
+        (0, problem.key_length),
+        (-UNBOUNDED, UNBOUNDED),
+        (0, 0),
+    ]
+    clipped = [
+        jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), *limit), (problem.batch,))
+        for x, limit in zip(columns, limits, strict=True)
+    ]
+    return jnp.stack(clipped, axis=1)
+
+
+def _attend(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, H] and log-sum-exp [B, N, T] f32."""
+    problem = plan.problem
+    if validate.is_empty(problem):
+        lse_shape = (problem.batch, problem.query_heads, problem.query_length)
+        return jnp.zeros_like(operands.query), jnp.full(lse_shape, -jnp.inf, jnp.float32)
+    return autodiff.attend(plan, operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _report(plan: Plan) -> None:
+    """Says once, on a GPU, why a call that might have used kernels does not."""
+    reason = plan.forward_reason or plan.backward_reason
+    if reason and reason != "implementation='xla'" and jax.default_backend() == "gpu":
+        part = "forward and backward" if plan.forward_reason else "backward"
+        _log_once(f"attention uses the default path for its {part}: {reason}")

@@ -1,0 +1,155 @@
+"""Which kernels an attention call uses, or why none: a pure function of problem, arch and manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fa4_jax.key import (
+    DTYPES,
+    HEAD_DIM_TILES,
+    POLYNOMIAL_EXP2_TILES,
+    KernelKey,
+    Pass,
+    head_dim_tile,
+)
+from fa4_jax.manifest import Cubin, Launch, Manifest
+from fa4_jax.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What kernels are there to choose from.
+
+    Attributes:
+      arch: "sm_90a", "sm_100f", or None without a supported device.
+      manifest: installed kernels, or None without any.
+      unavailable: why arch or manifest is missing, in words.
+      platforms: JAX platforms that can launch kernels.
+    """
+
+    arch: str | None
+    manifest: Manifest | None
+    unavailable: str = ""
+    platforms: tuple[str, ...] = ("cuda",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One launch: the key and how it is called. Hashable, unlike the manifest's record."""
+
+    key: KernelKey
+    launch: Launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What runs. Hashable: part of the jit cache key.
+
+    Attributes:
+      forward, backward: launches in order; empty where the default path runs.
+      forward_reason, backward_reason: why they are empty, else None.
+      insist: implementation="kernel": nothing else may run.
+      platforms: where kernels run; elsewhere the default path does.
+    """
+
+    problem: Problem
+    forward: tuple[Kernel, ...] = ()
+    backward: tuple[Kernel, ...] = ()
+    forward_reason: str | None = None
+    backward_reason: str | None = None
+    insist: bool = False
+    platforms: tuple[str, ...] = ("cuda",)
+
+
+def kernel_keys(problem: Problem, arch: str) -> tuple[tuple[KernelKey, ...], tuple[KernelKey, ...]]:
+    """Keys of the forward and of the backward launches.
+
+    Raises:
+      KeyError: the head dim has no tile (`unsupported` says so in words).
+    """
+    tile = head_dim_tile(problem.head_dim)
+    if tile is None:
+        raise KeyError(problem.head_dim)
+
+    def key(kernel: Pass, **flags: bool) -> KernelKey:
+        return KernelKey(arch, kernel, problem.dtype, tile, **flags)
+
+    polynomial = problem.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
+    forward = key(Pass.FORWARD, band=problem.band, polynomial_exp2=polynomial)
+    backward = (
+        key(Pass.BACKWARD_PRE, deterministic=problem.deterministic),
+        key(Pass.BACKWARD, band=problem.band, deterministic=problem.deterministic),
+        key(Pass.BACKWARD_POST),
+    )
+    return (forward,), backward
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why no kernel of any architecture takes this problem, or None."""
+    if problem.has_bias:
+        return "bias: the kernels take no dense bias"
+    if problem.has_mask:
+        return "mask: the kernels take no dense mask (use is_causal, window or lengths)"
+    if problem.dtype not in DTYPES:
+        return f"query dtype {problem.dtype}: the kernels take {' and '.join(DTYPES)}"
+    if problem.head_dim % 8:
+        return f"head_dim {problem.head_dim}: the kernels take multiples of 8"
+    if head_dim_tile(problem.head_dim) is None:
+        return f"head_dim {problem.head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
+    return None
+
+
+def _missing(keys: tuple[KernelKey, ...], manifest: Manifest) -> str | None:
+    """Which kernel is not installed and what is, or None if all are."""
+    for key in keys:
+        if key not in manifest.cubins:
+            near = sorted(
+                k.name for k in manifest.cubins if (k.arch, k.kernel) == (key.arch, key.kernel)
+            )
+            return f"no kernel {key.name} is installed; there are: {', '.join(near) or 'none'}"
+    return None
+
+
+def _kernels(keys: tuple[KernelKey, ...], manifest: Manifest) -> tuple[Kernel, ...]:
+    return tuple(Kernel(key, manifest.cubins[key].launch) for key in keys)
+
+
+def make_plan(problem: Problem, target: Target, implementation: str | None) -> Plan:
+    """The launches of a call.
+
+    Args:
+      implementation: None chooses kernels where they fit, "kernel" insists, "xla" declines.
+
+    Raises:
+      NotImplementedError: implementation="kernel" and no forward kernel fits; the reason is named.
+        A missing backward is raised when a gradient is asked for.
+    """
+    if implementation == "xla":
+        reason = "implementation='xla'"
+        return Plan(problem, forward_reason=reason, backward_reason=reason)
+    reason = unsupported(problem)
+    if reason is None and (target.arch is None or target.manifest is None):
+        reason = target.unavailable
+    if reason is not None or target.arch is None or target.manifest is None:
+        if implementation == "kernel":
+            raise NotImplementedError(f"implementation='kernel': {reason}")
+        return Plan(problem, forward_reason=reason, backward_reason=reason)
+    forward, backward = kernel_keys(problem, target.arch)
+    forward_reason = _missing(forward, target.manifest)
+    backward_reason = forward_reason or _missing(backward, target.manifest)
+    if forward_reason is not None and implementation == "kernel":
+        raise NotImplementedError(f"implementation='kernel': {forward_reason}")
+    return Plan(
+        problem,
+        forward=() if forward_reason else _kernels(forward, target.manifest),
+        backward=() if backward_reason else _kernels(backward, target.manifest),
+        forward_reason=forward_reason,
+        backward_reason=backward_reason,
+        insist=implementation == "kernel",
+        platforms=target.platforms,
+    )
+
+
+def cubins(plan: Plan, manifest: Manifest) -> tuple[Cubin, ...]:
+    """Records of the plan's kernels, in launch order."""
+    return tuple(manifest.cubins[kernel.key] for kernel in plan.forward + plan.backward)

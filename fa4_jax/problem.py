@@ -1,0 +1,53 @@
+"""The static facts of one attention call: everything known when it is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+
+UNBOUNDED = 2**30
+"""Window side without a limit; lengths and offsets stay below it, so int32 sums cannot overflow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One attention call, without its arrays. Hashable: part of the jit cache key.
+
+    Row i sees the keys j with -window[0] <= j - (i + query_offset) <= window[1].
+
+    Attributes:
+      batch, query_length, key_length, query_heads, kv_heads, head_dim: sizes B, T, S, N, K, H.
+      dtype: storage of query, key, value and output: "bf16", "fp16" or "f32".
+      scale: softmax scale, applied to query . key.
+      window: (left, right) in keys, causality included; UNBOUNDED for a side without limit.
+      query_offset: position of row 0 among the keys, or None if it is an array.
+      has_lengths: query or key lengths were given, so padding may hold anything.
+      has_bias, has_mask: a dense [B, N, T, S] operand (or one that broadcasts to it) is added.
+      deterministic: gradients must be bitwise reproducible.
+      numerics: "fast" or "exact".
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    scale: float
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    query_offset: int | None = 0
+    has_lengths: bool = False
+    has_bias: bool = False
+    has_mask: bool = False
+    deterministic: bool = False
+    numerics: str = "fast"
+
+    @property
+    def band(self) -> bool:
+        """Whether causality or a window limits the keys of a row."""
+        return self.window != (UNBOUNDED, UNBOUNDED)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.query_heads // self.kv_heads

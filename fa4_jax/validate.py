@@ -1,0 +1,179 @@
+"""Every ValueError and NotImplementedError about a call's arguments. Nothing below checks again."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fa4_jax.problem import UNBOUNDED, Problem
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32"}
+IMPLEMENTATIONS = (None, "kernel", "xla")
+NUMERICS = ("fast", "exact")
+
+
+def is_static(x: Any) -> bool:
+    """Whether x has a value now, rather than when the program runs."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    """Ranks, sizes and types of the three operands, as the caller gave them.
+
+    Raises:
+      ValueError: the operands do not fit together.
+      NotImplementedError: a floating type that no implementation takes.
+    """
+    operands = {"query": query, "key": key, "value": value}
+    for name, x in operands.items():
+        if x.ndim not in (3, 4):
+            raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {x.shape}")
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name} has shape {x.shape} but query has shape {query.shape}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} but query has dtype {query.dtype}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating point, got dtype {x.dtype}")
+        if x.dtype.name not in DTYPES:
+            raise NotImplementedError(f"{name} has dtype {x.dtype}; supported: {', '.join(DTYPES)}")
+        if x.shape[-1] == 0 or x.shape[-2] == 0:
+            raise ValueError(f"{name} must have heads and a head_dim, got shape {x.shape}")
+    if value.shape != key.shape:
+        raise ValueError(f"value has shape {value.shape} but key has shape {key.shape}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"key has head_dim {key.shape[-1]} but query has {query.shape[-1]}")
+    if query.ndim == 4 and query.shape[0] != key.shape[0]:
+        raise ValueError(f"key has batch size {key.shape[0]} but query has {query.shape[0]}")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"query has {query.shape[-2]} heads, not a multiple of key's {key.shape[-2]}"
+        )
+    for name, x in operands.items():
+        if x.shape[-3] >= UNBOUNDED:
+            raise NotImplementedError(f"{name} has length {x.shape[-3]}, the limit is {UNBOUNDED}")
+
+
+def dense(name: str, x: jax.Array | None, shape: tuple[int, int, int, int]) -> None:
+    """A bias or mask, already of rank 4, against [B, N, T, S].
+
+    Raises:
+      ValueError: it does not broadcast, or has the wrong type.
+    """
+    if x is None:
+        return
+    if x.ndim != 4 or any(size not in (1, full) for size, full in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"{name} must broadcast to [B, N, T, S] = {shape}, got shape {x.shape}")
+    if name == "mask" and x.dtype != jnp.bool_:
+        raise ValueError(f"mask must be boolean, got dtype {x.dtype} (an additive one is a bias)")
+    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"bias must be floating point, got dtype {x.dtype}")
+
+
+def lengths(name: str, x: jax.Array | None, batch: int) -> None:
+    """Per-batch lengths. Traced values cannot be checked: negative ones count as 0.
+
+    Raises:
+      ValueError: not int32 [B], or negative.
+    """
+    if x is None:
+        return
+    if x.shape != (batch,):
+        raise ValueError(f"{name} must have shape [B] = ({batch},), got {x.shape}")
+    if x.dtype != jnp.int32:
+        raise ValueError(f"{name} must be int32, got dtype {x.dtype}")
+    if is_static(x) and (np.asarray(x) < 0).any():
+        raise ValueError(f"{name} must not be negative, got {np.asarray(x).tolist()}")
+
+
+def query_offset(x: int | jax.Array, batch: int) -> None:
+    """Offset: a Python int, or int32 [] or [B].
+
+    Raises:
+      ValueError: another type or shape, or beyond the limit.
+    """
+    if isinstance(x, numbers.Integral):
+        if isinstance(x, bool) or abs(int(x)) >= UNBOUNDED:
+            raise ValueError(f"query_offset must be an integer within +-{UNBOUNDED}, got {x}")
+        return
+    if not hasattr(x, "shape"):
+        raise ValueError(f"query_offset must be an int or an int32 array, got {x!r}")
+    if x.shape not in ((), (batch,)):
+        raise ValueError(f"query_offset must have shape [] or [B] = ({batch},), got {x.shape}")
+    if x.dtype != jnp.int32:
+        raise ValueError(f"query_offset must be int32, got dtype {x.dtype}")
+
+
+def scale(x: float | None, head_dim: int) -> float:
+    """Softmax scale as a float; None means 1 / sqrt(head_dim).
+
+    Raises:
+      ValueError: not a static, positive, finite number (in float32).
+    """
+    if x is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not is_static(x):
+        raise ValueError(f"scale must be a static number, got the traced {x}")
+    if isinstance(x, bool) or not isinstance(x, numbers.Real | np.ndarray | jax.Array):
+        raise ValueError(f"scale must be a number, got {x!r}")
+    if np.shape(x) != ():
+        raise ValueError(f"scale must be a scalar, got shape {np.shape(x)}")
+    with np.errstate(over="ignore", under="ignore"):
+        value = float(np.float32(x))
+    if not (math.isfinite(value) and value >= np.finfo(np.float32).tiny):
+        raise ValueError(f"scale must be positive and finite, got {x}")
+    return float(x)
+
+
+def window(size: Any, is_causal: bool) -> tuple[int, int]:
+    """(left, right) in keys, causality included; UNBOUNDED for no limit.
+
+    Raises:
+      ValueError: not an int or a pair of ints >= 0 or None.
+    """
+    flag("is_causal", is_causal)
+    pair = size if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2:
+        raise ValueError(f"local_window_size must be an int or (left, right), got {size}")
+    sides = []
+    for side in pair:
+        if side is None:
+            side = UNBOUNDED
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+            raise ValueError(f"local_window_size must be an int or (left, right), got {size}")
+        if side < 0:
+            raise ValueError(f"local_window_size must not be negative (None is open), got {size}")
+        sides.append(min(int(side), UNBOUNDED))
+    left, right = sides
+    return left, min(right, 0) if is_causal else right
+
+
+def flag(name: str, x: Any) -> bool:
+    """A static boolean.
+
+    Raises:
+      ValueError: anything else.
+    """
+    if not isinstance(x, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {x}")
+    return bool(x)
+
+
+def choice(name: str, x: Any, choices: tuple[Any, ...]) -> Any:
+    """One of a few strings.
+
+    Raises:
+      ValueError: another value.
+    """
+    if x not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {x!r}")
+    return x
+
+
+def is_empty(problem: Problem) -> bool:
+    """Whether there is nothing to compute: no batch, no queries or no keys."""
+    return 0 in (problem.batch, problem.query_length, problem.key_length)
