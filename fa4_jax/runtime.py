@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.ffi
 
 from fa4_jax import manifest as manifest_lib
-from fa4_jax.manifest import Cubin, Manifest, Size
+from fa4_jax.manifest import Cubin, Manifest
 
 TARGET = "fa4_jax_launch"
 """Name of the FFI target."""
@@ -90,8 +92,11 @@ def register() -> bool:
     if has_stand_in():
         on_host = jax.ffi.pycapsule(library.fa4_jax_execute_on_host)
         jax.ffi.register_ffi_target(TARGET, on_host, platform="cpu")
-    if (installed := manifest()) is not None:
-        add_kernels(installed.cubins.values(), installed.directory)
+    if _MANIFEST.exists():
+        # Not manifest(): making its objects would take as long again at every import.
+        document = json.loads(_MANIFEST.read_text())
+        if document["schema"] == manifest_lib.SCHEMA:
+            _register(library, document["kernels"], _MANIFEST.parent)
     return True
 
 
@@ -105,7 +110,11 @@ def add_kernels(cubins: Iterable[Cubin], directory: pathlib.Path) -> None:
     library, reason = _open_library()
     if library is None:
         raise RuntimeError(reason)
-    records = [_record(cubin, directory) for cubin in cubins]
+    _register(library, [manifest_lib.cubin_to_json(cubin) for cubin in cubins], directory)
+
+
+def _register(library: ctypes.CDLL, entries: list[dict[str, Any]], directory: pathlib.Path) -> None:
+    records = [_record(entry, str(directory)) for entry in entries]
     array = (_KernelRecord * len(records))(*records)
     if (error := library.fa4_jax_register(array, len(records))) is not None:
         raise ValueError(error.decode())
@@ -209,70 +218,78 @@ class _KernelRecord(ctypes.Structure):
 
 @dataclasses.dataclass
 class _Tables:
-    """The tables that one record's ranges point into."""
+    """The tables that one record's ranges point into. Sizes are in manifest.json's form."""
 
     index: dict[str, int]  # of a buffer among operands, then results
     factors: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
     sizes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-    def size(self, size: Size) -> tuple[int, int]:
+    def size(self, size: list[dict[str, Any]]) -> tuple[int, int]:
         """Adds a size, returns its range of factors."""
         begin = len(self.factors)
-        for f in size:
-            buffer = -1 if f.buffer is None else self.index[f.buffer]
-            self.factors.append((f.constant, buffer, f.axis, f.divisor, f.multiple))
+        for factor in size:
+            get = factor.get
+            buffer = self.index[factor["buffer"]] if "buffer" in factor else -1
+            shape = (buffer, get("axis", 0), get("divisor", 1), get("multiple", 1))
+            self.factors.append((get("constant", 1), *shape))
         return begin, len(self.factors)
 
-    def shape(self, shape: tuple[Size, ...]) -> tuple[int, int]:
+    def shape(self, shape: list[list[dict[str, Any]]]) -> tuple[int, int]:
         """Adds a shape, returns its range of sizes."""
         ranges = [self.size(size) for size in shape]
         self.sizes += ranges
         return len(self.sizes) - len(ranges), len(self.sizes)
 
 
-def _record(cubin: Cubin, directory: pathlib.Path) -> _KernelRecord:
-    launch = cubin.launch
-    names = [*launch.operands, *(result.name for result in launch.results)]
+def _record(entry: dict[str, Any], directory: str) -> _KernelRecord:
+    """The record of one entry of manifest.json."""
+    key, launch = entry["key"], entry["launch"]
+    operands, results = launch["operands"], launch["results"]
+    names = [*operands, *(result["name"] for result in results)]
     # A result that aliases an operand has the operand's shape and memory: either index will do.
     tables = _Tables({name: i for i, name in reversed(list(enumerate(names)))})
-    buffers = [(name.encode(), b"", -1, (0, 0)) for name in launch.operands]
-    for result in launch.results:
-        alias = launch.operands.index(result.name) if result.name in launch.operands else -1
-        shape = tables.shape(result.shape)
-        buffers.append((result.name.encode(), result.dtype.encode(), alias, shape))
-    params = [
-        (
-            param.name.encode(),
-            _PARAM_KINDS.index(param.kind),
-            tables.index[param.buffer] if param.buffer else -1,
-            len(param.axes),
-            param.swizzle_bytes,
-            param.axes,
-            param.box,
-            tables.size(param.size),
-        )
-        for param in launch.params
-    ]
-    grid = tuple(tables.size(size) for size in launch.grid)
+    buffers = [(name.encode(), b"", -1, (0, 0)) for name in operands]
+    for result in results:
+        name = result["name"]
+        alias = operands.index(name) if name in operands else -1
+        shape = tables.shape(result["shape"])
+        buffers.append((name.encode(), result["dtype"].encode(), alias, shape))
+    params = [_param(param, tables) for param in launch["params"]]
+    grid = tuple(tables.size(size) for size in launch["grid"])
     return _KernelRecord(
-        cubin.key.name.encode(),
-        cubin.key.arch.encode(),
-        cubin.key.dtype.encode(),
-        os.fsencode(directory / cubin.file),
-        cubin.sha256.encode(),
-        cubin.symbol.encode(),
+        entry["name"].encode(),
+        key["arch"].encode(),
+        key["dtype"].encode(),
+        os.fsencode(os.path.join(directory, entry["file"])),
+        entry["sha256"].encode(),
+        entry["symbol"].encode(),
         (_BufferRecord * len(buffers))(*buffers),
         (_ParamRecord * len(params))(*params),
         (_Range * len(tables.sizes))(*tables.sizes),
         (_FactorRecord * len(tables.factors))(*tables.factors),
-        len(launch.operands),
-        len(launch.results),
+        len(operands),
+        len(results),
         len(params),
         len(tables.sizes),
         len(tables.factors),
-        launch.block,
-        launch.cluster,
-        launch.dynamic_smem_bytes,
-        launch.persistent,
+        tuple(launch["block"]),
+        tuple(launch["cluster"]),
+        launch["dynamic_smem_bytes"],
+        launch["persistent"],
         grid,
+    )
+
+
+def _param(param: dict[str, Any], tables: _Tables) -> tuple[Any, ...]:
+    """The fields of a _ParamRecord."""
+    axes = param.get("axes", ())
+    return (
+        param["name"].encode(),
+        _PARAM_KINDS.index(param["kind"]),
+        tables.index[param["buffer"]] if "buffer" in param else -1,
+        len(axes),
+        param.get("swizzle_bytes", 0),
+        tuple(axes),
+        tuple(param.get("box", ())),
+        tables.size(param.get("size", [])),
     )

@@ -1,4 +1,4 @@
-"""Compiled kernels that need not be compiled again: build/kernels/<digest>.{cubin,json}.
+"""Compiled kernels that need not be compiled again: build/kernels/<digest>.{cubin,o,json}.
 
 The digest covers everything that a cubin depends on: the key, the text of every kernel source, and
 the versions of the compiler's packages.
@@ -12,11 +12,13 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+from typing import Any
 
 from fa4_jax import key as key_module
 from fa4_jax import manifest
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Cubin
+from fa4_jax.manifest import Cubin, Factor, Param
+from kernels.build.compile import HostCode
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DIRECTORY = REPOSITORY / "build" / "kernels"
@@ -30,6 +32,7 @@ class Entry:
 
     cubin: Cubin
     code: bytes
+    host: HostCode
     seconds: float
 
 
@@ -60,11 +63,16 @@ def find(key: KernelKey) -> Entry | None:
     try:
         record = json.loads(path.with_suffix(".json").read_text())
         code = path.with_suffix(".cubin").read_bytes()
+        object_file = path.with_suffix(".o").read_bytes()
     except FileNotFoundError:
         return None
     cubin = manifest.cubin_from_json(record["cubin"])
     intact = hashlib.sha256(code).hexdigest() == cubin.sha256
-    return Entry(cubin, code, record["seconds"]) if intact else None
+    if not intact:
+        return None
+    arguments = tuple(_param_from_json(param) for param in record["host_arguments"])
+    host = HostCode(object_file, record["host_entry"], arguments)
+    return Entry(cubin, code, host, record["seconds"])
 
 
 def store(entry: Entry) -> None:
@@ -72,5 +80,16 @@ def store(entry: Entry) -> None:
     path = _path(entry.cubin.key)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".cubin").write_bytes(entry.code)
-    record = {"cubin": manifest.cubin_to_json(entry.cubin), "seconds": entry.seconds}
+    path.with_suffix(".o").write_bytes(entry.host.object_file)
+    record = {
+        "cubin": manifest.cubin_to_json(entry.cubin),
+        "host_entry": entry.host.entry,
+        "host_arguments": [dataclasses.asdict(param) for param in entry.host.arguments],
+        "seconds": entry.seconds,
+    }
     path.with_suffix(".json").write_text(json.dumps(record))
+
+
+def _param_from_json(data: dict[str, Any]) -> Param:
+    size = tuple(Factor(**factor) for factor in data["size"])
+    return Param(**(data | {"axes": tuple(data["axes"]), "box": tuple(data["box"]), "size": size}))

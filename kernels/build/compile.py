@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import re
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Param
 from kernels.build import cubin_info
 
 if TYPE_CHECKING:
@@ -28,6 +30,21 @@ _SPILLS = re.compile(r"(\d+)\s+bytes\s+spill\s+stores,\s+(\d+)\s+bytes\s+spill\s
 
 
 @dataclasses.dataclass(frozen=True)
+class HostCode:
+    """CuTe-DSL's own launch code, against which the FFI handler's launches are tested.
+
+    Attributes:
+      object_file: x86-64 or Arm machine code of the machine that compiled it.
+      entry: its C function, `void entry(void** arguments_stream_and_status, int32_t count)`.
+      arguments: what each argument before the stream is.
+    """
+
+    object_file: bytes
+    entry: str
+    arguments: tuple[Param, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """A compiled kernel.
 
@@ -35,6 +52,7 @@ class Compiled:
       key: what was compiled.
       source: where it came from.
       cubin: the device code.
+      host: code that launches it.
       info: registers, local memory and parameters.
       spill_bytes: bytes of registers that are spilled: local memory per thread.
       serialized: ptxas made the warpgroup products wait for each other.
@@ -44,6 +62,7 @@ class Compiled:
     key: KernelKey
     source: KernelSource
     cubin: bytes
+    host: HostCode
     info: cubin_info.KernelInfo
     spill_bytes: int
     serialized: bool
@@ -88,6 +107,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
         key=key,
         source=source,
         cubin=cubin,
+        host=_host_code(compiled, source),
         info=info,
         spill_bytes=max(info.stack_bytes, stores, 4 * min(info.local_accesses, 1)),
         serialized=_SERIALIZED.search(output) is not None,
@@ -104,6 +124,17 @@ def compile_source(source: KernelSource, arch: str) -> tuple[Any, str]:
         with _captured_output() as read:
             compiled = cute.compile(source.host, *source.arguments, options=options)
         return compiled, read()
+
+
+def _host_code(compiled: Any, source: KernelSource) -> HostCode:
+    with tempfile.TemporaryDirectory() as folder:
+        compiled.export_to_c(folder, "host", function_prefix="host")
+        header = pathlib.Path(folder, "host.h").read_text()
+        entry = re.search(r"void (_mlir_\w*_mlir_ciface_\w+)\(void \*\*args", header)
+        if entry is None:
+            raise ValueError(f"no entry point in the header of {source.symbol_prefix}'s host code")
+        object_file = pathlib.Path(folder, "host.o").read_bytes()
+    return HostCode(object_file, entry[1], source.host_arguments)
 
 
 @contextlib.contextmanager

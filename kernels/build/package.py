@@ -69,7 +69,7 @@ def _compile_one(key: KernelKey) -> cache.Entry:
         spill_bytes=compiled.spill_bytes,
         tile=compiled.source.tile,
     )
-    return cache.Entry(cubin, compiled.cubin, compiled.seconds)
+    return cache.Entry(cubin, compiled.cubin, compiled.host, compiled.seconds)
 
 
 def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> None:
