@@ -1,0 +1,1 @@
+"""The same cases, oracle and bound for every implementation: tests and `selftest` use them."""

@@ -1,0 +1,193 @@
+"""The conformance cases: one list for every implementation, device and test."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+DenseShape = tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem. The fields are sizes and arguments of `fa4_jax.attention`.
+
+    Attributes:
+      heads: (query heads, key heads).
+      query_offset: an int, or one per batch entry.
+      magnitude: of query and key; large ones make the softmax nearly one-hot.
+      growing: key magnitudes grow along the sequence, so that every block moves the row maximum.
+      poison: padding and other rows that must not matter hold NaN and Inf.
+      bias, mask: shapes, broadcastable to [B, N, T, S]; the default path alone takes them.
+    """
+
+    dtype: str = "bf16"
+    head_dim: int = 64
+    batch: int = 2
+    heads: tuple[int, int] = (2, 2)
+    query_length: int = 128
+    key_length: int = 128
+    is_causal: bool = False
+    window: int | tuple[int | None, int | None] | None = None
+    query_offset: int | tuple[int, ...] = 0
+    query_lengths: tuple[int, ...] | None = None
+    key_lengths: tuple[int, ...] | None = None
+    scale: float | None = None
+    numerics: str = "fast"
+    deterministic: bool = False
+    magnitude: float = 1.0
+    growing: bool = False
+    poison: bool = False
+    bias: DenseShape | None = None
+    mask: DenseShape | None = None
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the GPU kernels take this case."""
+        return self.dtype != "f32" and not (self.bias or self.mask or self.head_dim % 8)
+
+    @property
+    def id(self) -> str:
+        """Readable name: the sizes, then every argument that is not the default."""
+        n, k = self.heads
+        parts = [
+            self.dtype,
+            f"d{self.head_dim}",
+            f"b{self.batch}",
+            f"h{n}" if n == k else f"h{n}over{k}",
+            f"t{self.query_length}",
+            f"s{self.key_length}",
+        ]
+        if self.is_causal:
+            parts.append("causal")
+        for name in ("query_offset", "window", "query_lengths", "key_lengths", "scale"):
+            value = getattr(self, name)
+            if value is not None and value != 0:
+                text = "_".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
+                parts.append(name.replace("query_", "q").replace("key_", "k") + text)
+        if self.numerics != "fast":
+            parts.append(self.numerics)
+        if self.magnitude != 1.0:
+            parts.append(f"magnitude{self.magnitude:g}")
+        parts += [name for name in ("deterministic", "growing", "poison") if getattr(self, name)]
+        for name in ("bias", "mask"):
+            if (shape := getattr(self, name)) is not None:
+                parts.append(name + "x".join(map(str, shape)))
+        return "-".join(parts)
+
+
+def _sizes() -> list[Case]:
+    """Lengths that are no multiple of anything, down to one, for every tile and a narrower head."""
+    lengths = ((1, 1), (1, 257), (129, 1), (127, 129), (200, 333), (384, 256))
+    dims = (64, 128, 256, 96, 192)
+    cases = [
+        Case(head_dim=d, query_length=t, key_length=s, is_causal=causal)
+        for d, (t, s), causal in zip(
+            itertools.cycle(dims), lengths * 3, itertools.cycle((False, True)), strict=False
+        )
+    ]
+    narrow = [
+        Case(head_dim=d, query_length=150, key_length=190, is_causal=d % 16 == 0)
+        for d in (8, 40, 72, 80, 104, 136, 200, 248)
+    ]
+    return cases + narrow
+
+
+def _masks() -> list[Case]:
+    """Causal with offsets, two-sided windows, lengths, and their combinations."""
+    long = {"query_length": 300, "key_length": 420}
+    return [
+        Case(is_causal=True, **long),
+        Case(is_causal=True, query_offset=120, **long),
+        Case(is_causal=True, query_offset=-77, **long),
+        Case(is_causal=True, query_offset=(0, 120), **long),
+        Case(is_causal=True, query_offset=1000, **long),
+        Case(is_causal=True, query_offset=-1000, **long),
+        Case(window=(50, 70), **long),
+        Case(window=(0, 0), **long),
+        Case(window=(None, 33), **long),
+        Case(window=(140, None), query_offset=60, **long),
+        Case(window=17, is_causal=True, **long),
+        Case(window=(200, 0), is_causal=True, query_offset=120, head_dim=128, **long),
+        Case(window=(64, 128), query_offset=(-40, 350), head_dim=128, **long),
+        Case(key_lengths=(1, 419), **long),
+        Case(key_lengths=(0, 128), query_lengths=(300, 0), **long),
+        Case(query_lengths=(129, 64), is_causal=True, head_dim=128, **long),
+        Case(key_lengths=(200, 33), query_lengths=(7, 256), is_causal=True, **long),
+        Case(key_lengths=(250, 380), window=(90, 20), query_offset=11, head_dim=128, **long),
+        Case(key_lengths=(130, 60), query_lengths=(70, 290), poison=True, **long),
+        Case(key_lengths=(130, 60), is_causal=True, poison=True, head_dim=128, **long),
+    ]
+
+
+def _heads() -> list[Case]:
+    """Grouped and multi-query heads, odd counts, batch neighbours."""
+    sizes = {"query_length": 160, "key_length": 275}
+    return [
+        Case(heads=(4, 2), is_causal=True, **sizes),
+        Case(heads=(6, 1), head_dim=128, **sizes),
+        Case(heads=(5, 5), batch=3, head_dim=96, is_causal=True, **sizes),
+        Case(heads=(8, 2), batch=1, head_dim=256, is_causal=True, query_offset=115, **sizes),
+        Case(heads=(3, 1), batch=3, key_lengths=(275, 0, 100), dtype="fp16", **sizes),
+    ]
+
+
+def _numerics() -> list[Case]:
+    """Magnitudes, scales, both storage types, exact and deterministic modes."""
+    sizes = {"query_length": 257, "key_length": 391}
+    cases = [
+        Case(magnitude=8.0, **sizes),
+        Case(magnitude=30.0, is_causal=True, head_dim=128, **sizes),
+        Case(magnitude=1e-3, **sizes),
+        Case(growing=True, **sizes),
+        Case(growing=True, head_dim=128, is_causal=True, **sizes),
+        Case(growing=True, numerics="exact", dtype="fp16", **sizes),
+        Case(scale=1.0, head_dim=128, **sizes),
+        Case(scale=0.01, is_causal=True, **sizes),
+    ]
+    cases += [
+        Case(dtype=dtype, head_dim=d, numerics=numerics, deterministic=d != 96, is_causal=True)
+        for dtype, d, numerics in (
+            ("fp16", 64, "fast"),
+            ("bf16", 64, "exact"),
+            ("fp16", 96, "exact"),
+            ("bf16", 128, "exact"),
+            ("fp16", 192, "fast"),
+            ("fp16", 256, "exact"),
+        )
+    ]
+    cases += [
+        Case(deterministic=True, heads=(4, 2), head_dim=d, **sizes) for d in (64, 128, 256)
+    ]
+    return cases
+
+
+def _default_only() -> list[Case]:
+    """What no kernel takes: float32, any head dim, dense bias and mask."""
+    sizes = {"query_length": 90, "key_length": 130}
+    return [
+        Case(dtype="f32", heads=(4, 2), **sizes),
+        Case(dtype="f32", is_causal=True, window=(40, 3), query_offset=10, **sizes),
+        Case(dtype="f32", head_dim=7, key_lengths=(0, 77), poison=True, **sizes),
+        Case(dtype="bf16", head_dim=320, is_causal=True, **sizes),
+        Case(dtype="f32", bias=(2, 4, 90, 130), heads=(4, 2), **sizes),
+        Case(dtype="bf16", bias=(1, 4, 1, 130), heads=(4, 2), is_causal=True, **sizes),
+        Case(dtype="f32", bias=(2, 1, 90, 1), mask=(1, 1, 90, 130), **sizes),
+        Case(dtype="f32", mask=(2, 1, 1, 130), poison=True, **sizes),
+        Case(dtype="bf16", mask=(1, 2, 90, 130), is_causal=True, key_lengths=(66, 130), **sizes),
+    ]
+
+
+CASES: tuple[Case, ...] = tuple(
+    dict.fromkeys(_sizes() + _masks() + _heads() + _numerics() + _default_only())
+)
+"""Every case, each once."""
+
+
+def by_id(name: str) -> Case:
+    """The case of that name.
+
+    Raises:
+      KeyError: there is none.
+    """
+    return {case.id: case for case in CASES}[name]

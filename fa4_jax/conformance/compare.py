@@ -1,0 +1,103 @@
+"""Judging a result: Inf and NaN in the same places, then at most twice the ordinary error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+FACTOR = 2.0
+"""A result may err by this times what the ordinary computation in the same storage type errs."""
+
+FLOORS = {
+    # (quantity, storage type): what is always allowed, relative to the largest value expected.
+    ("lse", "bf16"): 2e-6,
+    ("lse", "fp16"): 2e-6,
+    ("lse", "f32"): 2e-6,
+    ("gradient", "bf16"): 1e-5,
+    ("gradient", "fp16"): 1e-5,
+    ("gradient", "f32"): 4e-6,
+    ("output", "bf16"): 1e-5,
+    ("output", "fp16"): 1e-5,
+    ("output", "f32"): 1e-6,
+}
+"""The one tolerance table. Small against one rounding of the storage type (bf16: 4e-3)."""
+
+POLYNOMIAL_LSE_FLOOR = 1e-4
+"""Relative error of a cubic for 2^x on [0, 1) (8.8e-5), which a fast forward's row sums may have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How one quantity compares.
+
+    Attributes:
+      name: "output", "lse", "dq", "dk", "dv" or "dbias".
+      failure: what is wrong, or None.
+      worst: largest error, and `worst_allowed` the bound on it.
+      rms, rms_allowed: the same for the root mean square.
+    """
+
+    name: str
+    failure: str | None
+    worst: float = 0.0
+    worst_allowed: float = 0.0
+    rms: float = 0.0
+    rms_allowed: float = 0.0
+
+
+def _special(x: np.ndarray) -> np.ndarray:
+    """Class of every element: 0 finite, 1 NaN, 2 and 3 the infinities."""
+    return np.isnan(x) + 2 * np.isposinf(x) + 3 * np.isneginf(x)
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+
+
+def compare(
+    name: str,
+    dtype: str,
+    result: np.ndarray,
+    expected: np.ndarray,
+    ordinary: np.ndarray,
+    polynomial: bool = False,
+) -> Verdict:
+    """Compares one quantity with the oracle's.
+
+    Args:
+      name: of the quantity.
+      dtype: storage type of the case.
+      result: what is judged.
+      expected: the float64 oracle's.
+      ordinary: of the ordinary computation.
+      polynomial: the kernel may compute exponentials by polynomial.
+    """
+    if result.shape != expected.shape:
+        return Verdict(name, f"shape {result.shape}, expected {expected.shape}")
+    result, ordinary = result.astype(np.float64), ordinary.astype(np.float64)
+    differs = _special(result) != _special(expected)
+    if differs.any():
+        at = tuple(int(i) for i in np.argwhere(differs)[0])
+        return Verdict(
+            name, f"at {at} is {result[at]}, expected {expected[at]} ({differs.sum()} such)"
+        )
+    finite = np.isfinite(expected) & np.isfinite(ordinary)
+    truth = expected[finite]
+    errors, ordinary_errors = result[finite] - truth, ordinary[finite] - truth
+    quantity = name if name in ("output", "lse") else "gradient"
+    floor = FLOORS[quantity, dtype] * max(1e-30, float(np.abs(truth).max(initial=0)))
+    if quantity == "lse" and polynomial:
+        floor += POLYNOMIAL_LSE_FLOOR
+    worst = float(np.abs(errors).max(initial=0))
+    worst_allowed = FACTOR * float(np.abs(ordinary_errors).max(initial=0)) + floor
+    rms, rms_allowed = _rms(errors), FACTOR * _rms(ordinary_errors) + floor
+    failure = None
+    if worst > worst_allowed or rms > rms_allowed:
+        masked = np.where(finite, np.abs(result - np.where(finite, expected, 0)), 0)
+        at = tuple(int(i) for i in np.unravel_index(np.argmax(masked), masked.shape))
+        failure = (
+            f"error {worst:.3g} (allowed {worst_allowed:.3g}), rms {rms:.3g} (allowed "
+            f"{rms_allowed:.3g}); worst at {at}: {result[at]:.8g}, expected {expected[at]:.8g}"
+        )
+    return Verdict(name, failure, worst, worst_allowed, rms, rms_allowed)

@@ -1,0 +1,162 @@
+"""Softmax attention in numpy: the float64 oracle, and the ordinary computation it is judged by.
+
+    s = scale q k^T + bias,  lse = log sum exp s,  p = exp(s - lse),  o = p v
+    dv = p^T do,  ds = p (do v^T - rowsum(do o) + dlse),  dq = scale ds k,  dk = scale ds^T q
+
+Both run this text. The oracle keeps float64 throughout; the ordinary computation works in float32
+and rounds what a fused kernel holds in the storage type: the operands of every product, and results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fa4_jax.conformance.cases import Case
+
+STORAGE = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "f32": np.float32}
+
+NAMES = ("output", "lse", "dq", "dk", "dv", "dbias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arrays of a case, in storage types, with the cotangents of both results.
+
+    query, output_bar [B, T, N, H]; key, value [B, S, K, H]; lse_bar [B, N, T] f32.
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    output_bar: np.ndarray
+    lse_bar: np.ndarray
+    bias: np.ndarray | None = None
+    mask: np.ndarray | None = None
+
+
+def make_inputs(case: Case, seed: int) -> Inputs:
+    """Random inputs of a case."""
+    rng = np.random.default_rng([seed, *case.id.encode()])
+    storage = STORAGE[case.dtype]
+    (n, k), h = case.heads, case.head_dim
+    rows, keys = (case.batch, case.query_length, n, h), (case.batch, case.key_length, k, h)
+    query, key = rng.normal(size=rows) * case.magnitude, rng.normal(size=keys) * case.magnitude
+    if case.growing:
+        key += query.mean() + np.linspace(0, 4, case.key_length)[None, :, None, None]
+        query = np.abs(query)
+    value, output_bar = rng.normal(size=keys), rng.normal(size=rows)
+    mask = None if case.mask is None else rng.random(case.mask) < 0.7
+    if case.poison:
+        _poison(case, [query, output_bar], [key, value], mask)
+    return Inputs(
+        *(x.astype(storage) for x in (query, key, value, output_bar)),
+        lse_bar=rng.normal(size=(case.batch, n, case.query_length)).astype(np.float32),
+        bias=None if case.bias is None else rng.normal(size=case.bias).astype(storage),
+        mask=mask,
+    )
+
+
+def _poison(case: Case, rows: list[Any], keys: list[Any], mask: np.ndarray | None) -> None:
+    """Writes NaN and Inf wherever nothing may look: padding, and keys that a mask hides."""
+    for b in range(case.batch):
+        for x in rows if case.query_lengths else ():
+            x[b, case.query_lengths[b] :] = np.nan
+            x[b, case.query_lengths[b] :: 2] = np.inf
+        for x in keys if case.key_lengths else ():
+            x[b, case.key_lengths[b] :] = np.nan
+            x[b, case.key_lengths[b] :: 2] = -np.inf
+        for x in keys if mask is not None else ():
+            x[b, ~mask[b].any((0, 1))] = np.nan
+
+
+def visible(case: Case, mask: np.ndarray | None) -> np.ndarray:
+    """Which row sees which key, bool [B, N, T, S]."""
+    i = np.arange(case.query_length)[None, :, None]
+    j = np.arange(case.key_length)[None, None, :]
+    offset = np.broadcast_to(np.asarray(case.query_offset), (case.batch,))[:, None, None]
+    left, right = case.window if isinstance(case.window, tuple) else (case.window, case.window)
+    seen = np.ones((case.batch, case.query_length, case.key_length), bool)
+    if case.is_causal:
+        seen &= j <= i + offset
+    if left is not None:
+        seen &= j >= i + offset - left
+    if right is not None:
+        seen &= j <= i + offset + right
+    if case.query_lengths is not None:
+        seen &= i < np.asarray(case.query_lengths)[:, None, None]
+    if case.key_lengths is not None:
+        seen &= j < np.asarray(case.key_lengths)[:, None, None]
+    shape = (case.batch, case.heads[0], case.query_length, case.key_length)
+    return np.broadcast_to(seen[:, None] if mask is None else seen[:, None] & mask, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Precision:
+    """Working type, and the storage type to which products' operands and results are rounded."""
+
+    work: Any
+    storage: Any | None  # None: no rounding
+
+    def rounded(self, x: np.ndarray) -> np.ndarray:
+        return x if self.storage is None else x.astype(self.storage).astype(self.work)
+
+
+def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, np.ndarray]:
+    work, rounded = precision.work, precision.rounded
+    group = case.heads[0] // case.heads[1]
+    seen = visible(case, inputs.mask)
+    scale = work(case.head_dim**-0.5 if case.scale is None else case.scale)
+
+    def heads_first(x: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """[B, L, heads, H] -> [B, N, L, H] in the working type, rows that nobody uses zeroed."""
+        x = np.repeat(x.astype(work).transpose(0, 2, 1, 3), case.heads[0] // x.shape[2], axis=1)
+        return np.where(used[..., None], x, 0)
+
+    q, do = (heads_first(x, seen.any(3)) for x in (inputs.query, inputs.output_bar))
+    k, v = (heads_first(x, seen.any(2)) for x in (inputs.key, inputs.value))
+    s = q @ k.swapaxes(2, 3) * scale
+    if inputs.bias is not None:
+        s = s + inputs.bias.astype(work)
+    s = np.where(seen, s, -np.inf)
+    top = s.max(-1, keepdims=True)
+    e = np.exp(s - np.where(np.isneginf(top), 0, top))
+    total = e.sum(-1, keepdims=True)
+    empty = total == 0
+    safe = np.where(empty, 1, total)
+    lse = np.where(empty, -np.inf, top + np.log(safe))  # [B, N, T, 1]
+    o = rounded(rounded(e) @ v / safe)
+    p = np.exp(s - np.where(empty, 0, lse))
+    delta = (do * o).sum(-1, keepdims=True) - inputs.lse_bar.astype(work)[..., None]
+    ds = p * (do @ v.swapaxes(2, 3) - delta)
+
+    def by_key_head(x: np.ndarray) -> np.ndarray:
+        """[B, N, S, H] -> [B, S, K, H], groups summed."""
+        b, n, length, h = x.shape
+        return x.reshape(b, n // group, group, length, h).sum(2).transpose(0, 2, 1, 3)
+
+    results = {
+        "output": o.transpose(0, 2, 1, 3),
+        "lse": lse[..., 0],
+        "dq": rounded(rounded(ds) @ k * scale).transpose(0, 2, 1, 3),
+        "dk": rounded(by_key_head(rounded(ds).swapaxes(2, 3) @ q) * scale),
+        "dv": rounded(by_key_head(rounded(p).swapaxes(2, 3) @ do)),
+    }
+    if inputs.bias is not None:
+        summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
+        results["dbias"] = rounded(ds.sum(summed, keepdims=True))
+    return results
+
+
+def oracle(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    """output [B, T, N, H], lse [B, N, T] and the gradients, in float64."""
+    return _attention(case, inputs, _Precision(np.float64, None))
+
+
+def ordinary(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    """The same as an ordinary fused kernel computes it: float32, products' operands rounded."""
+    storage = None if case.dtype == "f32" else STORAGE[case.dtype]
+    return _attention(case, inputs, _Precision(np.float32, storage))
