@@ -23,21 +23,15 @@ def buffer_type(buffer: str, dtype: str) -> type[cutlass.Numeric]:
     return BUFFER_TYPES.get(buffer, TYPES[dtype])
 
 
-def swizzle_span_bytes(head_dim: int) -> int:
-    """Bytes of the swizzle span that tensors.tile_layout picks for rows of 16-bit elements."""
-    return next(span for span in (128, 64, 32) if (head_dim * 2) % span == 0)
-
-
-def bthd_map(buffer: str, rows: int, head_dim: int) -> Param:
+def bthd_map(buffer: str, rows: int, span_bytes: int) -> Param:
     """Tensor map of a [B, length, heads, head_dim] buffer: boxes of `rows` by one swizzle span."""
-    span = swizzle_span_bytes(head_dim)
     return Param(
         f"{buffer}_map",
         "tensor_map",
         buffer=buffer,
         axes=(3, 1, 2, 0),
-        box=(span // 2, rows, 1, 1),
-        swizzle_bytes=span,
+        box=(span_bytes // 2, rows, 1, 1),
+        swizzle_bytes=span_bytes,
     )
 
 

@@ -7,8 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
+
+from kernels.common import bands
 
 TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -42,14 +43,24 @@ def bthd_coordinates():
     return cute.make_tensor(origin.iterator, layout)
 
 
-def tile_layout(dtype, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
-    """Swizzled shared-memory layout (rows, cols, stages) with contiguous columns.
+SWIZZLES = {
+    128: warpgroup.SmemLayoutAtomKind.K_SW128,
+    64: warpgroup.SmemLayoutAtomKind.K_SW64,
+    32: warpgroup.SmemLayoutAtomKind.K_SW32,
+}
 
-    The swizzle span is the widest of 128, 64 and 32 bytes that divides a row.
-    """
-    kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, cols)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+
+def tile_layout(
+    dtype, rows: int, cols: int, stages: int, span_bytes: int = 128
+) -> cute.ComposedLayout:
+    """Swizzled shared-memory layout (rows, cols, stages) with contiguous columns."""
+    atom = warpgroup.make_smem_layout_atom(SWIZZLES[span_bytes], dtype)
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+
+
+def smem_tensor(storage, layout: cute.ComposedLayout) -> cute.Tensor:
+    """The tensor of a swizzled layout over an operand's storage."""
+    return storage.get_tensor(layout.outer, swizzle=layout.inner)
 
 
 def transposed(layout: cute.ComposedLayout) -> cute.ComposedLayout:
@@ -114,6 +125,13 @@ class Wgmma:
             mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
         warpgroup.commit_group()
+
+
+def _select(condition, if_true: Int32, if_false: Int32) -> Int32:
+    return Int32(cutlass.select_(condition, if_true, if_false))
+
+
+INT32 = bands.Arithmetic(cutlass.min, cutlass.max, _select)
 
 
 def ring_slot(step: Int32, stages: int) -> tuple[Int32, Int32]:

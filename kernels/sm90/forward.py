@@ -115,7 +115,8 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def layout(rows):
-            return cute.slice_(tensors.tile_layout(self.dtype, rows, d, 1), (None, None, 0))
+            staged = tensors.tile_layout(self.dtype, rows, d, 1, tile.span_bytes)
+            return cute.slice_(staged, (None, None, 0))
 
         q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(tile.m), (tile.m, d))
         k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
@@ -199,8 +200,8 @@ class Forward:
     def allocate(self) -> Shared:
         """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
         tile, d = self.tile, self.head_dim
-        q_layout = tensors.tile_layout(self.dtype, tile.m, d, 1)
-        kv_layout = tensors.tile_layout(self.dtype, tile.n, d, tile.kv_stages)
+        q_layout = tensors.tile_layout(self.dtype, tile.m, d, 1, tile.span_bytes)
+        kv_layout = tensors.tile_layout(self.dtype, tile.n, d, tile.kv_stages, tile.span_bytes)
 
         @cute.struct
         class Storage:
@@ -214,12 +215,11 @@ class Forward:
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        vt_layout = tensors.transposed(kv_layout)
         return Shared(
-            q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)[None, None, 0],
-            k=storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner),
-            v=storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner),
-            vt=storage.v.get_tensor(vt_layout.outer, swizzle=vt_layout.inner),
+            q=tensors.smem_tensor(storage.q, q_layout)[None, None, 0],
+            k=tensors.smem_tensor(storage.k, kv_layout),
+            v=tensors.smem_tensor(storage.v, kv_layout),
+            vt=tensors.smem_tensor(storage.v, tensors.transposed(kv_layout)),
             q_full=storage.q_full.data_ptr(),
             k_full=storage.k_full.data_ptr(),
             k_empty=storage.k_empty.data_ptr(),
@@ -256,20 +256,8 @@ class Forward:
             window_right=window[1] if self.band else bands.UNBOUNDED,
         )
         first_row = tile * self.tile.m
-        blocks = bands.key_blocks(
-            band, first_row, self.tile.m, self.tile.n, cutlass.min, cutlass.max
-        )
-        begin = blocks.begin
-        # Rows past the query length see nothing.
-        end = Int32(cutlass.select_(first_row < band.query_length, blocks.end, begin))
-        return Work(
-            first_row,
-            head,
-            head // group,
-            batch_index,
-            band,
-            dataclasses.replace(blocks, end=end),
-        )
+        blocks = bands.visited_blocks(band, first_row, self.tile.m, self.tile.n, tensors.INT32)
+        return Work(first_row, head, head // group, batch_index, band, blocks)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work):
@@ -342,7 +330,7 @@ class Forward:
         reference = cute.make_rmem_tensor((softmax.ROWS,), Float32)
         row_sum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
         for row in cutlass.range_constexpr(softmax.ROWS):
-            limits = bands.row_limits(work.band, first_row + 8 * row, cutlass.min, cutlass.max)
+            limits = bands.row_limits(work.band, first_row + 8 * row, tensors.INT32)
             low[row], high[row] = limits
             reference[row], row_sum[row] = -Float32.inf, Float32(0.0)
         lag_limit = rescale_threshold_log2 / scale_log2
@@ -530,7 +518,7 @@ LN_2 = 0.6931471805599453
 def source(key: KernelKey) -> KernelSource:
     """The forward kernel of a key, with its launch."""
     kernel = Forward(key)
-    tile, d = kernel.tile, key.head_dim
+    tile = kernel.tile
     sizes = (
         launches.dim("batch", "q", 0),
         launches.dim("query_length", "q", 1),
@@ -549,10 +537,10 @@ def source(key: KernelKey) -> KernelSource:
             Result("lse", "f32", launches.dims("q", (0, 2, 1))),
         ),
         params=(
-            launches.bthd_map("q", tile.m, d),
-            launches.bthd_map("k", tile.n, d),
-            launches.bthd_map("v", tile.n, d),
-            launches.bthd_map("o", 64, d),
+            launches.bthd_map("q", tile.m, tile.span_bytes),
+            launches.bthd_map("k", tile.n, tile.span_bytes),
+            launches.bthd_map("v", tile.n, tile.span_bytes),
+            launches.bthd_map("o", 64, tile.span_bytes),
             *launches.pointers("extents", "lse"),
             *sizes,
             *scalars,
@@ -567,7 +555,7 @@ def source(key: KernelKey) -> KernelSource:
             launches.ONE,
         ),
         block=(tile.threads, 1, 1),
-        dynamic_smem_bytes=tile.smem_bytes(d),
+        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
     )
     host_arguments = (
         *launches.pointers("q", "k", "v", "extents", "o", "lse"),

@@ -34,12 +34,14 @@ class ForwardTile:
       m: query rows of a CTA, 64 for each MMA warpgroup.
       n: keys of a block.
       kv_stages: depth of the K ring and of the V ring.
+      span_bytes: swizzle span of all operand tiles.
       polynomial_one_in: with polynomial_exp2, one in this many exponentials is a polynomial.
     """
 
     m: int
     n: int
     kv_stages: int
+    span_bytes: int = 128
     polynomial_one_in: int = 0
 
     @property
@@ -59,8 +61,8 @@ FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, band)
     (64, False): ForwardTile(m=128, n=128, kv_stages=2, polynomial_one_in=8),
     (64, True): ForwardTile(m=128, n=128, kv_stages=2, polynomial_one_in=8),
-    (96, False): ForwardTile(m=128, n=128, kv_stages=2),
-    (96, True): ForwardTile(m=128, n=128, kv_stages=2),
+    (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
+    (96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
     (128, False): ForwardTile(m=128, n=128, kv_stages=2),
     (128, True): ForwardTile(m=128, n=128, kv_stages=2),
     (192, False): ForwardTile(m=128, n=96, kv_stages=2),
@@ -68,3 +70,54 @@ FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     (256, False): ForwardTile(m=128, n=80, kv_stages=2),
     (256, True): ForwardTile(m=128, n=64, kv_stages=2),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTile:
+    """Sizes of the backward kernel; it has two MMA warpgroups.
+
+    Attributes:
+      m: query rows of a step.
+      n: keys of a CTA.
+      stages: depth of the Q ring and of the dO ring.
+      span_bytes: swizzle span of all operand tiles.
+    """
+
+    m: int
+    n: int
+    stages: int
+    span_bytes: int = 128
+
+    mma_warpgroups = 2
+    threads = 3 * WARPGROUP
+
+    @property
+    def split_keys(self) -> bool:
+        """True: a warpgroup owns 64 keys and feeds P, dS to the MMA from registers.
+
+        False: a warpgroup owns half of the queries of S and half of head_dim of dK, dV; P and dS
+        pass through shared memory.
+        """
+        return self.n == 128
+
+    @property
+    def split_rows(self) -> bool:
+        """True: a warpgroup owns 64 query rows of dQ; False: half of its columns."""
+        return self.m == 128
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Barriers, LSE and delta; K, V; the rings of Q and dO; dS and, unless in registers, P."""
+        statistics = 2 * self.stages * self.m * 4
+        operands = 2 * (self.n + self.stages * self.m) * head_dim * 2
+        scores = (1 if self.split_keys else 2) * self.n * self.m * 2
+        return 1024 + -(-statistics // 1024) * 1024 + operands + scores
+
+
+BACKWARD_TILES: dict[int, BackwardTile] = {
+    64: BackwardTile(m=128, n=128, stages=2),
+    96: BackwardTile(m=64, n=128, stages=2, span_bytes=32),
+    128: BackwardTile(m=64, n=128, stages=2),
+    192: BackwardTile(m=64, n=64, stages=2, span_bytes=64),
+    256: BackwardTile(m=64, n=64, stages=2),
+}
+"""By head_dim. Half of head_dim must be a multiple of the span where dQ's columns are split."""
