@@ -120,6 +120,18 @@ def _register(library: ctypes.CDLL, entries: list[dict[str, Any]], directory: pa
         raise ValueError(error.decode())
 
 
+def sha256(data: bytes) -> str:
+    """The library's own SHA-256, by which it checks a kernel's file.
+
+    Raises:
+      RuntimeError: there is no library.
+    """
+    library, reason = _open_library()
+    if library is None:
+        raise RuntimeError(reason)
+    return library.fa4_jax_sha256(data, len(data)).decode()
+
+
 @functools.cache
 def _open_library() -> tuple[ctypes.CDLL | None, str]:
     if not _LIBRARY.exists():

@@ -28,7 +28,7 @@ inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
 
 inline constexpr uint32_t kLaunchClusterDimension = 4;
 
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
 

@@ -1,11 +1,12 @@
-"""Compiled kernels that need not be compiled again: build/kernels/<digest>.{cubin,o,json}.
+"""Compiled kernels that need not be compiled again: build/kernels/<key name>.{cubin,o,json}.
 
-The digest covers everything that a cubin depends on: the key, the text of every kernel source, and
-the versions of the compiler's packages.
+Each entry keeps a digest of everything that its cubin depends on: the text of the modules that its
+kernel's module imports, directly or not, and the versions of the compiler's packages.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -14,7 +15,6 @@ import json
 import pathlib
 from typing import Any
 
-from fa4_jax import key as key_module
 from fa4_jax import manifest
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Factor, Param
@@ -23,6 +23,7 @@ from kernels.build.compile import HostCode
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DIRECTORY = REPOSITORY / "build" / "kernels"
 
+_ALWAYS = ("kernels.sources", "kernels.build.compile")
 _COMPILER_PACKAGES = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu12")
 
 
@@ -42,24 +43,9 @@ def toolchain() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _COMPILER_PACKAGES}
 
 
-@functools.cache
-def _sources_digest() -> str:
-    files = sorted((REPOSITORY / "kernels").rglob("*.py"))
-    files += [pathlib.Path(module.__file__ or "") for module in (key_module, manifest)]
-    digest = hashlib.sha256(json.dumps(toolchain()).encode())
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _path(key: KernelKey) -> pathlib.Path:
-    digest = hashlib.sha256(f"{_sources_digest()} {key.name}".encode())
-    return DIRECTORY / digest.hexdigest()[:32]
-
-
 def find(key: KernelKey) -> Entry | None:
     """The kernel of a key, if one was compiled from the present sources."""
-    path = _path(key)
+    path = DIRECTORY / key.name
     try:
         record = json.loads(path.with_suffix(".json").read_text())
         code = path.with_suffix(".cubin").read_bytes()
@@ -68,26 +54,70 @@ def find(key: KernelKey) -> Entry | None:
         return None
     cubin = manifest.cubin_from_json(record["cubin"])
     intact = hashlib.sha256(code).hexdigest() == cubin.sha256
-    if not intact:
+    if not intact or record["digest"] != _digest(record["host"]["module"]):
         return None
-    arguments = tuple(_param_from_json(param) for param in record["host_arguments"])
-    host = HostCode(object_file, record["host_entry"], arguments)
+    arguments = tuple(_param_from_json(param) for param in record["host"]["arguments"])
+    host = HostCode(object_file, record["host"]["entry"], record["host"]["module"], arguments)
     return Entry(cubin, code, host, record["seconds"])
 
 
 def store(entry: Entry) -> None:
-    """Keeps a compiled kernel."""
-    path = _path(entry.cubin.key)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keeps a compiled kernel in place of an older one of its key."""
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    path = DIRECTORY / entry.cubin.key.name
     path.with_suffix(".cubin").write_bytes(entry.code)
     path.with_suffix(".o").write_bytes(entry.host.object_file)
+    host = {
+        "module": entry.host.module,
+        "entry": entry.host.entry,
+        "arguments": [dataclasses.asdict(param) for param in entry.host.arguments],
+    }
     record = {
+        "digest": _digest(entry.host.module),
         "cubin": manifest.cubin_to_json(entry.cubin),
-        "host_entry": entry.host.entry,
-        "host_arguments": [dataclasses.asdict(param) for param in entry.host.arguments],
+        "host": host,
         "seconds": entry.seconds,
     }
     path.with_suffix(".json").write_text(json.dumps(record))
+
+
+@functools.cache
+def _digest(module: str) -> str:
+    """Digest of what the kernels of a module are compiled from."""
+    digest = hashlib.sha256(json.dumps(toolchain()).encode())
+    for name in sorted(_closure({module, *_ALWAYS})):
+        digest.update(name.encode() + b"\0" + _file(name).read_bytes())
+    return digest.hexdigest()
+
+
+def _closure(modules: set[str]) -> set[str]:
+    """The modules and all of this repository's that they import at their top level.
+
+    kernels.sources imports the kernel families inside its function, so that one family's change
+    leaves the others as they are.
+    """
+    seen: set[str] = set()
+    while modules:
+        name = modules.pop()
+        seen.add(name)
+        modules |= _imports(name) - seen
+    return seen
+
+
+def _imports(module: str) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(_file(module).read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    ours = {name for name in names if name.split(".")[0] in ("kernels", "fa4_jax")}
+    return {name for name in ours if _file(name).is_file()}
+
+
+def _file(module: str) -> pathlib.Path:
+    path = REPOSITORY.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _param_from_json(data: dict[str, Any]) -> Param:

@@ -36,11 +36,13 @@ class HostCode:
     Attributes:
       object_file: x86-64 or Arm machine code of the machine that compiled it.
       entry: its C function, `void entry(void** arguments_stream_and_status, int32_t count)`.
+      module: the Python module that it was compiled from.
       arguments: what each argument before the stream is.
     """
 
     object_file: bytes
     entry: str
+    module: str
     arguments: tuple[Param, ...]
 
 
@@ -134,7 +136,7 @@ def _host_code(compiled: Any, source: KernelSource) -> HostCode:
         if entry is None:
             raise ValueError(f"no entry point in the header of {source.symbol_prefix}'s host code")
         object_file = pathlib.Path(folder, "host.o").read_bytes()
-    return HostCode(object_file, entry[1], source.host_arguments)
+    return HostCode(object_file, entry[1], type(source.host).__module__, source.host_arguments)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,101 @@
+// What CuTe-DSL's exported host code calls, recording its launch instead of making it.
+//
+// Linked with a kernel's host object; the log has the form of ffi/testing/mock_cuda.cc's.
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct Attribute {
+  int id;
+  int padding;
+  uint32_t value[16];
+};
+
+struct Config {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint64_t dynamic_shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  uint32_t num_attributes;
+};
+
+constexpr int kClusterDimension = 4;
+constexpr int kMaxSharedBytesOptin = 97;
+
+std::string launch_log;
+std::string kernel_symbol;
+std::vector<int> param_bytes;
+
+std::string List(const uint32_t* values) {
+  return "[" + std::to_string(values[0]) + ", " + std::to_string(values[1]) + ", " +
+         std::to_string(values[2]) + "]";
+}
+
+std::string Hex(const void* data, int size) {
+  std::string text;
+  char digits[3];
+  for (int i = 0; i < size; ++i) {
+    std::snprintf(digits, sizeof(digits), "%02x", static_cast<const unsigned char*>(data)[i]);
+    text += digits;
+  }
+  return text;
+}
+
+}  // namespace
+
+extern "C" {
+
+void shim_set_params(const int* sizes, int count) { param_bytes.assign(sizes, sizes + count); }
+const char* shim_log() { return launch_log.c_str(); }
+
+int _cudaLibraryLoadData(void** library, const void* image, void*, void*, int, void*, void*, int) {
+  *library = const_cast<void*>(image);
+  return 0;
+}
+
+int _cudaLibraryGetKernel(void** kernel, void*, const char* symbol) {
+  kernel_symbol = symbol;
+  *kernel = &kernel_symbol;
+  return 0;
+}
+
+int _cudaGetDevice(int* device) {
+  *device = 0;
+  return 0;
+}
+
+int _cudaDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == kMaxSharedBytesOptin ? 232448 : 0;
+  return 0;
+}
+
+int _cuKernelGetAttribute(int* value, int, void*, int) {
+  *value = 0;
+  return 0;
+}
+
+int _cudaFuncSetAttribute(void*, int, int) { return 0; }
+
+int _cudaKernelSetAttributeForDevice(void*, int, int, int) { return 0; }
+
+int _cudaLaunchKernelEx(const Config* config, void*, void** params) {
+  uint32_t cluster[3] = {1, 1, 1};
+  for (uint32_t i = 0; i < config->num_attributes; ++i) {
+    if (config->attributes[i].id != kClusterDimension) continue;
+    for (int axis = 0; axis < 3; ++axis) cluster[axis] = config->attributes[i].value[axis];
+  }
+  launch_log = "{\"symbol\": \"" + kernel_symbol + "\", \"grid\": " + List(config->grid) +
+               ", \"block\": " + List(config->block) + ", \"cluster\": " + List(cluster) +
+               ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) + ", \"params\": [";
+  for (size_t i = 0; i < param_bytes.size(); ++i) {
+    launch_log += (i > 0 ? ", \"" : "\"") + Hex(params[i], param_bytes[i]) + "\"";
+  }
+  launch_log += "]}";
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,220 @@
+"""Golden test: the handler's launch of every kernel equals that of CuTe-DSL's own host code.
+
+Grid, block, cluster, shared memory and every parameter byte, for several shapes. Tensor maps are
+compared field by field; they differ by design in one flag bit alone (tensor_map_bits.DSL_FLAG),
+and in the 64 bytes after the encoded ones, which are undefined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import json
+import pathlib
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from fa4_jax import runtime
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.manifest import Cubin, Param, evaluate_size
+from kernels.build import cache, compile, cubin_info
+from tests.ffi import compiler, stand_in, tensor_map_bits
+from tests.ffi.stand_in import Array, Call
+
+MULTIPROCESSORS = 132  # of the stand-in's device
+SCALARS = {"f32": itertools.cycle((0.125, 8.0, 1.5)), "i32": itertools.cycle((0, 7, 1 << 30))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of one attention call; `narrower` is taken off the tile's head dim."""
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    narrower: int = 0
+
+    @property
+    def id(self) -> str:
+        """Name in the test's report."""
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+PROBLEMS = (
+    Problem(1, 128, 128, 1, 1),
+    Problem(2, 1, 1, 4, 2, narrower=8),
+    Problem(3, 517, 1030, 6, 2),
+    Problem(5, 33, 7, 8, 1, narrower=24),
+    Problem(2, 4096, 3000, 16, 16),
+)
+HUGE = Problem(1, 64, 70000, 128, 256, narrower=0)
+"""Key strides beyond 2^31 elements from head dim 128 up."""
+
+
+def entries() -> list[cache.Entry]:
+    """Kernels of the installation whose host code is at hand."""
+    installed = runtime.manifest()
+    if installed is None:
+        return []
+    found = (cache.find(key) for key in sorted(installed.cubins))
+    return [entry for entry in found if entry is not None]
+
+
+def test_host_code_is_at_hand() -> None:
+    """A stale build would leave nothing to compare."""
+    installed = runtime.manifest()
+    assert installed is not None, "run python -m kernels.build"
+    assert {entry.cubin.key for entry in entries()} == set(installed.cubins)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Object file of the recording shim."""
+    path = tmp_path_factory.mktemp("shim") / "host_shim.o"
+    compiler.object_file(path, pathlib.Path(__file__).parent / "host_shim.cc")
+    return path
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.cubin.key.name)
+def test_launch_equals_host_code(
+    entry: cache.Entry,
+    shim: pathlib.Path,
+    stand_in_process: ProcessPoolExecutor,
+    tmp_path: pathlib.Path,
+) -> None:
+    info = cubin_info.read(entry.code)[entry.cubin.symbol]
+    (tmp_path / "host.o").write_bytes(entry.host.object_file)
+    compiler.shared_library(tmp_path / "libhost.so", tmp_path / "host.o", shim)
+    host = HostCode(entry.host, tmp_path / "libhost.so", info.param_bytes)
+    for problem in (*PROBLEMS, HUGE):
+        call = make_call(entry.cubin, info.param_bytes, problem)
+        outcome = stand_in_process.submit(stand_in.run, call).result()
+        assert outcome.error == "", problem.id
+        (ours,) = outcome.launches
+        theirs = host.launch(call, outcome.addresses)
+        for field in ("symbol", "grid", "block", "cluster", "smem"):
+            assert ours[field] == theirs[field], (problem.id, field)
+        params = zip(entry.cubin.launch.params, ours["params"], theirs["params"], strict=True)
+        for param, our_bytes, their_bytes in params:
+            assert comparable(param, our_bytes) == comparable(param, their_bytes), (
+                problem.id,
+                param.name,
+            )
+
+
+def comparable(param: Param, text: str) -> Any:
+    """A parameter's bytes, or the fields of a tensor map."""
+    data = bytes.fromhex(text)
+    if param.kind != "tensor_map":
+        return data
+    fields = tensor_map_bits.decode(data)
+    return dataclasses.replace(fields, other_flags=fields.other_flags & ~tensor_map_bits.DSL_FLAG)
+
+
+def make_call(cubin: Cubin, param_bytes: tuple[int, ...], problem: Problem) -> Call:
+    """The call of a kernel for a problem."""
+    shapes = buffer_shapes(cubin.key, problem)
+    installed = runtime.manifest()
+    assert installed is not None
+    attributes = {p.name: next(SCALARS[p.kind]) for p in cubin.launch.params if p.kind in SCALARS}
+    return Call(
+        cubin=cubin,
+        directory=installed.directory,
+        param_bytes=param_bytes,
+        operands=tuple(shapes[name] for name in cubin.launch.operands),
+        attributes=attributes | {"kernel": cubin.key.name},
+    )
+
+
+def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
+    """Operands by name: the user's arrays, and what the passes before this one return."""
+    p, h = problem, key.head_dim - problem.narrower
+    queries = Array(key.dtype, (p.batch, p.query_length, p.heads, h))
+    keys = Array(key.dtype, (p.batch, p.key_length, p.kv_heads, h))
+    per_row = Array("f32", (p.batch, p.heads, p.query_length))
+    arrays = dict.fromkeys(("q", "o", "do", "dq"), queries) | dict.fromkeys(("k", "v"), keys)
+    arrays |= {"extents": Array("i32", (p.batch, 4)), "lse": per_row, "dlse": per_row}
+    if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):
+        arrays |= results(earlier(key, Pass.BACKWARD_PRE), arrays)
+    return arrays
+
+
+def earlier(key: KernelKey, kernel: Pass) -> Cubin:
+    """The kernel of an earlier pass whose results this key's kernel takes."""
+    installed = runtime.manifest()
+    assert installed is not None
+    want = dataclasses.replace(key, kernel=kernel, band=False)
+    return installed.cubins[want]
+
+
+def results(cubin: Cubin, arrays: dict[str, Array]) -> dict[str, Array]:
+    """What a kernel returns for operands of these shapes."""
+    shapes = {name: array.shape for name, array in arrays.items()}
+    return {
+        r.name: Array(r.dtype, tuple(evaluate_size(size, shapes) for size in r.shape))
+        for r in cubin.launch.results
+    }
+
+
+class HostCode:
+    """CuTe-DSL's host code of one kernel, linked with a shim that records the launch."""
+
+    def __init__(
+        self, code: compile.HostCode, library: pathlib.Path, param_bytes: tuple[int, ...]
+    ) -> None:
+        self._arguments = code.arguments
+        self._library = ctypes.CDLL(str(library))
+        self._library.shim_log.restype = ctypes.c_char_p
+        self._entry = getattr(self._library, code.entry)
+        sizes = (ctypes.c_int * len(param_bytes))(*param_bytes)
+        self._library.shim_set_params(sizes, len(param_bytes))
+        self._module = ctypes.c_void_p()
+        module, status, device = ctypes.pointer(self._module), ctypes.c_int(), ctypes.c_int()
+        self._library._mlir_host_cuda_init(_pointers(module, status))
+        assert status.value == 0
+        self._library._mlir_host_cuda_load_to_device(_pointers(module, device, status))
+        assert status.value == 0
+
+    def launch(self, call: Call, addresses: dict[str, int]) -> dict[str, Any]:
+        """What the host code launches for the same call."""
+        names = call.cubin.launch.operands
+        shapes = {n: a.shape for n, a in zip(names, call.operands, strict=True)}
+        values = [host_value(p, shapes, call, addresses) for p in self._arguments]
+        stream, status = ctypes.c_void_p(), ctypes.c_int()
+        pointers = _pointers(*values, stream, status)
+        self._entry(pointers, len(pointers))
+        assert status.value == 0
+        return json.loads(self._library.shim_log().decode())
+
+
+def host_value(
+    param: Param, shapes: dict[str, tuple[int, ...]], call: Call, addresses: dict[str, int]
+) -> Any:
+    """A host argument as ctypes value."""
+    match param.kind:
+        case "pointer":
+            return ctypes.c_void_p(addresses[param.buffer])
+        case "dim":
+            return ctypes.c_int32(shapes[param.buffer][param.axes[0]])
+        case "size":
+            return ctypes.c_int32(evaluate_size(param.size, shapes))
+        case "f32":
+            return ctypes.c_float(float(call.attributes[param.name]))
+        case "i32":
+            return ctypes.c_int32(int(call.attributes[param.name]))
+        case "sm_count":
+            return ctypes.c_int32(MULTIPROCESSORS)
+    raise ValueError(f"host argument {param.name} has unknown kind {param.kind}")
+
+
+def _pointers(*values: Any) -> Any:
+    """The void*[] that DSL entry points take. Keeps the values alive with the array."""
+    addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
+    array = (ctypes.c_void_p * len(values))(*addresses)
+    array.values = values
+    return array
