@@ -37,8 +37,14 @@ def source(key: KernelKey) -> KernelSource:
     Raises:
       NotImplementedError: no kernel family has this key.
     """
-    if key.arch == "sm_90a" and key.kernel is Pass.FORWARD:
-        from kernels.sm90 import forward
+    if key.arch != "sm_90a":
+        raise NotImplementedError(f"no kernel source for {key.name}")
+    from kernels.sm90 import backward, backward_ends, forward
 
-        return forward.source(key)
-    raise NotImplementedError(f"no kernel source for {key.name}")
+    families = {
+        Pass.FORWARD: forward.source,
+        Pass.BACKWARD_PRE: backward_ends.pre_source,
+        Pass.BACKWARD: backward.source,
+        Pass.BACKWARD_POST: backward_ends.post_source,
+    }
+    return families[key.kernel](key)

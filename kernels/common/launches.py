@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from fa4_jax.manifest import Factor, Param, Size
+from fa4_jax.manifest import Factor, Param, Result, Size
 from kernels.common.tensors import TYPES
 
 BUFFER_TYPES = {"extents": Int32, "dq_order": Int32} | dict.fromkeys(
@@ -53,6 +53,18 @@ def scalars(kind: str, *names: str) -> tuple[Param, ...]:
 def dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:
     """A result shape made of dimensions of one operand."""
     return tuple((Factor(buffer=buffer, axis=axis),) for axis in axes)
+
+
+def accumulators(rows: int, head_dim: int, ordered: bool) -> tuple[Result, ...]:
+    """dQ's fp32 accumulators, in tiles of `rows` queries, and their counters if they are ordered.
+
+    The layout inside a tile is the backward kernel's own; `q` must be an operand or `do`, its like.
+    """
+    heads = ((Factor(buffer="do", axis=0),), (Factor(buffer="do", axis=2),))
+    tiles = Factor(buffer="do", axis=1, divisor=rows)
+    dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(rows * head_dim),)))
+    dq_order = Result("dq_order", "i32", (*heads, (tiles,), (Factor(2),)))
+    return (dq_acc, dq_order) if ordered else (dq_acc,)
 
 
 def example_arguments(params: tuple[Param, ...], dtype: str) -> tuple:

@@ -106,10 +106,11 @@ class BackwardTile:
         return self.m == 128
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Barriers, LSE and delta; K, V; the rings of Q and dO; dS and, unless in registers, P."""
+        """Barriers, LSE and delta; K, V; the rings of Q and dO; two dS and,
+        unless in registers, two P."""
         statistics = 2 * self.stages * self.m * 4
         operands = 2 * (self.n + self.stages * self.m) * head_dim * 2
-        scores = (1 if self.split_keys else 2) * self.n * self.m * 2
+        scores = (1 if self.split_keys else 2) * 2 * self.n * self.m * 2
         return 1024 + -(-statistics // 1024) * 1024 + operands + scores
 
 

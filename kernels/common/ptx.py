@@ -1,0 +1,45 @@
+"""Instructions that CuTe-DSL has no name for: one function, one instruction."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+def bulk_load(shared: cute.Pointer, source: cute.Pointer, num_bytes: int, barrier: cute.Pointer):
+    """cp.async.bulk: contiguous global to shared memory, counted on an mbarrier; one thread issues.
+
+    Addresses and num_bytes are multiples of 16.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[
+            shared.toint().to(Int32),
+            source,
+            Int32(num_bytes),
+            barrier.toint().to(Int32),
+        ],
+    )
+
+
+def reduce_add_v4(target: cute.Pointer, values: list[Float32]):
+    """red.global.add.v4.f32: adds four values to 16 aligned bytes, in no order."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[target, *values],
+    )
+
+
+def load_acquire(source: cute.Pointer) -> Int32:
+    """ld.acquire.gpu of one i32: what was released before the value read is visible after it."""
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[source],
+    )
+
+
+def increment_release(target: cute.Pointer):
+    """red.release.gpu: adds one; everything ordered before it is visible to who acquires it."""
+    cute.arch.inline_ptx(
+        "red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[target, Int32(1)]
+    )

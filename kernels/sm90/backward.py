@@ -1,0 +1,685 @@
+"""Hopper backward, main kernel: dK and dV of one key tile per CTA, dQ by reduction.
+
+With P = exp2(S * scale_log2 - lse_log2) and delta = rowsum(dO * O) - dLSE, everything transposed so
+that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.1):
+    S^T  = K Q^T                dP^T = V dO^T
+    dV  += P^T dO               dS^T = P^T * (dP^T - delta)
+    dK  += dS^T Q               dQ  += dS K        (scale is applied at the end, to dK here)
+
+    load warp          K, V once; then for every query head of the KV head's group and every query
+                       block that sees the key tile: Q, lse_log2 and dO, delta into two rings
+    MMA warpgroup 0, 1 the products; how they share them is in BackwardTile.split_keys, split_rows
+
+dQ goes to global memory by vector reductions straight from the accumulator registers: dq_acc is laid
+out so that a warpgroup's registers are contiguous (Note [dq_acc]). A CTA walks all query heads of its
+group, so dK and dV are summed in registers whatever the group size, in a fixed order.
+
+Deterministic mode adds to each dq_acc tile in a fixed order of key tiles (Note [dq order]).
+
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]: thread (of both
+warpgroups) and its accumulator registers 4 * chunk .. 4 * chunk + 3, that is two adjacent columns of
+row r and the same of row r + 8. bwd_post undoes it with the same accumulator layout.
+
+Note [scores]: dS (and P, where it is not kept in registers) has two buffers used in turn, so one
+barrier a step is enough: a warpgroup passes SCORES_READY of step i + 1 only when the other one has
+arrived there, which it does after its products of step i have read buffer i % 2; step i + 2 may write it.
+
+Note [dq order]: every (head, query tile, warpgroup) has a counter. The CTA whose turn is `index`
+waits until it reads index, adds its tile, and then increments. Dense: index counts key tiles upwards.
+Band: downwards from the tile's last, so that the CTA on the diagonal, whose first step this is, goes
+first. CTAs start in index order (lower block index first), so whoever is waited for has started: the
+started CTA of lowest index never waits, and there is no deadlock with any number of resident CTAs.
+"""
+
+import dataclasses
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Factor, Launch, Result
+from kernels.common import bands, launches, ptx, softmax, tensors
+from kernels.sm90.tiles import BACKWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
+from kernels.sources import KernelSource
+
+SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
+FINISHED = 2  # named barrier of both MMA warpgroups
+ORDER = 3  # first of one named barrier per MMA warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """TMA descriptors, boxes (rows, head_dim) of [B, length, heads, head_dim] tensors."""
+
+    q: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    do: cute.CopyAtom
+    dk: cute.CopyAtom
+    dv: cute.CopyAtom
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Per-row fp32 inputs and the dQ accumulators, all in query tiles of `m` rows."""
+
+    lse_log2: cute.Pointer
+    delta: cute.Pointer
+    dq_acc: cute.Pointer
+    dq_order: cute.Pointer | None
+    tiles: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one CTA does: a key tile of one KV head of one batch element."""
+
+    first_key: Int32
+    tile: Int32
+    kv_head: Int32
+    group: Int32
+    heads: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory. k and v later stage dk and dv; *_full / *_empty guard what TMA writes."""
+
+    k: cute.Tensor  # (n, head_dim)
+    kt: cute.Tensor  # (head_dim, n), the same memory
+    v: cute.Tensor  # (n, head_dim)
+    q: cute.Tensor  # (m, head_dim, stage)
+    qt: cute.Tensor  # (head_dim, m, stage), the same memory
+    do: cute.Tensor  # (m, head_dim, stage)
+    dot: cute.Tensor  # (head_dim, m, stage), the same memory
+    p: cute.Tensor  # (n, m, 2), unless P stays in registers
+    ds: cute.Tensor  # (n, m, 2)
+    dst: cute.Tensor  # (m, n, 2), the same memory
+    lse_log2: cute.Tensor  # (m, stage)
+    delta: cute.Tensor  # (m, stage)
+    kv_full: cute.Pointer
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    do_full: cute.Pointer
+    do_empty: cute.Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The five matrix products, transposed scores first."""
+
+    scores: tensors.Wgmma  # S^T and dP^T: (n, m)
+    grads: tensors.Wgmma  # dV and dK: (n, head_dim)
+    dq: tensors.Wgmma  # dQ: (m, head_dim)
+
+
+class Backward:
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.band = key.band
+        self.deterministic = key.deterministic
+        self.tile = BACKWARD_TILES[key.head_dim]
+        self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
+
+    def products(self) -> Products:
+        """How the two warpgroups tile each product."""
+        tile, d = self.tile, self.head_dim
+        k_major, mn_major = tensors.K_MAJOR, tensors.MN_MAJOR
+        if tile.split_keys:
+            scores = tensors.Wgmma(self.dtype, (2, 1), tile.m, (k_major, k_major))
+            grads = tensors.Wgmma(
+                self.dtype, (2, 1), d, (k_major, mn_major), tensors.REGISTERS
+            )
+        else:
+            scores = tensors.Wgmma(self.dtype, (1, 2), tile.m // 2, (k_major, k_major))
+            grads = tensors.Wgmma(self.dtype, (1, 2), d // 2, (k_major, mn_major))
+        warpgroups, columns = ((2, 1), d) if tile.split_rows else ((1, 2), d // 2)
+        dq = tensors.Wgmma(self.dtype, warpgroups, columns, (mn_major, mn_major))
+        return Products(scores, grads, dq)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        do: cute.Pointer,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        head_dim: Int32,
+        scale_log2: Float32,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream: cuda.CUstream,
+    ):
+        tile, d = self.tile, self.head_dim
+
+        def make_map(pointer, length, count, rows, store=False):
+            op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
+            tensor = tensors.bthd_tensor(pointer, (batch, length, count, head_dim))
+            layout = tensors.tile_layout(self.dtype, rows, d, 1, tile.span_bytes)
+            layout = cute.slice_(layout, (None, None, 0))
+            return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, d))[0]
+
+        self.kernel(
+            make_map(q, query_length, heads, tile.m),
+            make_map(k, key_length, kv_heads, tile.n),
+            make_map(v, key_length, kv_heads, tile.n),
+            make_map(do, query_length, heads, tile.m),
+            make_map(dk, key_length, kv_heads, 64, store=True),
+            make_map(dv, key_length, kv_heads, 64, store=True),
+            lse_log2,
+            delta,
+            extents,
+            dq_acc,
+            dq_order if self.deterministic else None,
+            batch,
+            query_length,
+            key_length,
+            heads,
+            kv_heads,
+            scale_log2,
+            scale,
+            window_left,
+            window_right,
+        ).launch(
+            grid=[cute.ceil_div(key_length, tile.n) * kv_heads * batch, 1, 1],
+            block=[tile.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: cute.CopyAtom,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
+        do_map: cute.CopyAtom,
+        dk_map: cute.CopyAtom,
+        dv_map: cute.CopyAtom,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer | None,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale_log2: Float32,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+    ):
+        maps = Maps(q_map, k_map, v_map, do_map, dk_map, dv_map)
+        shared = self.allocate()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index == 0:
+            for descriptor in (maps.q, maps.k, maps.v, maps.do, maps.dk, maps.dv):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                mma_warps = self.tile.mma_warpgroups * 4
+                cute.arch.mbarrier_init(shared.kv_full, 1)
+                for stage in cutlass.range_constexpr(self.tile.stages):
+                    cute.arch.mbarrier_init(shared.q_full + stage, 1)
+                    cute.arch.mbarrier_init(shared.do_full + stage, 1)
+                    cute.arch.mbarrier_init(shared.q_empty + stage, mma_warps)
+                    cute.arch.mbarrier_init(shared.do_empty + stage, mma_warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        tiles = (query_length + self.tile.m - 1) // self.tile.m
+        rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
+        work = self.assign(
+            extents, (batch, query_length, key_length, heads, kv_heads), (window_left, window_right)
+        )
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            if warp_index == 0:
+                self.load(maps, shared, work, rows)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.mma)
+            self.multiply(maps, shared, work, rows, scale_log2, scale)
+
+    def allocate(self) -> Shared:
+        """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
+        tile, d, dtype = self.tile, self.head_dim, self.dtype
+        key_layout = tensors.tile_layout(dtype, tile.n, d, 1, tile.span_bytes)
+        query_layout = tensors.tile_layout(dtype, tile.m, d, tile.stages, tile.span_bytes)
+        score_layout = tensors.tile_layout(dtype, tile.n, tile.m, 2)
+        statistics = cute.make_layout((tile.m, tile.stages))
+        key_size, query_size = cute.cosize(key_layout), cute.cosize(query_layout)
+        score_size = cute.cosize(score_layout)
+
+        @cute.struct
+        class Storage:
+            kv_full: cute.struct.MemRange[cutlass.Int64, 1]
+            q_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
+            q_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
+            do_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
+            do_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
+            lse_log2: cute.struct.Align[
+                cute.struct.MemRange[Float32, tile.m * tile.stages], 1024
+            ]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, tile.m * tile.stages], 128]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, key_size], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, key_size], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, query_size], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[dtype, query_size], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[dtype, score_size], 1024]
+            p: cute.struct.Align[
+                cute.struct.MemRange[dtype, 0 if tile.split_keys else score_size], 1024
+            ]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+
+        def view(field, layout):
+            return tensors.smem_tensor(field, layout)
+
+        transposed = tensors.transposed
+        return Shared(
+            k=view(storage.k, key_layout)[None, None, 0],
+            kt=view(storage.k, transposed(key_layout))[None, None, 0],
+            v=view(storage.v, key_layout)[None, None, 0],
+            q=view(storage.q, query_layout),
+            qt=view(storage.q, transposed(query_layout)),
+            do=view(storage.do, query_layout),
+            dot=view(storage.do, transposed(query_layout)),
+            p=view(storage.ds if tile.split_keys else storage.p, score_layout),
+            ds=view(storage.ds, score_layout),
+            dst=view(storage.ds, transposed(score_layout)),
+            lse_log2=storage.lse_log2.get_tensor(statistics),
+            delta=storage.delta.get_tensor(statistics),
+            kv_full=storage.kv_full.data_ptr(),
+            q_full=storage.q_full.data_ptr(),
+            q_empty=storage.q_empty.data_ptr(),
+            do_full=storage.do_full.data_ptr(),
+            do_empty=storage.do_empty.data_ptr(),
+        )
+
+    def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+        """The key tile of this CTA, within groups of heads whose Q, dO and dQ fill the L2.
+
+        Key tiles of a causal band shrink with their index: the fast kernel starts with the longest.
+        The deterministic one starts with the last, as Note [dq order] asks.
+        """
+        batch, query_length, key_length, heads, kv_heads = sizes
+        group = heads // kv_heads
+        rows_in_l2 = L2_BUDGET_BYTES // (self.head_dim * (2 + 2 + 4))
+        section = cutlass.max(rows_in_l2 // (query_length * group), 1)
+        tiles = (key_length + self.tile.n - 1) // self.tile.n
+        index, _, _ = cute.arch.block_idx()
+        first_head = index // (section * tiles) * section
+        in_section = index - first_head * tiles
+        section = cutlass.min(section, kv_heads * batch - first_head)
+        tile = in_section // section
+        head_and_batch = first_head + in_section - tile * section
+        tile = tiles - 1 - tile if self.band and self.deterministic else tile
+        batch_index = head_and_batch // kv_heads
+        kv_head = head_and_batch - batch_index * kv_heads
+        limits = cute.make_tensor(extents + batch_index * 4, cute.make_layout(4))
+        band = bands.Band(
+            query_length=limits[0],
+            key_length=limits[1],
+            offset=limits[2],
+            window_left=window[0] if self.band else bands.UNBOUNDED,
+            window_right=window[1] if self.band else bands.UNBOUNDED,
+        )
+        first_key = tile * self.tile.n
+        blocks = bands.visited_blocks(
+            band.transposed(), first_key, self.tile.n, self.tile.m, tensors.INT32
+        )
+        return Work(first_key, tile, kv_head, group, heads, batch_index, band, blocks)
+
+    @cute.jit
+    def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
+        """Load warp: K and V, then Q, lse_log2 and dO, delta of every step."""
+        tile, d = self.tile, self.head_dim
+        coordinates = tensors.bthd_coordinates()
+        kv = coordinates[None, None, work.kv_head, work.batch]
+        steps = work.blocks.end - work.blocks.begin
+        if steps > 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_full, 2 * tile.n * d * 2)
+            key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
+            tensors.tma_load(maps.k, key_tile, shared.k, shared.kv_full)
+            tensors.tma_load(maps.v, key_tile, shared.v, shared.kv_full)
+        for step in cutlass.range(steps * work.group, unroll=1):
+            member = step // steps
+            block = work.blocks.begin + step - member * steps
+            head = work.kv_head * work.group + member
+            query = coordinates[None, None, head, work.batch]
+            query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
+            row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
+            slot, phase = tensors.ring_slot(step, tile.stages)
+            for operand in cutlass.range_constexpr(2):
+                full = (shared.q_full, shared.do_full)[operand] + slot
+                empty = (shared.q_empty, shared.do_empty)[operand] + slot
+                target = (shared.q, shared.do)[operand][None, None, slot]
+                source = (rows.lse_log2, rows.delta)[operand] + row
+                statistics = (shared.lse_log2, shared.delta)[operand][None, slot]
+                cute.arch.mbarrier_wait(empty, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
+                    ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
+                tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
+
+    @cute.jit
+    def multiply(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        rows: Rows,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
+        """MMA warpgroup: its share of all five products over all steps, then dK and dV."""
+        tile, d = self.tile, self.head_dim
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        products = self.products()
+        grads = products.grads.tiled()
+        dk_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
+        dv_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
+        dk_acc.fill(0.0)
+        dv_acc.fill(0.0)
+        steps = work.blocks.end - work.blocks.begin
+        if steps > 0:
+            cute.arch.mbarrier_wait(shared.kv_full, 0)
+        for member in cutlass.range(work.group, unroll=1):
+            for block in cutlass.range(work.blocks.begin, work.blocks.end, unroll=1):
+                step = member * steps + block - work.blocks.begin
+                self.step(
+                    shared, work, rows, (dk_acc, dv_acc), scale_log2, (member, block, step, group)
+                )
+        for element in cutlass.range_constexpr(cute.size(dk_acc)):
+            dk_acc[element] = dk_acc[element] * scale
+        # Both warpgroups have read all of K (dQ) and V: their memory can stage the results.
+        cute.arch.barrier(barrier_id=FINISHED, number_of_threads=2 * WARPGROUP)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, grads).get_slice(thread)
+        for acc, staging in ((dk_acc, shared.k), (dv_acc, shared.v)):
+            values = cute.make_rmem_tensor(acc.shape, self.dtype)
+            values.store(acc.load().to(self.dtype))
+            cute.copy(atom, copy.retile(values), copy.partition_D(staging))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FINISHED, number_of_threads=2 * WARPGROUP)
+        if thread // 32 == 0:
+            kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+            for part in cutlass.range_constexpr(tile.n // 64):
+                for store, staging in ((maps.dk, shared.k), (maps.dv, shared.v)):
+                    source = cute.local_tile(staging, (64, d), (part, 0))
+                    target = cute.local_tile(kv, (64, d), (work.tile * (tile.n // 64) + part, 0))
+                    tensors.tma_store(store, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def step(
+        self,
+        shared: Shared,
+        work: Work,
+        rows: Rows,
+        grads: tuple,
+        scale_log2: Float32,
+        position: tuple,
+    ):
+        """One query block of one head: five products and what lies between them."""
+        tile, d = self.tile, self.head_dim
+        member, block, step, group = position
+        dk_acc, dv_acc = grads
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
+        products = self.products()
+        scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
+        scores_slice, grads_slice = scores_mma.get_slice(uniform), grads_mma.get_slice(uniform)
+        slot, phase = tensors.ring_slot(step, tile.stages)
+        buffer = step & 1
+
+        k = scores_mma.make_fragment_A(scores_slice.partition_A(shared.k))
+        v = scores_mma.make_fragment_A(scores_slice.partition_A(shared.v))
+        q = scores_mma.make_fragment_B(scores_slice.partition_B(shared.q[None, None, slot]))
+        do = scores_mma.make_fragment_B(scores_slice.partition_B(shared.do[None, None, slot]))
+        qt = grads_mma.make_fragment_B(grads_slice.partition_B(shared.qt[None, None, slot]))
+        dot = grads_mma.make_fragment_B(grads_slice.partition_B(shared.dot[None, None, slot]))
+        scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
+        dp = cute.make_rmem_tensor(scores.shape, Float32)
+
+        cute.arch.mbarrier_wait(shared.q_full + slot, phase)
+        products.scores.issue(scores, k, q, accumulate=False)
+        cute.arch.mbarrier_wait(shared.do_full + slot, phase)
+        products.scores.issue(dp, v, do, accumulate=False)
+        warpgroup.wait_group(1)
+        self.mask(work, scores, block, group)
+        self.exponentiate(shared, scores, scale_log2, slot, group)
+        p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(tile.split_keys):
+            products.grads.issue(dv_acc, p, dot, accumulate=True)
+        self.score_gradient(shared, scores, dp, slot, group)
+        ds = self.operand(grads_mma, grads_slice, dp, shared.ds[None, None, buffer])
+        if cutlass.const_expr(tile.split_keys):
+            self.to_shared(dp, shared.ds[None, None, buffer])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=2 * WARPGROUP)
+
+        dq_mma = products.dq.tiled()
+        dq_slice = dq_mma.get_slice(uniform)
+        dst = dq_mma.make_fragment_A(dq_slice.partition_A(shared.dst[None, None, buffer]))
+        kt = dq_mma.make_fragment_B(dq_slice.partition_B(shared.kt))
+        dq = cute.make_rmem_tensor(dq_mma.partition_shape_C((tile.m, d)), Float32)
+        if cutlass.const_expr(not tile.split_keys):
+            products.grads.issue(dv_acc, p, dot, accumulate=True)
+        products.dq.issue(dq, dst, kt, accumulate=False)
+        products.grads.issue(dk_acc, ds, qt, accumulate=True)
+        warpgroup.wait_group(1)
+        self.release(shared.do_empty + slot)
+        self.add_dq(work, rows, dq, member, block, group)
+        warpgroup.wait_group(0)
+        self.release(shared.q_empty + slot)
+
+    def operand(self, mma, mma_slice, values: cute.Tensor, staging: cute.Tensor) -> cute.Tensor:
+        """Scores as operand A of the dV and dK products: in registers, or through shared memory."""
+        if self.tile.split_keys:
+            shape = mma.partition_shape_A((self.tile.n, self.tile.m))
+            fragment = cute.make_rmem_tensor(shape, self.dtype)
+            fragment.store(values.load().to(self.dtype).reshape(fragment.shape))
+            return fragment
+        self.to_shared(values, staging)
+        return mma.make_fragment_A(mma_slice.partition_A(staging))
+
+    def to_shared(self, values: cute.Tensor, staging: cute.Tensor):
+        """Rounds a score fragment to the storage type and writes it to a (n, m) tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.products().scores.tiled())
+        copy = copy.get_slice(thread - WARPGROUP)
+        rounded = cute.make_rmem_tensor(values.shape, self.dtype)
+        rounded.store(values.load().to(self.dtype))
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
+
+    def first_query(self, group: Int32) -> Int32:
+        """First column (query of the block) of this thread's score fragment."""
+        thread, _, _ = cute.arch.thread_idx()
+        column = thread % 4 * 2
+        return column if self.tile.split_keys else column + group * (self.tile.m // 2)
+
+    @cute.jit
+    def mask(self, work: Work, scores: cute.Tensor, block: Int32, group: Int32):
+        """Scores of pairs outside the band to -inf, in blocks that hold any."""
+        tile = self.tile
+        if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
+            thread, _, _ = cute.arch.thread_idx()
+            warps = 4 * tile.mma_warpgroups if tile.split_keys else 4
+            key = work.first_key + (thread // 32) % warps * 16 + thread % 32 // 4
+            low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
+            high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
+            for row in cutlass.range_constexpr(softmax.ROWS):
+                index = key + 8 * row
+                first, last = bands.row_limits(work.band.transposed(), index, tensors.INT32)
+                low[row] = first
+                high[row] = Int32(
+                    cutlass.select_(index < work.band.key_length, last, Int32(0))
+                )
+            softmax.mask_band(scores, block * tile.m + self.first_query(group), low, high)
+
+    def statistics(self, tensor: cute.Tensor, slot: Int32, group: Int32) -> cute.Tensor:
+        """Per-query values of this thread's columns of a score fragment: (2, column_pair)."""
+        pointer = tensor[None, slot].iterator + self.first_query(group)
+        return cute.make_tensor(pointer, cute.make_layout((2, self.tile.m // 8), stride=(1, 8)))
+
+    def exponentiate(self, shared: Shared, scores: cute.Tensor, scale_log2, slot, group):
+        """scores <- P^T = exp2(scores * scale_log2 - lse_log2)."""
+        lse_log2 = self.statistics(shared.lse_log2, slot, group)
+        values = cute.make_rmem_tensor((2,), Float32)
+        for pair in range(cute.size(scores.shape[0][2])):
+            cute.autovec_copy(lse_log2[None, pair], values)
+            for row in range(softmax.ROWS):
+                for column in range(2):
+                    index = softmax.fragment_index(pair, row, column)
+                    exponent = scores[index] * scale_log2 - values[column]
+                    scores[index] = softmax.exp2(exponent)
+
+    def score_gradient(self, shared: Shared, p: cute.Tensor, dp: cute.Tensor, slot, group):
+        """dp <- dS^T = P^T * (dP^T - delta)."""
+        delta = self.statistics(shared.delta, slot, group)
+        values = cute.make_rmem_tensor((2,), Float32)
+        for pair in range(cute.size(p.shape[0][2])):
+            cute.autovec_copy(delta[None, pair], values)
+            for row in range(softmax.ROWS):
+                for column in range(2):
+                    index = softmax.fragment_index(pair, row, column)
+                    dp[index] = p[index] * (dp[index] - values[column])
+
+    def release(self, empty: cute.Pointer):
+        """One arrival per warp: this warp's wgmma no longer reads the slot."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+
+    @cute.jit
+    def add_dq(
+        self, work: Work, rows: Rows, dq: cute.Tensor, member: Int32, block: Int32, group: Int32
+    ):
+        """Adds this step's dQ tile to dq_acc; Notes [dq_acc] and [dq order]."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        head = work.kv_head * work.group + member
+        query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
+        target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim) + thread * 4
+        if cutlass.const_expr(self.deterministic):
+            counter = rows.dq_order + query_tile * 2 + group
+            index = work.tile
+            if cutlass.const_expr(self.band):
+                first_row = block * self.tile.m
+                visiting = bands.visited_blocks(
+                    work.band, first_row, self.tile.m, self.tile.n, tensors.INT32
+                )
+                index = visiting.end - 1 - work.tile
+            if thread % WARPGROUP == 0:
+                turn = ptx.load_acquire(counter)
+                while turn != index:
+                    turn = ptx.load_acquire(counter)
+            cute.arch.barrier(barrier_id=ORDER + group, number_of_threads=WARPGROUP)
+        for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
+            values = [dq[4 * chunk + i] for i in range(4)]
+            ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)
+        if cutlass.const_expr(self.deterministic):
+            cute.arch.barrier(barrier_id=ORDER + group, number_of_threads=WARPGROUP)
+            if thread % WARPGROUP == 0:
+                ptx.increment_release(rows.dq_order + query_tile * 2 + group)
+
+
+Backward.kernel.set_name_prefix("fa4_bwd", remove_cutlass_symbol=True, keep_mangled_name=False)
+Backward.__call__.set_name_prefix(
+    "fa4_bwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+
+
+def source(key: KernelKey) -> KernelSource:
+    """The main backward kernel of a key, with its launch."""
+    kernel = Backward(key)
+    tile = kernel.tile
+    span = tile.span_bytes
+    sizes = (
+        launches.dim("batch", "q", 0),
+        launches.dim("query_length", "q", 1),
+        launches.dim("key_length", "k", 1),
+        launches.dim("heads", "q", 2),
+        launches.dim("kv_heads", "k", 2),
+    )
+    scalars = (
+        *launches.scalars("f32", "scale_log2", "scale"),
+        *launches.scalars("i32", "window_left", "window_right"),
+    )
+    order = ("dq_order",) if key.deterministic else ()
+    accumulators = launches.accumulators(tile.m, key.head_dim, key.deterministic)
+    launch = Launch(
+        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
+        results=(
+            Result("dk", key.dtype, launches.dims("k", (0, 1, 2, 3))),
+            Result("dv", key.dtype, launches.dims("v", (0, 1, 2, 3))),
+            *accumulators,
+        ),
+        params=(
+            launches.bthd_map("q", tile.m, span),
+            launches.bthd_map("k", tile.n, span),
+            launches.bthd_map("v", tile.n, span),
+            launches.bthd_map("do", tile.m, span),
+            launches.bthd_map("dk", 64, span),
+            launches.bthd_map("dv", 64, span),
+            *launches.pointers("lse_log2", "delta", "extents", "dq_acc", *order),
+            *sizes,
+            *scalars,
+        ),
+        grid=(
+            (
+                Factor(buffer="k", axis=1, divisor=tile.n),
+                Factor(buffer="k", axis=2),
+                Factor(buffer="k", axis=0),
+            ),
+            launches.ONE,
+            launches.ONE,
+        ),
+        block=(tile.threads, 1, 1),
+        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
+    )
+    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
+    host_arguments = (
+        *launches.pointers(*buffers, "dk", "dv"),
+        *sizes,
+        launches.dim("head_dim", "q", 3),
+        *scalars,
+    )
+    return KernelSource(
+        host=kernel,
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=launch,
+        tile={"m": tile.m, "n": tile.n, "stages": tile.stages},
+        symbol_prefix="fa4_bwd",
+    )

@@ -1,0 +1,326 @@
+"""Hopper backward, the two small kernels around the main one; one CTA for each query tile of a head.
+
+    pre    delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and dq_order = 0)
+    post   dQ = scale * dq_acc, from the accumulator layout (backward.py, Note [dq_acc]) to [B, T, N, H]
+
+Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp
+
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Factor, Launch, Param, Result
+from kernels.common import launches, softmax, tensors
+from kernels.sm90.backward import Backward
+from kernels.sm90.tiles import BACKWARD_TILES, WARPGROUP
+from kernels.sources import KernelSource
+
+THREADS = 2 * WARPGROUP
+VECTOR = 8  # 16-bit elements of one 16-byte load
+LOG2_E = 1.4426950408889634
+
+
+def query_tile(query_length: Int32, heads: Int32, rows: int) -> tuple[Int32, Int32, Int32]:
+    """(tile, head, batch) of this CTA; heads run fastest, as they are neighbours in memory."""
+    tiles = (query_length + rows - 1) // rows
+    index, _, _ = cute.arch.block_idx()
+    row_of_heads = index // heads
+    batch = row_of_heads // tiles
+    return row_of_heads - batch * tiles, index - row_of_heads * heads, batch
+
+
+class Preprocess:
+    """Row statistics of the backward; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.deterministic = key.deterministic
+        self.rows = BACKWARD_TILES[key.head_dim].m
+        self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= key.head_dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        o: cute.Pointer,
+        do: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        extents: cute.Pointer,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        heads: Int32,
+        head_dim: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            o,
+            do,
+            lse,
+            dlse,
+            extents,
+            lse_log2,
+            delta,
+            dq_acc,
+            dq_order if self.deterministic else None,
+            query_length,
+            heads,
+            head_dim,
+        ).launch(
+            grid=[cute.ceil_div(query_length, self.rows) * heads * batch, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        o: cute.Pointer,
+        do: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        extents: cute.Pointer,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer | None,
+        query_length: Int32,
+        heads: Int32,
+        head_dim: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, head, batch = query_tile(query_length, heads, self.rows)
+        tiles = (query_length + self.rows - 1) // self.rows
+        head_and_batch = Int64(batch) * heads + head
+        tile_index = head_and_batch * tiles + tile
+
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        tile_size = self.rows * self.head_dim
+        accumulators = cute.make_tensor(
+            dq_acc + cute.assume(tile_index * tile_size, divby=tile_size),
+            cute.make_layout((4, THREADS, tile_size // (4 * THREADS))),
+        )
+        for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
+            cute.autovec_copy(zeros, accumulators[None, thread, chunk])
+        if cutlass.const_expr(self.deterministic):
+            if thread < 2:
+                counters = cute.make_tensor(dq_order + tile_index * 2, cute.make_layout(2))
+                counters[thread] = Int32(0)
+
+        length = cute.make_tensor(extents + batch * 4, cute.make_layout(4))[0]
+        rows_at_once = THREADS // self.lanes
+        lane = thread % self.lanes
+        for part in cutlass.range_constexpr(self.rows // rows_at_once):
+            row_in_tile = part * rows_at_once + thread // self.lanes
+            row = tile * self.rows + row_in_tile
+            product = Float32(0.0)
+            if (row < query_length) & (lane * VECTOR < head_dim):
+                vectors = ((Int64(batch) * query_length + row) * heads + head) * head_dim
+                offset = cute.assume(vectors + lane * VECTOR, divby=VECTOR)
+                product = self.dot(o + offset, do + offset)
+            for distance in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                product += cute.arch.shuffle_sync_bfly(product, offset=1 << distance)
+            if lane == 0:
+                row_lse_log2, row_delta = Float32.inf, Float32(0.0)
+                if row < cutlass.min(length, query_length):
+                    position = head_and_batch * query_length + row
+                    row_lse = cute.make_tensor(lse + position, cute.make_layout(1))[0]
+                    row_dlse = cute.make_tensor(dlse + position, cute.make_layout(1))[0]
+                    if row_lse != -Float32.inf:
+                        row_lse_log2 = row_lse * LOG2_E
+                        row_delta = product - row_dlse
+                target = tile_index * self.rows + row_in_tile
+                cute.make_tensor(lse_log2 + target, cute.make_layout(1))[0] = row_lse_log2
+                cute.make_tensor(delta + target, cute.make_layout(1))[0] = row_delta
+
+    def dot(self, a: cute.Pointer, b: cute.Pointer) -> Float32:
+        """fp32 dot product of two 16-byte vectors."""
+        values = []
+        for pointer in (a, b):
+            fragment = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(VECTOR)), fragment)
+            values.append(fragment)
+        total = Float32(0.0)
+        for i in range(VECTOR):
+            total = total + values[0][i].to(Float32) * values[1][i].to(Float32)
+        return total
+
+
+class Postprocess:
+    """dQ from its accumulators; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.tile = BACKWARD_TILES[key.head_dim]
+        self.product = Backward(key).products().dq
+
+    def smem_layout(self, rows: int) -> cute.ComposedLayout:
+        layout = tensors.tile_layout(self.dtype, rows, self.head_dim, 1, self.tile.span_bytes)
+        return cute.slice_(layout, (None, None, 0))
+
+    @cute.jit
+    def __call__(
+        self,
+        do: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        heads: Int32,
+        head_dim: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        dq_tensor = tensors.bthd_tensor(dq, (batch, query_length, heads, head_dim))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        dq_map, _ = cpasync.make_tiled_tma_atom(
+            store, dq_tensor, self.smem_layout(64), (64, self.head_dim)
+        )
+        self.kernel(dq_map, dq_acc, query_length, heads, scale).launch(
+            grid=[cute.ceil_div(query_length, self.tile.m) * heads * batch, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dq_map: cute.CopyAtom,
+        dq_acc: cute.Pointer,
+        query_length: Int32,
+        heads: Int32,
+        scale: Float32,
+    ):
+        rows, d = self.tile.m, self.head_dim
+        thread, _, _ = cute.arch.thread_idx()
+        tile, head, batch = query_tile(query_length, heads, rows)
+        tiles = (query_length + rows - 1) // rows
+        tile_index = (Int64(batch) * heads + head) * tiles + tile
+        layout = self.smem_layout(rows)
+
+        @cute.struct
+        class Storage:
+            dq: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        staging = tensors.smem_tensor(storage.dq, layout)
+        mma = self.product.tiled()
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, d)), Float32)
+        chunks = cute.size(acc) // 4
+        source = cute.make_tensor(
+            dq_acc + cute.assume(tile_index * (rows * d), divby=rows * d),
+            cute.make_layout((4, THREADS, chunks)),
+        )
+        registers = cute.make_tensor(acc.iterator, cute.make_layout((4, chunks)))
+        for chunk in cutlass.range_constexpr(chunks):
+            cute.autovec_copy(source[None, thread, chunk], registers[None, chunk])
+        values = cute.make_rmem_tensor(acc.shape, self.dtype)
+        values.store((acc.load() * scale).to(self.dtype))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+        cute.copy(atom, copy.retile(values), copy.partition_D(staging))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            target = tensors.bthd_coordinates()[None, None, head, batch]
+            for part in cutlass.range_constexpr(rows // 64):
+                tensors.tma_store(
+                    dq_map,
+                    cute.local_tile(staging, (64, d), (part, 0)),
+                    cute.local_tile(target, (64, d), (tile * (rows // 64) + part, 0)),
+                )
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+
+for family, name in ((Preprocess, "fa4_bwd_pre"), (Postprocess, "fa4_bwd_post")):
+    family.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    family.__call__.set_name_prefix(
+        f"{name}_host", remove_cutlass_symbol=True, keep_mangled_name=False
+    )
+
+SIZES = (
+    launches.dim("batch", "do", 0),
+    launches.dim("query_length", "do", 1),
+    launches.dim("heads", "do", 2),
+    launches.dim("head_dim", "do", 3),
+)
+
+
+def _grid(rows: int) -> tuple:
+    """One CTA for each query tile of every head."""
+    factors = (
+        Factor(buffer="do", axis=1, divisor=rows),
+        Factor(buffer="do", axis=2),
+        Factor(buffer="do", axis=0),
+    )
+    return (factors, launches.ONE, launches.ONE)
+
+
+def pre_source(key: KernelKey) -> KernelSource:
+    """The preprocessing kernel of a key, with its launch."""
+    rows = BACKWARD_TILES[key.head_dim].m
+    padded = (
+        *launches.dims("do", (0, 2)),
+        (Factor(buffer="do", axis=1, divisor=rows, multiple=rows),),
+    )
+    order = ("dq_order",) if key.deterministic else ()
+    buffers = ("o", "do", "lse", "dlse", "extents", "lse_log2", "delta", "dq_acc")
+    host_arguments = (*launches.pointers(*buffers, "dq_order"), *SIZES)
+    return KernelSource(
+        host=Preprocess(key),
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=Launch(
+            operands=("o", "do", "lse", "dlse", "extents"),
+            results=(
+                Result("lse_log2", "f32", padded),
+                Result("delta", "f32", padded),
+                *launches.accumulators(rows, key.head_dim, key.deterministic),
+            ),
+            params=(*launches.pointers(*buffers, *order), *SIZES[1:]),
+            grid=_grid(rows),
+            block=(THREADS, 1, 1),
+            dynamic_smem_bytes=0,
+        ),
+        tile={"m": rows},
+        symbol_prefix="fa4_bwd_pre",
+    )
+
+
+def post_source(key: KernelKey) -> KernelSource:
+    """The postprocessing kernel of a key, with its launch."""
+    tile = BACKWARD_TILES[key.head_dim]
+    scale: tuple[Param, ...] = launches.scalars("f32", "scale")
+    host_arguments = (*launches.pointers("do", "dq_acc", "dq"), *SIZES, *scale)
+    return KernelSource(
+        host=Postprocess(key),
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=Launch(
+            operands=("do", "dq_acc"),
+            results=(Result("dq", key.dtype, launches.dims("do", (0, 1, 2, 3))),),
+            params=(
+                launches.bthd_map("dq", 64, tile.span_bytes),
+                *launches.pointers("dq_acc"),
+                SIZES[1],
+                SIZES[2],
+                *scale,
+            ),
+            grid=_grid(tile.m),
+            block=(THREADS, 1, 1),
+            dynamic_smem_bytes=tile.m * key.head_dim * 2,
+        ),
+        tile={"m": tile.m},
+        symbol_prefix="fa4_bwd_post",
+    )
