@@ -163,7 +163,7 @@ ffi::Error ComputeGrid(const Packing& packing, uint32_t* grid) {
     if (i == 0 && spec.persistent) {
       blocks = std::min<int64_t>(blocks, packing.kernel.multiprocessors(packing.target.device));
     }
-    if (blocks > kMaxGrid[i]) {
+    if (blocks < 0 || blocks > kMaxGrid[i]) {
       return InvalidArgument("kernel " + spec.name, "grid dimension " + std::to_string(i) +
                                                         " would be " + std::to_string(blocks) +
                                                         ", at most " + std::to_string(kMaxGrid[i]));

@@ -41,6 +41,7 @@ class Call:
       operands: in order.
       attributes: by name.
       results: instead of those that the manifest asks for.
+      alias: results named like operands share their memory.
     """
 
     cubin: Cubin
@@ -49,6 +50,7 @@ class Call:
     operands: tuple[Array, ...]
     attributes: dict[str, int | float | str]
     results: tuple[Array, ...] | None = None
+    alias: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _operation(call: Call) -> Callable[..., Any]:
     aliases = {
         launch.operands.index(r.name): i
         for i, r in enumerate(launch.results)
-        if r.name in launch.operands
+        if call.alias and r.name in launch.operands
     }
     types = [jax.ShapeDtypeStruct(r.shape, _numpy_type(r.dtype)) for r in results]
     ffi_call = jax.ffi.ffi_call(runtime.TARGET, types, input_output_aliases=aliases)

@@ -1,0 +1,301 @@
+"""The handler on a made-up kernel: what it packs, what it refuses, devices and threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from fa4_jax import runtime
+from fa4_jax.manifest import Factor
+from tests.ffi import compiler, made_up, stand_in, tensor_map_bits
+from tests.ffi.made_up import LAUNCH
+from tests.ffi.stand_in import Array, Outcome
+
+MULTIPROCESSORS, MAJOR, MINOR = 16, 75, 76  # numbers of device attributes
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(stand_in_process: ProcessPoolExecutor) -> Run:
+    """stand_in.run in the process of the stand-in."""
+    return lambda *arguments: stand_in_process.submit(stand_in.run, *arguments).result()
+
+
+def test_packs_every_kind_of_parameter(run: Run, tmp_path: pathlib.Path) -> None:
+    outcome = run(made_up.call(tmp_path))
+    assert outcome.error == ""
+    (launch,) = outcome.launches
+    assert launch["grid"] == [3 * 3, 2, 1]
+    assert launch["block"] == [384, 1, 1]
+    assert launch["cluster"] == [2, 1, 1]
+    assert launch["smem"] == 102_400
+    params = [bytes.fromhex(text) for text in launch["params"]]
+    x_map, padded_map = tensor_map_bits.decode(params[0]), tensor_map_bits.decode(params[3])
+    at = outcome.addresses
+    assert (x_map.address, x_map.sizes, x_map.byte_strides) == (at["x"], (72, 40), (144,))
+    assert (x_map.dtype, x_map.box, x_map.swizzle_bytes) == ("bf16", (64, 16), 128)
+    assert (padded_map.address, padded_map.sizes) == (at["padded"], (48,))
+    assert (padded_map.dtype, padded_map.box, padded_map.swizzle_bytes) == ("f32", (8,), 0)
+    assert struct.unpack("<QQ", params[1] + params[2]) == (at["y"], at["sums"])
+    numbers = b"".join(params[4:])
+    assert struct.unpack("<iiifi", numbers) == (72, 48, -7, 0.125, 132)
+
+
+def test_empty_grid_launches_nothing(run: Run, tmp_path: pathlib.Path) -> None:
+    operands = (Array("bf16", (0, 72)), *made_up.OPERANDS[1:])
+    outcome = run(made_up.call(tmp_path, operands=operands))
+    assert outcome.error == ""
+    assert outcome.launches == []
+
+
+@pytest.mark.parametrize(("processors", "blocks"), [(4, 4), (132, 9)])
+def test_persistent_grid_is_capped(
+    run: Run, tmp_path: pathlib.Path, processors: int, blocks: int
+) -> None:
+    record = made_up.cubin(tmp_path, launch=dataclasses.replace(LAUNCH, persistent=True))
+    steer = [("set_attribute", (0, MULTIPROCESSORS, processors))]
+    outcome = run(made_up.call(tmp_path, record), steer)
+    (launch,) = outcome.launches
+    assert launch["grid"] == [blocks, 2, 1]
+    assert struct.unpack("<i", bytes.fromhex(launch["params"][-1])) == (processors,)
+
+
+def test_unknown_kernel(run: Run, tmp_path: pathlib.Path) -> None:
+    attributes = made_up.ATTRIBUTES | {"kernel": "sm_90a_no_such"}
+    outcome = run(made_up.call(tmp_path, attributes=attributes))
+    assert "kernel sm_90a_no_such is not in this installation" in outcome.error
+
+
+def test_missing_file(run: Run, tmp_path: pathlib.Path) -> None:
+    record = made_up.cubin(tmp_path, file="gone.cubin")
+    error = run(made_up.call(tmp_path, record)).error
+    assert made_up.KEY.name in error
+    assert f"{tmp_path / 'gone.cubin'}: the file cannot be read" in error
+
+
+def test_damaged_file(run: Run, tmp_path: pathlib.Path) -> None:
+    record = made_up.cubin(tmp_path)
+    (tmp_path / record.file).write_bytes(made_up.CODE[:-1])
+    outcome = run(made_up.call(tmp_path, record))
+    assert "the file is damaged or of another build" in outcome.error
+    assert record.sha256 in outcome.error
+    assert outcome.log == []
+
+
+@pytest.mark.parametrize(("major", "minor"), [(8, 9), (10, 0), (12, 0)])
+def test_device_of_another_architecture(
+    run: Run, tmp_path: pathlib.Path, major: int, minor: int
+) -> None:
+    steer = [("set_attribute", (0, MAJOR, major)), ("set_attribute", (0, MINOR, minor))]
+    outcome = run(made_up.call(tmp_path), steer)
+    want = f"compiled for sm_90a, cannot run on device 0 of compute capability {major}.{minor}"
+    assert want in outcome.error
+    assert outcome.log == []
+
+
+@pytest.mark.parametrize(("minor", "runs"), [(0, True), (3, True)])
+def test_family_architecture(run: Run, tmp_path: pathlib.Path, minor: int, runs: bool) -> None:
+    key = dataclasses.replace(made_up.KEY, arch="sm_100f")
+    attributes = made_up.ATTRIBUTES | {"kernel": key.name}
+    call = made_up.call(tmp_path, made_up.cubin(tmp_path, key=key), attributes=attributes)
+    steer = [("set_attribute", (0, MAJOR, 10)), ("set_attribute", (0, MINOR, minor))]
+    assert (run(call, steer).error == "") is runs
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "cuCtxGetDevice",
+        "cuLibraryLoadData",
+        "cuLibraryGetKernel",
+        "cuKernelGetFunction",
+        "cuKernelSetAttribute",
+        "cuTensorMapEncodeTiled",
+        "cuLaunchKernelEx",
+    ],
+)
+def test_driver_error_names_call(run: Run, tmp_path: pathlib.Path, function: str) -> None:
+    error = run(made_up.call(tmp_path), [("fail", (function, 700))]).error
+    assert f"kernel {made_up.KEY.name}" in error
+    assert function in error
+    assert "failed with CUDA_ERROR_MOCK (as the test asked)" in error
+
+
+def test_failure_to_load_is_not_remembered(
+    stand_in_process: ProcessPoolExecutor, run: Run, tmp_path: pathlib.Path
+) -> None:
+    call = made_up.call(tmp_path)
+    assert run(call, [("fail", ("cuLibraryLoadData", 2))]).error != ""
+    again = stand_in_process.submit(stand_in.run_sequence, call, [0]).result()
+    assert len(again.launches) == 1
+
+
+RESULTS = (Array("bf16", (40, 72)), Array("f32", (48, 3)), Array("f32", (5,)))
+
+
+def _with(array_index: int, array: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    return (*arrays[:array_index], array, *arrays[array_index + 1 :])
+
+
+WRONG_BUFFERS = {
+    "called with 3 operands and 4 results, takes 3 and 3": (
+        made_up.OPERANDS,
+        (*RESULTS, RESULTS[0]),
+    ),
+    "operand x: has type fp16, must be bf16": (
+        _with(0, Array("fp16", (40, 72)), made_up.OPERANDS),
+        RESULTS,
+    ),
+    "operand x: has 1 dimensions, must have at least 2": (
+        _with(0, Array("bf16", (40,)), made_up.OPERANDS),
+        RESULTS,
+    ),
+    "result padded: has type i32, must be f32": (
+        made_up.OPERANDS,
+        _with(1, Array("i32", (48, 3)), RESULTS),
+    ),
+    "result padded: axis 0 is 40, must be 48": (
+        made_up.OPERANDS,
+        _with(1, Array("f32", (40, 3)), RESULTS),
+    ),
+    "result y: has 3 dimensions, must have 2": (
+        made_up.OPERANDS,
+        _with(0, Array("bf16", (40, 72, 1)), RESULTS),
+    ),
+    "tensor map x_map over sizes (71, 40): cuTensorMapEncodeTiled failed": (
+        _with(0, Array("bf16", (40, 71)), made_up.OPERANDS),
+        _with(0, Array("bf16", (40, 71)), RESULTS),
+    ),
+    "tensor map x_map: a tensor map takes bf16, f16 or f32": (
+        _with(0, Array("i32", (40, 72)), made_up.OPERANDS),
+        RESULTS,
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_BUFFERS)
+def test_wrong_buffers(run: Run, tmp_path: pathlib.Path, message: str) -> None:
+    operands, results = WRONG_BUFFERS[message]
+    outcome = run(made_up.call(tmp_path, operands=operands, results=results))
+    assert f"kernel {made_up.KEY.name}" in outcome.error
+    assert message in outcome.error
+    assert outcome.launches == []
+
+
+def test_result_must_alias_operand(run: Run, tmp_path: pathlib.Path) -> None:
+    error = run(made_up.call(tmp_path, alias=False)).error
+    assert "result sums: must share the memory of the operand of its name" in error
+
+
+@pytest.mark.parametrize("value", [None, 1.5])
+def test_wrong_attribute(run: Run, tmp_path: pathlib.Path, value: float | None) -> None:
+    attributes = {name: v for name, v in made_up.ATTRIBUTES.items() if name != "window"}
+    if value is not None:
+        attributes["window"] = value
+    outcome = run(made_up.call(tmp_path, attributes=attributes))
+    assert f"kernel {made_up.KEY.name}, attribute window:" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((Factor(constant=1 << 31),), "grid dimension 0 would be 2147483648"),
+        ((Factor(), Factor(constant=-1)), "grid dimension 0 would be -1"),
+    ],
+)
+def test_grid_out_of_range(
+    run: Run, tmp_path: pathlib.Path, blocks: tuple[Factor, ...], message: str
+) -> None:
+    launch = dataclasses.replace(LAUNCH, grid=(blocks, (Factor(),), (Factor(),)))
+    outcome = run(made_up.call(tmp_path, made_up.cubin(tmp_path, launch=launch)))
+    assert message in outcome.error
+
+
+def test_size_beyond_32_bits(run: Run, tmp_path: pathlib.Path) -> None:
+    param = dataclasses.replace(LAUNCH.params[5], size=(Factor(constant=1 << 31),))
+    launch = dataclasses.replace(LAUNCH, params=(*LAUNCH.params[:5], param, *LAUNCH.params[6:]))
+    outcome = run(made_up.call(tmp_path, made_up.cubin(tmp_path, launch=launch)))
+    assert "parameter padded_rows: 2147483648 does not fit in 32 bits" in outcome.error
+
+
+def test_no_current_device(run: Run, tmp_path: pathlib.Path) -> None:
+    assert "cuCtxGetDevice" in run(made_up.call(tmp_path), [("set_device", (-1,))]).error
+
+
+def test_several_devices(stand_in_process: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
+    devices = [0, 3, 0, 1, 3, 1]
+    call = made_up.call(tmp_path)
+    outcome = stand_in_process.submit(stand_in.run_sequence, call, devices).result()
+    assert outcome.error == ""
+    assert [launch["device"] for launch in outcome.launches] == devices
+    events = [event for event in outcome.log if event["event"] != "launch"]
+    attributes = [(e["device"], e["value"]) for e in events if e["event"] == "attribute"]
+    assert attributes == [(device, 102_400) for device in (0, 3, 1)]
+    assert sum(event["event"] == "load" for event in events) == 1
+
+
+def test_device_out_of_range(run: Run, tmp_path: pathlib.Path) -> None:
+    assert "device ordinal 64" in run(made_up.call(tmp_path), [("set_device", (64,))]).error
+
+
+def test_concurrent_calls(stand_in_process: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
+    threads, repeats = 8, 40
+    record = made_up.cubin(tmp_path)
+    rows = [16 * (i + 1) for i in range(threads)]
+    calls = [
+        made_up.call(tmp_path, record, operands=_with(0, Array("bf16", (n, 72)), made_up.OPERANDS))
+        for n in rows
+    ]
+    outcome = stand_in_process.submit(stand_in.run_threads, calls, repeats).result()
+    assert outcome.error == ""
+    grids = [launch["grid"][0] for launch in outcome.launches]
+    assert sorted(grids) == sorted([n // 16 * 3 for n in rows] * repeats)
+    sizes = {
+        (launch["grid"][0], tensor_map_bits.decode(bytes.fromhex(launch["params"][0])).sizes[1])
+        for launch in outcome.launches
+    }
+    assert sizes == {(n // 16 * 3, n) for n in rows}
+    assert sum(event["event"] == "load" for event in outcome.log) == 1
+
+
+def test_contradictory_record(
+    stand_in_process: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    record = made_up.cubin(tmp_path, launch=dataclasses.replace(LAUNCH, cluster=(0, 1, 1)))
+    with pytest.raises(ValueError, match=f"{made_up.KEY.name}: a cluster dimension is 0"):
+        stand_in_process.submit(stand_in.run, made_up.call(tmp_path, record)).result()
+
+
+def test_runtime_with_stand_in(stand_in_process: ProcessPoolExecutor) -> None:
+    report = stand_in_process.submit(stand_in.runtime_report).result()
+    assert report["arch"] == "sm_90a"
+    assert report["why"] is None or "no kernels are installed" in report["why"]
+
+
+def test_missing_driver() -> None:
+    program = "from fa4_jax import runtime; print(runtime.why_unavailable(), runtime.device_arch())"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        runtime.STAND_IN_VARIABLE: "/nowhere/libcuda.so",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=compiler.ROOT,
+        check=True,
+    )
+    assert "None" in done.stdout
+    if runtime.manifest() is not None:
+        assert "/nowhere/libcuda.so" in done.stdout
