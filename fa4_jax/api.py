@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import numbers
 from typing import Any, Literal
 
 import jax
@@ -76,7 +78,7 @@ def attention(
       ValueError: an argument is wrong; its name and value are in the message.
       NotImplementedError: no implementation takes this call; the message says why.
     """
-    operands, problem = canonicalise(
+    call = Call(
         query,
         key,
         value,
@@ -91,6 +93,7 @@ def attention(
         deterministic=deterministic,
         numerics=numerics,
     )
+    operands, problem = canonicalise(call)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     plan = make_plan(problem, current_target(), implementation)
@@ -101,35 +104,43 @@ def attention(
     return (output, lse) if return_residual else output
 
 
-def canonicalise(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    query_offset: int | ArrayLike = 0,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    **options: Any,
-) -> tuple[Operands, Problem]:
-    """Checked operands of rank 4 and the static facts about them. Arguments as in `attention`."""
-    q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of `attention` that describe what is computed, as the caller gave them."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    _: dataclasses.KW_ONLY
+    scale: Any = None
+    is_causal: Any = False
+    query_offset: Any = 0
+    query_seq_lengths: Any = None
+    key_value_seq_lengths: Any = None
+    local_window_size: Any = None
+    deterministic: Any = False
+    numerics: Any = "fast"
+
+
+def canonicalise(call: Call) -> tuple[Operands, Problem]:
+    """Checked operands of rank 4, and the static facts about them.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention`.
+    """
+    q, k, v = (jnp.asarray(x) for x in (call.query, call.key, call.value))
     validate.arrays(q, k, v)
     q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
-    lengths = [
-        None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths)
-    ]
-    validate.lengths("query_seq_lengths", lengths[0], b)
-    validate.lengths("key_value_seq_lengths", lengths[1], b)
-    dense = {"bias": bias, "mask": mask}
-    for name, x in dense.items():
-        if x is not None:
-            x = jnp.asarray(x)
-            dense[name] = x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
-        validate.dense(name, dense[name], (b, n, t, s))
-    validate.query_offset(query_offset, b)
+    validate.lengths("query_seq_lengths", call.query_seq_lengths, b)
+    validate.lengths("key_value_seq_lengths", call.key_value_seq_lengths, b)
+    validate.query_offset(call.query_offset, b)
+    bias, mask = _rank_4(call.bias), _rank_4(call.mask)
+    validate.dense("bias", bias, (b, n, t, s))
+    validate.dense("mask", mask, (b, n, t, s))
+    window = validate.window(call.local_window_size, call.is_causal)
     problem = Problem(
         batch=b,
         query_length=t,
@@ -138,37 +149,47 @@ def canonicalise(
         kv_heads=kv_heads,
         head_dim=h,
         dtype=validate.DTYPES[q.dtype.name],
-        scale=validate.scale(options.get("scale"), h),
-        window=validate.window(options.get("local_window_size"), options.get("is_causal", False)),
-        query_offset=None if hasattr(query_offset, "shape") else int(query_offset),
-        has_lengths=any(x is not None for x in lengths),
+        scale=validate.scale(call.scale, h),
+        window=window,
+        query_offset=_static_offset(call.query_offset, window),
+        has_lengths=call.query_seq_lengths is not None or call.key_value_seq_lengths is not None,
         has_bias=bias is not None,
         has_mask=mask is not None,
-        deterministic=validate.flag("deterministic", options.get("deterministic", False)),
-        numerics=validate.choice("numerics", options.get("numerics", "fast"), validate.NUMERICS),
+        deterministic=validate.flag("deterministic", call.deterministic),
+        numerics=validate.choice("numerics", call.numerics, validate.NUMERICS),
     )
-    operands = Operands(q, k, v, _extents(problem, lengths, query_offset), **dense)
+    operands = Operands(q, k, v, _extents(problem, call), bias, mask)
     axes = types.union_varying(operands)
     return jax.tree.map(lambda x: types.cast_varying(x, axes), operands), problem
 
 
-def _extents(problem: Problem, lengths: list[jax.Array | None], offset: Any) -> jax.Array:
+def _rank_4(x: Any) -> jax.Array | None:
+    """A dense operand with the leading axes that it lacks."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _static_offset(offset: Any, window: tuple[int, int]) -> int | None:
+    """The offset as far as it is known now; without a band it does not matter."""
+    if window == (UNBOUNDED, UNBOUNDED):
+        return 0
+    return int(offset) if isinstance(offset, numbers.Integral) else None
+
+
+def _extents(problem: Problem, call: Call) -> jax.Array:
     """int32 [B, 4]: query length, key length, query offset, 0."""
-    columns = [
-        problem.query_length if lengths[0] is None else lengths[0],
-        problem.key_length if lengths[1] is None else lengths[1],
-        offset,
-        0,
-    ]
-    limits = [
-        (0, problem.query_length),
-        (0, problem.key_length),
-        (-UNBOUNDED, UNBOUNDED),
-        (0, 0),
-    ]
+    t, s = problem.query_length, problem.key_length
+    columns = (
+        (t if call.query_seq_lengths is None else call.query_seq_lengths, 0, t),
+        (s if call.key_value_seq_lengths is None else call.key_value_seq_lengths, 0, s),
+        (call.query_offset, -UNBOUNDED, UNBOUNDED),
+        (0, 0, 0),
+    )
     clipped = [
-        jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), *limit), (problem.batch,))
-        for x, limit in zip(columns, limits, strict=True)
+        jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), low, high), (problem.batch,))
+        for x, low, high in columns
     ]
     return jnp.stack(clipped, axis=1)
 

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from fa4_jax import default, kernels
 from fa4_jax.default import Cotangents, Gradients, Operands
@@ -21,10 +24,38 @@ from fa4_jax.plan import Plan
 ForwardResult = tuple[jax.Array, jax.Array]
 
 
+# Zero, in programs that are never lowered: where implementation="kernel" meets another platform.
+_refuse_p = Primitive("fa4_jax_refuse")
+
+
+@_refuse_p.def_abstract_eval
+def _refuse_type(*, platforms: tuple[str, ...]) -> Any:
+    del platforms
+    return jax.core.ShapedArray((), jnp.int32)
+
+
+def _refuse_lowering(ctx: Any, *, platforms: tuple[str, ...]) -> Any:
+    del ctx
+    raise NotImplementedError(
+        f"implementation='kernel': the kernels run on {' and '.join(platforms)}, but this program "
+        "is compiled for another platform (where the operands lie, or what is exported for)"
+    )
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
 def _choose(plan: Plan, kernel: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
     """Runs `kernel` where the program is lowered for one of the plan's platforms, else `xla`."""
+
+    def otherwise(*args: Any) -> Any:
+        if not plan.insist:
+            return xla(*args)
+        zero = _refuse_p.bind(platforms=plan.platforms)
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), xla(*args))
+
     branches = dict.fromkeys(plan.platforms, kernel)
-    return jax.lax.platform_dependent(*args, default=None if plan.insist else xla, **branches)
+    return jax.lax.platform_dependent(*args, default=otherwise, **branches)
 
 
 def _run_forward(plan: Plan, operands: Operands) -> ForwardResult:

@@ -33,7 +33,7 @@ class Side(NamedTuple):
 
 
 def block_size(length: int, target: int) -> int:
-    """Near-equal blocks of at most about `target` elements, so that little of the last is padding."""
+    """Size of near-equal blocks of about `target` elements: little of the last is padding."""
     blocks = max(1, -(-length // target))
     return -(-length // (blocks * 8)) * 8
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax
+import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,8 +48,7 @@ def launch(
         for index, result in enumerate(description.results)
         if result.name in description.operands
     }
-    call = jax.ffi.ffi_call(
-        runtime.TARGET, [struct(result) for result in description.results], input_output_aliases=aliases
-    )
+    results = [struct(result) for result in description.results]
+    call = jax.ffi.ffi_call(runtime.TARGET, results, input_output_aliases=aliases)
     outputs = call(*operands, kernel=kernel.key.name, **scalars)
     return {r.name: x for r, x in zip(description.results, outputs, strict=True)}

@@ -80,7 +80,7 @@ def _tiling(problem: Problem) -> _Tiling:
 
 def _row_blocks(x: Array, problem: Problem, side: Side) -> Array:
     """[B, T, N, H] -> [blocks, B, K, G, rows, H], zero padded."""
-    b, t, n, h = x.shape
+    b, t, _, h = x.shape
     x = jnp.pad(x, ((0, 0), (0, side.size * side.count - t), (0, 0), (0, 0)))
     x = x.reshape(b, side.count, side.size, problem.kv_heads, problem.group, h)
     return x.transpose(1, 0, 3, 4, 2, 5)
@@ -153,7 +153,8 @@ def _confined(equation: str, weights: Array, visible: Array | None, x: Array) ->
     if visible is None:
         return _dot(equation, weights, x)
     bad = ~jnp.isfinite(x)
-    seen = _dot(equation, jnp.broadcast_to(visible, weights.shape).astype(x.dtype), bad.astype(x.dtype))
+    pairs = jnp.broadcast_to(visible, weights.shape).astype(x.dtype)
+    seen = _dot(equation, pairs, bad.astype(x.dtype))
     clean = _dot(equation, weights, jnp.where(bad, 0, x))
     return jnp.where(seen > 0, _dot(equation, weights, x), clean)
 
@@ -166,7 +167,7 @@ class _Scores(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _Blockwise:
     """What the steps of one call share. Row and key blocks are given by index."""
 
     problem: Problem
@@ -237,19 +238,18 @@ class _Kernel:
         side = self.tiling.keys
         if self.problem.query_offset is None:
             return Range(0, 0, 0, self.tiling.rows.count)
+        below, above = self.problem.window
         first = key_block * side.size - self.problem.query_offset
-        blocks = band_range(
-            first, first + side.size - 1, self.problem.window[::-1], self.tiling.rows
-        )
+        blocks = band_range(first, first + side.size - 1, (above, below), self.tiling.rows)
         padded = key_block >= side.whole
         full_lo = jnp.where(padded, blocks.hi, blocks.full_lo)
         return Range(blocks.lo, full_lo, jnp.where(padded, blocks.hi, blocks.full_hi), blocks.hi)
 
 
-def _kernel(problem: Problem, operands: Operands) -> _Kernel:
+def _blockwise(problem: Problem, operands: Operands) -> _Blockwise:
     tiling = _tiling(problem)
     bias, mask = (_dense(x, problem, tiling) for x in (operands.bias, operands.mask))
-    return _Kernel(problem, tiling, operands.extents, bias, mask)
+    return _Blockwise(problem, tiling, operands.extents, bias, mask)
 
 
 def _loop(blocks: Range, step: Any, init: Any) -> Any:
@@ -258,9 +258,7 @@ def _loop(blocks: Range, step: Any, init: Any) -> Any:
     carry = lax.fori_loop(
         blocks.full_lo, blocks.full_hi, lambda i, carry: step(i, carry, False), init
     )
-    return lax.fori_loop(
-        0, edges, lambda i, carry: step(edge_block(i, blocks), carry, True), carry
-    )
+    return lax.fori_loop(0, edges, lambda i, carry: step(edge_block(i, blocks), carry, True), carry)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
@@ -270,8 +268,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
       output [B, T, N, H] in the storage type; lse [B, N, T] f32, natural log. Rows that see no key
       or lie past their query length are 0 and -inf.
     """
-    kernel = _kernel(problem, operands)
-    tiling = kernel.tiling
+    steps = _blockwise(problem, operands)
+    tiling = steps.tiling
     keys = _key_blocks(operands.key, tiling.keys)
     values = _key_blocks(operands.value, tiling.keys)
     axes = types.union_varying(operands)
@@ -281,8 +279,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
 
         def step(key_block: Any, carry: Any, edge: bool) -> Any:
             top, total, acc = carry  # [b, k, g, q, 1], the same, [b, k, g, q, h]
-            k, v = (kernel.keys(x, key_block, edge) for x in (keys, values))
-            s, visible = kernel.scores(q, k, row_block, key_block, edge)
+            k, v = (steps.keys(x, key_block, edge) for x in (keys, values))
+            s, visible = steps.scores(q, k, row_block, key_block, edge)
             new_top = jnp.maximum(top, s.max(-1, keepdims=True))
             finite_top = jnp.where(new_top == -jnp.inf, 0, new_top)
             p = jnp.exp(s - finite_top)
@@ -293,10 +291,10 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
 
         zero = types.cast_varying(jnp.zeros((*q.shape[:-1], 1), jnp.float32), axes)
         acc = types.cast_varying(jnp.zeros(q.shape, jnp.float32), axes)
-        top, total, acc = _loop(kernel.row_range(row_block), step, (zero - jnp.inf, zero, acc))
+        top, total, acc = _loop(steps.row_range(row_block), step, (zero - jnp.inf, zero, acc))
         empty = total == 0
         if problem.has_lengths:
-            empty |= ~kernel.row_padding(row_block)[:, None, None, :, None]
+            empty |= ~steps.row_padding(row_block)[:, None, None, :, None]
         o = jnp.where(empty, 0, acc / jnp.where(empty, 1, total)).astype(q.dtype)
         lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
         return None, (o, lse)
@@ -319,15 +317,16 @@ class Gradients(NamedTuple):
 
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
     """Gradients of query, key, value (in the storage type) and of bias (in its own)."""
-    kernel = _kernel(problem, operands)
-    tiling = kernel.tiling
+    steps = _blockwise(problem, operands)
+    tiling = steps.tiling
     query, output_bar, output = operands.query, cotangents.output_bar, cotangents.output
     if problem.has_lengths:
         rows = jnp.arange(problem.query_length)[None, :] < operands.extents[:, 0:1]
         query, output_bar = (jnp.where(rows[:, :, None, None], x, 0) for x in (query, output_bar))
-    delta = jnp.einsum(
-        "btnh,btnh->bnt", output_bar, output, preferred_element_type=jnp.float32
-    ) - cotangents.lse_bar
+    delta = (
+        jnp.einsum("btnh,btnh->bnt", output_bar, output, preferred_element_type=jnp.float32)
+        - cotangents.lse_bar
+    )
     # Rows that see nothing have weights exp(s - inf) = 0.
     lse = jnp.where(cotangents.lse == -jnp.inf, jnp.inf, cotangents.lse)
     delta = jnp.where(cotangents.lse == -jnp.inf, 0, delta)
@@ -347,13 +346,12 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             q, do, lse, delta = (
                 lax.dynamic_index_in_dim(x, row_block, keepdims=False) for x in row_arrays
             )
-            k, v = (kernel.keys(x, key_block, edge) for x in (keys, values))
-            s, visible = kernel.scores(q, k, row_block, key_block, edge)
-            p = jnp.exp(s - lse)
+            k, v = (steps.keys(x, key_block, edge) for x in (keys, values))
+            s, visible = steps.scores(q, k, row_block, key_block, edge)
+            p = jnp.where(s == -jnp.inf, 0, jnp.exp(s - lse))
             dv += _confined("bkgqs,bkgqh->bksh", p.astype(do.dtype), visible, do)
             ds = p * (_dot("bkgqh,bksh->bkgqs", do, v) - delta)
-            if visible is not None:
-                ds = jnp.where(visible, ds, 0)
+            ds = jnp.where((s == -jnp.inf) | (lse == jnp.inf), 0, ds)
             if dbias is not None:
                 dbias = _add_dense(dbias, ds, tiling, row_block, key_block)
             ds = ds.astype(q.dtype)
@@ -364,14 +362,14 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             return dq, dbias, dk, dv
 
         zero = types.cast_varying(jnp.zeros(keys.shape[1:], jnp.float32), axes)
-        dq, dbias, dk, dv = _loop(kernel.key_range(key_block), step, (*carry, zero, zero))
+        dq, dbias, dk, dv = _loop(steps.key_range(key_block), step, (*carry, zero, zero))
         dk *= jnp.float32(problem.scale)
         return (dq, dbias), (dk.astype(keys.dtype), dv.astype(values.dtype))
 
     dq = types.cast_varying(jnp.zeros(row_arrays[0].shape, jnp.float32), axes)
     dbias = None
-    if kernel.bias is not None:
-        dbias = types.cast_varying(jnp.zeros(kernel.bias.shape, jnp.float32), axes)
+    if steps.bias is not None:
+        dbias = types.cast_varying(jnp.zeros(steps.bias.shape, jnp.float32), axes)
     (dq, dbias), (dk, dv) = lax.scan(columns, (dq, dbias), jnp.arange(tiling.keys.count))
     dq = (dq * jnp.float32(problem.scale)).astype(operands.query.dtype)
     if operands.bias is not None and dbias is not None:

@@ -1,4 +1,4 @@
-"""Which kernels an attention call uses, or why none: a pure function of problem, arch and manifest."""
+"""Which kernels an attention call uses, or why none: a pure function."""
 
 from __future__ import annotations
 

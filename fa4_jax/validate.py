@@ -7,6 +7,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -74,23 +75,25 @@ def dense(name: str, x: jax.Array | None, shape: tuple[int, int, int, int]) -> N
         raise ValueError(f"bias must be floating point, got dtype {x.dtype}")
 
 
-def lengths(name: str, x: jax.Array | None, batch: int) -> None:
+def lengths(name: str, lengths: Any, batch: int) -> None:
     """Per-batch lengths. Traced values cannot be checked: negative ones count as 0.
 
     Raises:
       ValueError: not int32 [B], or negative.
     """
-    if x is None:
+    if lengths is None:
         return
+    is_list = not hasattr(lengths, "dtype")
+    x = np.asarray(lengths) if is_list else lengths
     if x.shape != (batch,):
         raise ValueError(f"{name} must have shape [B] = ({batch},), got {x.shape}")
-    if x.dtype != jnp.int32:
+    if x.dtype != jnp.int32 and not (is_list and x.dtype == np.int64):
         raise ValueError(f"{name} must be int32, got dtype {x.dtype}")
     if is_static(x) and (np.asarray(x) < 0).any():
         raise ValueError(f"{name} must not be negative, got {np.asarray(x).tolist()}")
 
 
-def query_offset(x: int | jax.Array, batch: int) -> None:
+def query_offset(x: Any, batch: int) -> None:
     """Offset: a Python int, or int32 [] or [B].
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 DenseShape = tuple[int, int, int, int]
@@ -93,57 +94,70 @@ def _sizes() -> list[Case]:
     return cases + narrow
 
 
+def _long() -> list[Case]:
+    """Many blocks on both sides, so that every pipeline stage is used again and again."""
+    sized = functools.partial(Case, batch=1, query_length=1031, key_length=2063)
+    return [
+        sized(head_dim=64),
+        sized(head_dim=64, is_causal=True, query_offset=1032, deterministic=True),
+        sized(head_dim=128, is_causal=True, heads=(4, 1)),
+        sized(head_dim=128, window=(300, 200), query_offset=500),
+        sized(head_dim=256, is_causal=True, query_offset=700),
+        sized(head_dim=96, key_lengths=(1500,), deterministic=True),
+    ]
+
+
 def _masks() -> list[Case]:
     """Causal with offsets, two-sided windows, lengths, and their combinations."""
-    long = {"query_length": 300, "key_length": 420}
+    sized = functools.partial(Case, query_length=300, key_length=420)
     return [
-        Case(is_causal=True, **long),
-        Case(is_causal=True, query_offset=120, **long),
-        Case(is_causal=True, query_offset=-77, **long),
-        Case(is_causal=True, query_offset=(0, 120), **long),
-        Case(is_causal=True, query_offset=1000, **long),
-        Case(is_causal=True, query_offset=-1000, **long),
-        Case(window=(50, 70), **long),
-        Case(window=(0, 0), **long),
-        Case(window=(None, 33), **long),
-        Case(window=(140, None), query_offset=60, **long),
-        Case(window=17, is_causal=True, **long),
-        Case(window=(200, 0), is_causal=True, query_offset=120, head_dim=128, **long),
-        Case(window=(64, 128), query_offset=(-40, 350), head_dim=128, **long),
-        Case(key_lengths=(1, 419), **long),
-        Case(key_lengths=(0, 128), query_lengths=(300, 0), **long),
-        Case(query_lengths=(129, 64), is_causal=True, head_dim=128, **long),
-        Case(key_lengths=(200, 33), query_lengths=(7, 256), is_causal=True, **long),
-        Case(key_lengths=(250, 380), window=(90, 20), query_offset=11, head_dim=128, **long),
-        Case(key_lengths=(130, 60), query_lengths=(70, 290), poison=True, **long),
-        Case(key_lengths=(130, 60), is_causal=True, poison=True, head_dim=128, **long),
+        sized(is_causal=True),
+        sized(is_causal=True, query_offset=120),
+        sized(is_causal=True, query_offset=-77),
+        sized(is_causal=True, query_offset=(0, 120)),
+        sized(is_causal=True, query_offset=1000),
+        sized(is_causal=True, query_offset=-1000),
+        sized(window=(50, 70)),
+        sized(window=(0, 0)),
+        sized(window=(None, 33)),
+        sized(window=(140, None), query_offset=60),
+        sized(window=17, is_causal=True),
+        sized(window=(200, 0), is_causal=True, query_offset=120, head_dim=128),
+        sized(window=(64, 128), query_offset=(-40, 350), head_dim=128),
+        sized(key_lengths=(1, 419)),
+        sized(key_lengths=(0, 128), query_lengths=(300, 0)),
+        sized(query_lengths=(129, 64), is_causal=True, head_dim=128),
+        sized(key_lengths=(200, 33), query_lengths=(7, 256), is_causal=True),
+        sized(key_lengths=(250, 380), window=(90, 20), query_offset=11, head_dim=128),
+        sized(key_lengths=(130, 60), query_lengths=(70, 290), poison=True),
+        sized(key_lengths=(130, 60), is_causal=True, poison=True, head_dim=128),
     ]
 
 
 def _heads() -> list[Case]:
     """Grouped and multi-query heads, odd counts, batch neighbours."""
-    sizes = {"query_length": 160, "key_length": 275}
+    sized = functools.partial(Case, query_length=160, key_length=275)
     return [
-        Case(heads=(4, 2), is_causal=True, **sizes),
-        Case(heads=(6, 1), head_dim=128, **sizes),
-        Case(heads=(5, 5), batch=3, head_dim=96, is_causal=True, **sizes),
-        Case(heads=(8, 2), batch=1, head_dim=256, is_causal=True, query_offset=115, **sizes),
-        Case(heads=(3, 1), batch=3, key_lengths=(275, 0, 100), dtype="fp16", **sizes),
+        sized(heads=(4, 2), is_causal=True),
+        sized(heads=(6, 1), head_dim=128),
+        sized(heads=(5, 5), batch=3, head_dim=96, is_causal=True),
+        sized(heads=(8, 2), batch=1, head_dim=256, is_causal=True, query_offset=115),
+        sized(heads=(3, 1), batch=3, key_lengths=(275, 0, 100), dtype="fp16"),
     ]
 
 
 def _numerics() -> list[Case]:
     """Magnitudes, scales, both storage types, exact and deterministic modes."""
-    sizes = {"query_length": 257, "key_length": 391}
+    sized = functools.partial(Case, query_length=257, key_length=391)
     cases = [
-        Case(magnitude=8.0, **sizes),
-        Case(magnitude=30.0, is_causal=True, head_dim=128, **sizes),
-        Case(magnitude=1e-3, **sizes),
-        Case(growing=True, **sizes),
-        Case(growing=True, head_dim=128, is_causal=True, **sizes),
-        Case(growing=True, numerics="exact", dtype="fp16", **sizes),
-        Case(scale=1.0, head_dim=128, **sizes),
-        Case(scale=0.01, is_causal=True, **sizes),
+        sized(magnitude=8.0),
+        sized(magnitude=30.0, is_causal=True, head_dim=128),
+        sized(magnitude=1e-3),
+        sized(growing=True),
+        sized(growing=True, head_dim=128, is_causal=True),
+        sized(growing=True, numerics="exact", dtype="fp16"),
+        sized(scale=1.0, head_dim=128),
+        sized(scale=0.01, is_causal=True),
     ]
     cases += [
         Case(dtype=dtype, head_dim=d, numerics=numerics, deterministic=d != 96, is_causal=True)
@@ -156,30 +170,28 @@ def _numerics() -> list[Case]:
             ("fp16", 256, "exact"),
         )
     ]
-    cases += [
-        Case(deterministic=True, heads=(4, 2), head_dim=d, **sizes) for d in (64, 128, 256)
-    ]
+    cases += [sized(deterministic=True, heads=(4, 2), head_dim=d) for d in (64, 128, 256)]
     return cases
 
 
 def _default_only() -> list[Case]:
     """What no kernel takes: float32, any head dim, dense bias and mask."""
-    sizes = {"query_length": 90, "key_length": 130}
+    sized = functools.partial(Case, query_length=90, key_length=130)
     return [
-        Case(dtype="f32", heads=(4, 2), **sizes),
-        Case(dtype="f32", is_causal=True, window=(40, 3), query_offset=10, **sizes),
-        Case(dtype="f32", head_dim=7, key_lengths=(0, 77), poison=True, **sizes),
-        Case(dtype="bf16", head_dim=320, is_causal=True, **sizes),
-        Case(dtype="f32", bias=(2, 4, 90, 130), heads=(4, 2), **sizes),
-        Case(dtype="bf16", bias=(1, 4, 1, 130), heads=(4, 2), is_causal=True, **sizes),
-        Case(dtype="f32", bias=(2, 1, 90, 1), mask=(1, 1, 90, 130), **sizes),
-        Case(dtype="f32", mask=(2, 1, 1, 130), poison=True, **sizes),
-        Case(dtype="bf16", mask=(1, 2, 90, 130), is_causal=True, key_lengths=(66, 130), **sizes),
+        sized(dtype="f32", heads=(4, 2)),
+        sized(dtype="f32", is_causal=True, window=(40, 3), query_offset=10),
+        sized(dtype="f32", head_dim=7, key_lengths=(0, 77), poison=True),
+        sized(dtype="bf16", head_dim=320, is_causal=True),
+        sized(dtype="f32", bias=(2, 4, 90, 130), heads=(4, 2)),
+        sized(dtype="bf16", bias=(1, 4, 1, 130), heads=(4, 2), is_causal=True),
+        sized(dtype="f32", bias=(2, 1, 90, 1), mask=(1, 1, 90, 130)),
+        sized(dtype="f32", mask=(2, 1, 1, 130), poison=True),
+        sized(dtype="bf16", mask=(1, 2, 90, 130), is_causal=True, key_lengths=(66, 130)),
     ]
 
 
 CASES: tuple[Case, ...] = tuple(
-    dict.fromkeys(_sizes() + _masks() + _heads() + _numerics() + _default_only())
+    dict.fromkeys(_sizes() + _long() + _masks() + _heads() + _numerics() + _default_only())
 )
 """Every case, each once."""
 

@@ -24,7 +24,7 @@ FLOORS = {
 """The one tolerance table. Small against one rounding of the storage type (bf16: 4e-3)."""
 
 POLYNOMIAL_LSE_FLOOR = 1e-4
-"""Relative error of a cubic for 2^x on [0, 1) (8.8e-5), which a fast forward's row sums may have."""
+"""Relative error of a cubic for 2^x on [0, 1) (8.8e-5): row sums of such kernels may have it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
     dv = p^T do,  ds = p (do v^T - rowsum(do o) + dlse),  dq = scale ds k,  dk = scale ds^T q
 
 Both run this text. The oracle keeps float64 throughout; the ordinary computation works in float32
-and rounds what a fused kernel holds in the storage type: the operands of every product, and results.
+and rounds to the storage type what a fused kernel does: the operands of products, and results.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 
 def _poison(case: Case, rows: list[Any], keys: list[Any], mask: np.ndarray | None) -> None:
     """Writes NaN and Inf wherever nothing may look: padding, and keys that a mask hides."""
-    for b in range(case.batch):
-        for x in rows if case.query_lengths else ():
-            x[b, case.query_lengths[b] :] = np.nan
-            x[b, case.query_lengths[b] :: 2] = np.inf
-        for x in keys if case.key_lengths else ():
-            x[b, case.key_lengths[b] :] = np.nan
-            x[b, case.key_lengths[b] :: 2] = -np.inf
-        for x in keys if mask is not None else ():
-            x[b, ~mask[b].any((0, 1))] = np.nan
+    padding = ((rows, case.query_lengths), (keys, case.key_lengths))
+    for arrays, lengths in padding:
+        for b, length in enumerate(lengths or ()):
+            for x in arrays:
+                x[b, length:] = np.nan
+                x[b, length::2] = np.inf
+    if mask is not None:
+        hidden = np.broadcast_to(~mask.any(axis=(1, 2)), (case.batch, case.key_length))
+        for x in keys:
+            x[hidden] = np.nan
 
 
 def visible(case: Case, mask: np.ndarray | None) -> np.ndarray:
@@ -111,7 +112,7 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     seen = visible(case, inputs.mask)
     scale = work(case.head_dim**-0.5 if case.scale is None else case.scale)
 
-    def heads_first(x: np.ndarray, used: np.ndarray) -> np.ndarray:
+    def heads_first(x: np.ndarray, used: Any) -> np.ndarray:
         """[B, L, heads, H] -> [B, N, L, H] in the working type, rows that nobody uses zeroed."""
         x = np.repeat(x.astype(work).transpose(0, 2, 1, 3), case.heads[0] // x.shape[2], axis=1)
         return np.where(used[..., None], x, 0)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax.api import Implementation, attention, canonicalise
+from fa4_jax.api import Call, Implementation, attention, canonicalise
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import NAMES, Inputs, make_inputs, oracle, ordinary
@@ -64,7 +64,7 @@ def compute(
 def uses_polynomial(case: Case, inputs: Inputs, implementation: Implementation) -> bool:
     """Whether the forward kernel, if there is one, computes exponentials by polynomial."""
     operands = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.mask
-    _, problem = canonicalise(*operands, **arguments(case))
+    _, problem = canonicalise(Call(*operands, **arguments(case)))
     plan = make_plan(problem, current_target(), implementation)
     return any(kernel.key.polynomial_exp2 for kernel in plan.forward)
 

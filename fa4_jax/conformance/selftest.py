@@ -66,4 +66,3 @@ def main(args: argparse.Namespace) -> int:
             print(f"    {failure}")
     print(f"{len(cases) - failed} of {len(cases)} passed")
     return 1 if failed else 0
-

@@ -1,0 +1,93 @@
+"""`attention_fn` for flax.nnx.MultiHeadAttention and flax.linen.MultiHeadDotProductAttention.
+
+    nnx.MultiHeadAttention(..., attention_fn=fa4_jax.flax.attention_fn)
+    nnx.MultiHeadAttention(..., attention_fn=fa4_jax.flax.make_attention_fn(local_window_size=128))
+
+Flax itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fa4_jax.api import attention
+
+_OWN_MEANING = ("is_causal", "deterministic", "return_residual")
+
+
+def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
+    """An `attention_fn` with options of `fa4_jax.attention` fixed.
+
+    Args:
+      **options: keyword arguments of `attention`, but those that Flax passes or that change what is
+        returned. `deterministic_gradients` stands for `deterministic`, which to Flax means that
+        there is no dropout.
+
+    Raises:
+      ValueError: an option that cannot be fixed.
+    """
+    for name in _OWN_MEANING:
+        if name in options:
+            raise ValueError(f"{name}={options[name]!r} cannot be fixed here: Flax passes its own")
+    deterministic_gradients = options.pop("deterministic_gradients", False)
+
+    # Linen passes the arguments that the signature names; NNX passes all of its own.
+    def attention_fn(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:
+        """Attention of query [..., T, N, H] and key, value [..., S, K, H], as Flax calls it.
+
+        mask is any array that is non-zero where a query may see a key; the softmax is in float32.
+        Masks like causal ones are better given as is_causal or as options: they need no array.
+
+        Raises:
+          NotImplementedError: dropout, sown weights, a precision or an einsum of the caller's.
+        """
+        del broadcast_dropout, dropout_rng, force_fp32_for_softmax
+        if dropout_rate > 0 and not deterministic:
+            raise NotImplementedError(f"dropout_rate {dropout_rate}: no dropout of the weights")
+        refused = {
+            "module": module,
+            "precision": None if precision == jax.lax.Precision.DEFAULT else precision,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        }
+        for name, x in refused.items():
+            if x is not None:
+                raise NotImplementedError(f"{name} {x}: the weights are never held")
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        return attention(
+            query.astype(dtype),
+            key.astype(dtype),
+            value.astype(dtype),
+            bias,
+            None if mask is None else mask.astype(jnp.bool_),
+            is_causal=is_causal,
+            deterministic=deterministic_gradients,
+            **options,
+        )
+
+    return attention_fn
+
+
+attention_fn = make_attention_fn()
+"""The adapter without options."""

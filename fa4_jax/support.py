@@ -1,0 +1,235 @@
+"""What runs, and why: `supports`, `explain`, and the support table of the README."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from fa4_jax import catalogue
+from fa4_jax.api import Call, canonicalise
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.manifest import Manifest, evaluate_size
+from fa4_jax.plan import Plan, kernel_keys, make_plan, unsupported
+from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.target import current_target
+
+_ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4}
+_OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Yes, or the reason why not. True exactly if the kernels take the call, both ways."""
+
+    reason: str | None
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return self.reason or "supported"
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """A buffer that a call needs beyond its inputs and outputs."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a call would run here.
+
+    Attributes:
+      forward, backward: names of the kernels in launch order; empty for the default path.
+      tiles: per kernel name, its tile sizes.
+      workspaces: buffers beyond inputs and outputs, in a forward with its backward.
+      forward_flops, backward_flops: multiplications and additions of visible pairs: 4 H and 10 H
+        each. Lengths and offsets that are traced count as if there were no limit.
+      forward_reason, backward_reason: why the default path runs, else None.
+    """
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    tiles: dict[str, dict[str, int]]
+    workspaces: tuple[Workspace, ...]
+    forward_flops: int
+    backward_flops: int
+    forward_reason: str | None
+    backward_reason: str | None
+
+    def __str__(self) -> str:
+        lines = []
+        for name, flops in (("forward", self.forward_flops), ("backward", self.backward_flops)):
+            kernels, reason = getattr(self, name), getattr(self, f"{name}_reason")
+            path = "kernels" if kernels else f"default path ({reason})"
+            lines.append(f"{name}: {flops / 1e9:.3f} GFLOP, {path}")
+            lines += [
+                f"  {kernel}  " + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
+                for kernel in kernels
+            ]
+        lines += [
+            f"workspace {w.name}: {w.dtype}{list(w.shape)}, {w.num_bytes / 1e6:.3f} MB"
+            for w in self.workspaces
+        ]
+        return "\n".join(lines)
+
+
+def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
+    """Static facts of a call whose operands may be ShapeDtypeStructs."""
+    arrays = {
+        name: x
+        for name, x in [*enumerate(args), *kwargs.items()]
+        if isinstance(x, jax.ShapeDtypeStruct)
+    }
+    found: list[Problem] = []
+
+    def trace(arrays: dict[Any, jax.Array]) -> None:
+        positional = [arrays.get(i, x) for i, x in enumerate(args)]
+        named = {name: arrays.get(name, x) for name, x in kwargs.items()}
+        found.append(canonicalise(Call(*positional, **named))[1])
+
+    jax.eval_shape(trace, arrays)
+    return found[0]
+
+
+def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
+    """Whether the kernels take a call, forward and backward.
+
+    Args:
+      *args, **kwargs: as for `attention`, without return_residual and implementation. Arrays may
+        be `jax.ShapeDtypeStruct`s.
+      arch: "sm_90a" asks about the key list for that architecture, whatever this machine has;
+        None about the GPU and the kernels that are here.
+
+    Raises:
+      ValueError, NotImplementedError: the call is wrong on any implementation.
+    """
+    problem = _problem(args, kwargs)
+    if arch is None:
+        plan = make_plan(problem, current_target(), None)
+        return Support(plan.forward_reason or plan.backward_reason)
+    if arch not in catalogue.ARCHITECTURES:
+        return Support(f"arch {arch}: there are kernels for {', '.join(catalogue.ARCHITECTURES)}")
+    reason = unsupported(problem)
+    if reason is None:
+        forward, backward = kernel_keys(problem, arch)
+        missing = set(forward + backward) - set(catalogue.all_keys())
+        reason = f"no kernel {min(missing).name}" if missing else None
+    return Support(reason)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Which kernels, tiles, workspaces and FLOPs a call uses here.
+
+    Args:
+      *args, **kwargs: as for `attention`, without return_residual. Arrays may be
+        `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention`.
+    """
+    implementation = kwargs.pop("implementation", None)
+    problem = _problem(args, kwargs)
+    target = current_target()
+    plan = make_plan(problem, target, implementation)
+    pairs = visible_pairs(problem, kwargs) * problem.query_heads
+    return Explanation(
+        forward=tuple(kernel.key.name for kernel in plan.forward),
+        backward=tuple(kernel.key.name for kernel in plan.backward),
+        tiles=_tiles(plan, target.manifest),
+        workspaces=_workspaces(plan),
+        forward_flops=4 * problem.head_dim * pairs,
+        backward_flops=10 * problem.head_dim * pairs,
+        forward_reason=plan.forward_reason,
+        backward_reason=plan.backward_reason,
+    )
+
+
+def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
+    if manifest is None:
+        return {}
+    return {
+        kernel.key.name: manifest.cubins[kernel.key].tile for kernel in plan.forward + plan.backward
+    }
+
+
+def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
+    p = plan.problem
+    rows = (p.batch, p.query_length, p.query_heads, p.head_dim)
+    keys = (p.batch, p.key_length, p.kv_heads, p.head_dim)
+    vectors = (p.batch, p.query_heads, p.query_length)
+    shapes: dict[str, tuple[int, ...]] = {"extents": (p.batch, 4)}
+    shapes |= {"q": rows, "o": rows, "do": rows, "k": keys, "v": keys}
+    shapes |= {"lse": vectors, "dlse": vectors}
+    found = {}
+    for kernel in plan.forward + plan.backward:
+        for result in kernel.launch.results:
+            if result.name not in shapes:
+                shape = tuple(evaluate_size(size, shapes) for size in result.shape)
+                shapes[result.name] = shape
+                if result.name not in _OUTPUTS:
+                    found[result.name] = Workspace(result.name, result.dtype, shape)
+    return tuple(found.values())
+
+
+def visible_pairs(problem: Problem, call: dict[str, Any]) -> int:
+    """Pairs of a row and a key that it sees, over the batch, for one head.
+
+    Args:
+      call: the keyword arguments of the call; what is traced or absent limits nothing.
+    """
+
+    def values(name: str, default: int) -> np.ndarray:
+        x = call.get(name)
+        known = x is not None and not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+        return np.broadcast_to(np.asarray(x if known else default), (problem.batch,))
+
+    query_lengths = values("query_seq_lengths", problem.query_length)
+    key_lengths = values("key_value_seq_lengths", problem.key_length)
+    offsets = values("query_offset", 0 if problem.query_offset is not None else UNBOUNDED)
+    left, right = problem.window
+    total = 0
+    for t, s, offset in zip(query_lengths, key_lengths, offsets, strict=True):
+        t, s = min(int(t), problem.query_length), min(int(s), problem.key_length)
+        if offset == UNBOUNDED:
+            total += t * s
+            continue
+        position = np.arange(t, dtype=np.int64) + int(offset)
+        low = 0 if left >= UNBOUNDED else np.clip(position - left, 0, s)
+        high = s if right >= UNBOUNDED else np.clip(position + right + 1, 0, s)
+        total += int(np.sum(np.broadcast_to(np.maximum(high - low, 0), (t,))))
+    return total
+
+
+def table() -> str:
+    """Markdown table of the key list: per architecture and type, the head dims of each feature."""
+    rows = ["| architecture | type | pass | head_dim tiles | causal, window | deterministic |"]
+    rows.append("|---|---|---|---|---|---|")
+    groups: dict[tuple[str, str, str], list[KernelKey]] = {}
+    for key in catalogue.all_keys():
+        if key.kernel in (Pass.FORWARD, Pass.BACKWARD):
+            name = "forward" if key.kernel is Pass.FORWARD else "backward"
+            groups.setdefault((key.arch, key.dtype, name), []).append(key)
+    for (arch, dtype, name), keys in groups.items():
+        tiles = sorted({key.head_dim for key in keys})
+        band = {key.head_dim for key in keys if key.band} == set(tiles)
+        ordered = {key.head_dim for key in keys if key.deterministic} == set(tiles)
+        repeatable = ordered or name == "forward"  # each output is the work of one thread block
+        cells = [arch, dtype, name, ", ".join(map(str, tiles))]
+        cells += ["yes" if flag else "no" for flag in (band, repeatable)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
