@@ -1,0 +1,72 @@
+# Each target sets up what it needs: `make test` and `make demo` are all that a fresh machine with
+# Python >= 3.11, g++ and make has to run. PYTHON chooses the interpreter, VENV the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+CMAKE_BUILD := build/ffi
+PYTEST_FLAGS ?= -n auto
+DEMO_FLAGS ?=
+
+BIN := $(VENV)/bin
+LIBRARY := fa4_jax/libfa4_jax.so
+SOURCES := $(wildcard ffi/*.cc ffi/*.h) CMakeLists.txt
+FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/testing/*.cc tests/ffi/*.cc)
+
+# Dependencies and all extras, from pyproject.toml; JAX with CUDA where there is an NVIDIA driver.
+define REQUIREMENTS
+import shutil, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+for requirement in project["dependencies"] + sum(project["optional-dependencies"].values(), []):
+    print(requirement)
+if shutil.which("nvidia-smi"):
+    print("jax[cuda12]")
+endef
+export REQUIREMENTS
+
+.PHONY: test demo lint format wheel kernels library environment clean
+
+test: lint library kernels
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+demo: library kernels
+	$(BIN)/python examples/train_lm.py $(DEMO_FLAGS)
+
+lint: environment
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: environment
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(FORMATTED)
+
+wheel: kernels
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls -l dist
+
+kernels: environment
+	$(BIN)/python -m kernels.build
+
+library: $(LIBRARY)
+
+$(LIBRARY): $(SOURCES) | environment
+	$(BIN)/cmake -S . -B $(CMAKE_BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DFA4_JAX_XLA_INCLUDE=$$($(BIN)/python ffi/xla_headers.py build/headers)
+	$(BIN)/cmake --build $(CMAKE_BUILD)
+	$(BIN)/cmake --install $(CMAKE_BUILD) --prefix .
+	touch $@
+
+environment: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -c "$$REQUIREMENTS" > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
+	touch $@
+
+clean:
+	rm -rf build dist fa4_jax/_cubins $(LIBRARY)
