@@ -63,7 +63,7 @@ def accumulators(rows: int, head_dim: int, ordered: bool) -> tuple[Result, ...]:
     heads = ((Factor(buffer="do", axis=0),), (Factor(buffer="do", axis=2),))
     tiles = Factor(buffer="do", axis=1, divisor=rows)
     dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(rows * head_dim),)))
-    dq_order = Result("dq_order", "i32", (*heads, (tiles,), (Factor(2),)))
+    dq_order = Result("dq_order", "i32", (*heads, (tiles,)))
     return (dq_acc, dq_order) if ordered else (dq_acc,)
 
 

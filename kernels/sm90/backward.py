@@ -8,6 +8,7 @@ that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.
 
     load warp          K, V once; then for every query head of the KV head's group and every query
                        block that sees the key tile: Q, lse_log2 and dO, delta into two rings
+    order warp         deterministic only: turns to add dQ, Note [dq order]
     MMA warpgroup 0, 1 the products; how they share them is in BackwardTile.split_keys, split_rows
 
 dQ goes to global memory by vector reductions straight from the accumulator registers: dq_acc is laid
@@ -24,11 +25,14 @@ Note [scores]: dS (and P, where it is not kept in registers) has two buffers use
 barrier a step is enough: a warpgroup passes SCORES_READY of step i + 1 only when the other one has
 arrived there, which it does after its products of step i have read buffer i % 2; step i + 2 may write it.
 
-Note [dq order]: every (head, query tile, warpgroup) has a counter. The CTA whose turn is `index`
-waits until it reads index, adds its tile, and then increments. Dense: index counts key tiles upwards.
-Band: downwards from the tile's last, so that the CTA on the diagonal, whose first step this is, goes
-first. CTAs start in index order (lower block index first), so whoever is waited for has started: the
-started CTA of lowest index never waits, and there is no deadlock with any number of resident CTAs.
+Note [dq order]: every (head, query tile) has a counter. The CTA whose turn is `index` waits until it
+reads index, adds its tile, and then increments. Dense: index counts key tiles upwards. Band: downwards
+from the tile's last, so that the CTA on the diagonal, whose first step this is, goes first. CTAs start
+in index order (lower block index first), so whoever is waited for has started: the started CTA of
+lowest index never waits, and there is no deadlock with any number of resident CTAs.
+Waiting and incrementing are the order warp's, so that their latency hides behind the products: it
+opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`. Their
+additions happen before the arrivals, those before the order warp's release: cumulativity does the rest.
 """
 
 import dataclasses
@@ -47,7 +51,6 @@ from kernels.sources import KernelSource
 
 SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
 FINISHED = 2  # named barrier of both MMA warpgroups
-ORDER = 3  # first of one named barrier per MMA warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,8 @@ class Shared:
     q_empty: cute.Pointer
     do_full: cute.Pointer
     do_empty: cute.Pointer
+    turn: cute.Pointer
+    added: cute.Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +247,8 @@ class Backward:
             with cute.arch.elect_one():
                 mma_warps = self.tile.mma_warpgroups * 4
                 cute.arch.mbarrier_init(shared.kv_full, 1)
+                cute.arch.mbarrier_init(shared.turn, 1)
+                cute.arch.mbarrier_init(shared.added, mma_warps)
                 for stage in cutlass.range_constexpr(self.tile.stages):
                     cute.arch.mbarrier_init(shared.q_full + stage, 1)
                     cute.arch.mbarrier_init(shared.do_full + stage, 1)
@@ -259,6 +266,9 @@ class Backward:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp_index == 0:
                 self.load(maps, shared, work, rows)
+            if cutlass.const_expr(self.deterministic):
+                if warp_index == 1:
+                    self.order(shared, work, rows)
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.multiply(maps, shared, work, rows, scale_log2, scale)
@@ -276,6 +286,8 @@ class Backward:
         @cute.struct
         class Storage:
             kv_full: cute.struct.MemRange[cutlass.Int64, 1]
+            turn: cute.struct.MemRange[cutlass.Int64, 1]
+            added: cute.struct.MemRange[cutlass.Int64, 1]
             q_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
             q_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
             do_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
@@ -317,6 +329,8 @@ class Backward:
             q_empty=storage.q_empty.data_ptr(),
             do_full=storage.do_full.data_ptr(),
             do_empty=storage.do_empty.data_ptr(),
+            turn=storage.turn.data_ptr(),
+            added=storage.added.data_ptr(),
         )
 
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
@@ -385,6 +399,29 @@ class Backward:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
                 tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
+
+    @cute.jit
+    def order(self, shared: Shared, work: Work, rows: Rows):
+        """Order warp: Note [dq order]."""
+        steps = work.blocks.end - work.blocks.begin
+        for step in cutlass.range(steps * work.group, unroll=1):
+            member = step // steps
+            block = work.blocks.begin + step - member * steps
+            head = work.kv_head * work.group + member
+            counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
+            index = work.tile
+            if cutlass.const_expr(self.band):
+                visiting = bands.visited_blocks(
+                    work.band, block * self.tile.m, self.tile.m, self.tile.n, tensors.INT32
+                )
+                index = visiting.end - 1 - work.tile
+            with cute.arch.elect_one():
+                turn = ptx.load_acquire(counter)
+                while turn != index:
+                    turn = ptx.load_acquire(counter)
+                cute.arch.mbarrier_arrive(shared.turn)
+                cute.arch.mbarrier_wait(shared.added, step & 1)
+                ptx.increment_release(counter)
 
     @cute.jit
     def multiply(
@@ -499,7 +536,7 @@ class Backward:
         products.grads.issue(dk_acc, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
         self.release(shared.do_empty + slot)
-        self.add_dq(work, rows, dq, member, block, group)
+        self.add_dq(shared, work, rows, dq, member, block, step)
         warpgroup.wait_group(0)
         self.release(shared.q_empty + slot)
 
@@ -535,8 +572,9 @@ class Backward:
         tile = self.tile
         if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
             thread, _, _ = cute.arch.thread_idx()
-            warps = 4 * tile.mma_warpgroups if tile.split_keys else 4
-            key = work.first_key + (thread // 32) % warps * 16 + thread % 32 // 4
+            thread = thread - WARPGROUP
+            warp_row = thread // 32 if tile.split_keys else thread // 32 % 4
+            key = work.first_key + warp_row * 16 + thread % 32 // 4
             low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
             high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
             for row in cutlass.range_constexpr(softmax.ROWS):
@@ -583,35 +621,22 @@ class Backward:
 
     @cute.jit
     def add_dq(
-        self, work: Work, rows: Rows, dq: cute.Tensor, member: Int32, block: Int32, group: Int32
+        self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, member, block, step
     ):
         """Adds this step's dQ tile to dq_acc; Notes [dq_acc] and [dq order]."""
         thread, _, _ = cute.arch.thread_idx()
-        thread = thread - WARPGROUP
         head = work.kv_head * work.group + member
         query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
-        target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim) + thread * 4
+        target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
+        target = target + (thread - WARPGROUP) * 4
         if cutlass.const_expr(self.deterministic):
-            counter = rows.dq_order + query_tile * 2 + group
-            index = work.tile
-            if cutlass.const_expr(self.band):
-                first_row = block * self.tile.m
-                visiting = bands.visited_blocks(
-                    work.band, first_row, self.tile.m, self.tile.n, tensors.INT32
-                )
-                index = visiting.end - 1 - work.tile
-            if thread % WARPGROUP == 0:
-                turn = ptx.load_acquire(counter)
-                while turn != index:
-                    turn = ptx.load_acquire(counter)
-            cute.arch.barrier(barrier_id=ORDER + group, number_of_threads=WARPGROUP)
+            cute.arch.mbarrier_wait(shared.turn, step & 1)
         for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
             values = [dq[4 * chunk + i] for i in range(4)]
             ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)
         if cutlass.const_expr(self.deterministic):
-            cute.arch.barrier(barrier_id=ORDER + group, number_of_threads=WARPGROUP)
-            if thread % WARPGROUP == 0:
-                ptx.increment_release(rows.dq_order + query_tile * 2 + group)
+            cute.arch.sync_warp()
+            self.release(shared.added)
 
 
 Backward.kernel.set_name_prefix("fa4_bwd", remove_cutlass_symbol=True, keep_mangled_name=False)

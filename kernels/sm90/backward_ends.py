@@ -112,9 +112,8 @@ class Preprocess:
         for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
             cute.autovec_copy(zeros, accumulators[None, thread, chunk])
         if cutlass.const_expr(self.deterministic):
-            if thread < 2:
-                counters = cute.make_tensor(dq_order + tile_index * 2, cute.make_layout(2))
-                counters[thread] = Int32(0)
+            if thread == 0:
+                cute.make_tensor(dq_order + tile_index, cute.make_layout(1))[0] = Int32(0)
 
         length = cute.make_tensor(extents + batch * 4, cute.make_layout(4))[0]
         rows_at_once = THREADS // self.lanes

@@ -115,7 +115,7 @@ class BackwardTile:
 
 
 BACKWARD_TILES: dict[int, BackwardTile] = {
-    64: BackwardTile(m=128, n=128, stages=2),
+    64: BackwardTile(m=64, n=128, stages=3, span_bytes=64),
     96: BackwardTile(m=64, n=128, stages=2, span_bytes=32),
     128: BackwardTile(m=64, n=128, stages=2),
     192: BackwardTile(m=64, n=64, stages=2, span_bytes=64),
