@@ -43,9 +43,10 @@ format: environment
 	$(BIN)/clang-format -i $(FORMATTED)
 
 wheel: kernels
-	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	@ls -l dist
+	rm -rf dist build/dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	ls -l dist
 
 kernels: environment
 	$(BIN)/python -m kernels.build

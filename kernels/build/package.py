@@ -29,8 +29,8 @@ def build(keys: Iterable[KernelKey], jobs: int) -> Iterator[cache.Entry]:
     """
     missing: list[KernelKey] = []
     for key in keys:
-        if (entry := cache.find(key)) is not None:
-            yield entry
+        if (found := cache.find(key)) is not None:
+            yield found
         else:
             missing.append(key)
     for arch in sorted({key.arch for key in missing}):
@@ -45,25 +45,34 @@ def _compile_all(keys: list[KernelKey], jobs: int) -> Iterator[cache.Entry]:
         futures = [pool.submit(_compile_one, key) for key in keys]
         try:
             for future in concurrent.futures.as_completed(futures):
-                entry = future.result()
-                cache.store(entry)
-                yield entry
+                compiled = future.result()
+                cache.store(compiled)
+                yield compiled
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _compile_one(key: KernelKey) -> cache.Entry:
-    compiled = compile.compile_kernel(key)
+    return entry(compile.compile_kernel(key))
+
+
+def entry(compiled: compile.Compiled) -> cache.Entry:
+    """What is kept of a compiled kernel.
+
+    Raises:
+      KernelError: it is not fit to be shipped.
+    """
+    name = compiled.key.name
     if compiled.spill_bytes > 0:
-        raise KernelError(f"{key.name} spills {compiled.spill_bytes} bytes of registers")
+        raise KernelError(f"{name} spills {compiled.spill_bytes} bytes of registers")
     if compiled.serialized:
-        raise KernelError(f"{key.name}: ptxas serialized its warpgroup products")
+        raise KernelError(f"{name}: ptxas serialized its warpgroup products")
     cubin = Cubin(
-        key=key,
+        key=compiled.key,
         launch=compiled.source.launch,
         symbol=compiled.info.symbol,
-        file=f"{key.name}.cubin",
+        file=f"{name}.cubin",
         sha256=hashlib.sha256(compiled.cubin).hexdigest(),
         registers=compiled.info.registers,
         spill_bytes=compiled.spill_bytes,
@@ -75,12 +84,13 @@ def _compile_one(key: KernelKey) -> cache.Entry:
 def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> None:
     """Writes the cubins and their manifest, and removes cubins that are not of this build."""
     output.mkdir(parents=True, exist_ok=True)
-    by_key = {entry.cubin.key: entry for entry in entries}
-    for entry in by_key.values():
-        _replace(output / entry.cubin.file, entry.code)
-    document = Manifest({key: e.cubin for key, e in by_key.items()}, cache.toolchain(), output)
+    by_key = {kernel.cubin.key: kernel for kernel in entries}
+    for kernel in by_key.values():
+        _replace(output / kernel.cubin.file, kernel.code)
+    cubins = {key: kernel.cubin for key, kernel in by_key.items()}
+    document = Manifest(cubins, cache.toolchain(), output)
     _replace(output / "manifest.json", manifest.dump(document).encode())
-    current = {entry.cubin.file for entry in by_key.values()}
+    current = {cubin.file for cubin in cubins.values()}
     for file in output.glob("*.cubin"):
         if file.name not in current:
             file.unlink()
