@@ -92,6 +92,19 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SHARED, REGISTERS = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
+@cute.jit
+def zero_rows(tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutlass.Constexpr[int]):
+    """Writes 0 to rows [first_row, rows) of a (rows, cols) tile with the given threads.
+
+    For padding that a product would meet with a factor of 0: 0 * NaN is NaN. The caller fences and
+    synchronises.
+    """
+    rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    zero = tile.element_type(0.0)
+    for element in cutlass.range(thread, (rows - first_row) * cols, threads, unroll=1):
+        tile[first_row + element // cols, element % cols] = zero
+
+
 @dataclasses.dataclass(frozen=True)
 class Wgmma:
     """64 x n x 16 MMA with fp32 accumulators, tiled over warpgroups along M and N.

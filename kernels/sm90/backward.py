@@ -51,6 +51,7 @@ from kernels.sources import KernelSource
 
 SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
 FINISHED = 2  # named barrier of both MMA warpgroups
+PADDING = 3  # named barrier of both MMA warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the tile holds keys past the key length that TMA reads
+    padded_queries: cutlass.Boolean  # so does the last query block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +368,19 @@ class Backward:
         blocks = bands.visited_blocks(
             band.transposed(), first_key, self.tile.n, self.tile.m, tensors.INT32
         )
-        return Work(first_key, tile, kv_head, group, heads, batch_index, band, blocks)
+        padded_keys = first_key + self.tile.n > band.key_length
+        return Work(
+            first_key,
+            tile,
+            kv_head,
+            group,
+            heads,
+            batch_index,
+            band,
+            blocks,
+            padded_keys & (band.key_length < key_length),
+            band.query_length < query_length,
+        )
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
@@ -447,6 +462,9 @@ class Backward:
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
             cute.arch.mbarrier_wait(shared.kv_full, 0)
+            if work.padded_keys:
+                first_row = work.band.key_length - work.first_key
+                self.clear_padding((shared.k, shared.v), first_row, thread)
         for member in cutlass.range(work.group, unroll=1):
             for block in cutlass.range(work.blocks.begin, work.blocks.end, unroll=1):
                 step = member * steps + block - work.blocks.begin
@@ -508,6 +526,11 @@ class Backward:
         dp = cute.make_rmem_tensor(scores.shape, Float32)
 
         cute.arch.mbarrier_wait(shared.q_full + slot, phase)
+        padded = (block + 1) * tile.m > work.band.query_length
+        if work.padded_queries & padded:
+            cute.arch.mbarrier_wait(shared.do_full + slot, phase)
+            tiles = (shared.q[None, None, slot], shared.do[None, None, slot])
+            self.clear_padding(tiles, work.band.query_length - block * tile.m, thread)
         products.scores.issue(scores, k, q, accumulate=False)
         cute.arch.mbarrier_wait(shared.do_full + slot, phase)
         products.scores.issue(dp, v, do, accumulate=False)
@@ -540,6 +563,15 @@ class Backward:
         warpgroup.wait_group(0)
         self.release(shared.q_empty + slot)
 
+    @cute.jit
+    def clear_padding(self, tiles: tuple, first_row: Int32, thread: Int32):
+        """Rows past the length, which may hold anything, to 0 in both tiles."""
+        threads = self.tile.mma_warpgroups * WARPGROUP
+        for tile in cutlass.range_constexpr(2):
+            tensors.zero_rows(tiles[tile], first_row, thread, threads)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=PADDING, number_of_threads=threads)
+
     def operand(self, mma, mma_slice, values: cute.Tensor, staging: cute.Tensor) -> cute.Tensor:
         """Scores as operand A of the dV and dK products: in registers, or through shared memory."""
         if self.tile.split_keys:
@@ -570,7 +602,8 @@ class Backward:
     def mask(self, work: Work, scores: cute.Tensor, block: Int32, group: Int32):
         """Scores of pairs outside the band to -inf, in blocks that hold any."""
         tile = self.tile
-        if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
+        edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
+        if edge | work.padded_keys:
             thread, _, _ = cute.arch.thread_idx()
             thread = thread - WARPGROUP
             warp_row = thread // 32 if tile.split_keys else thread // 32 % 4

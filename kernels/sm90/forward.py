@@ -35,6 +35,7 @@ from kernels.sources import KernelSource
 
 TURN = 1  # first of the named barriers of Note [turns]; 0 is the CTA's own
 EPILOGUE = 8  # first of one named barrier per MMA warpgroup
+PADDING = 12  # named barrier of all MMA warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +259,8 @@ class Forward:
         )
         first_row = tile * self.tile.m
         blocks = bands.visited_blocks(band, first_row, self.tile.m, self.tile.n, tensors.INT32)
-        return Work(first_row, head, head // group, batch_index, band, blocks)
+        padded = (blocks.end * self.tile.n > band.key_length) & (band.key_length < key_length)
+        return Work(first_row, head, head // group, batch_index, band, blocks, padded)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work):
@@ -351,6 +354,8 @@ class Forward:
             softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
             self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
             probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
+            if work.padded_keys:
+                self.clear_padding(shared, work, thread)
 
             operands = (q, k, vt, scores, probabilities, acc)
             products = (qk_product, pv_product)
@@ -413,6 +418,16 @@ class Forward:
         self.release(shared.v_empty + last_slot)
         self.rescale(acc, factors)
         probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
+
+    @cute.jit
+    def clear_padding(self, shared: Shared, work: Work, thread: Int32):
+        """Values of the last block past the key length, which may hold anything, to 0."""
+        cute.arch.mbarrier_wait(shared.v_full, 0)
+        first_row = work.band.key_length - (work.blocks.end - 1) * self.tile.n
+        threads = self.tile.mma_warpgroups * WARPGROUP
+        tensors.zero_rows(shared.v[None, None, 0], first_row, thread, threads)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=PADDING, number_of_threads=threads)
 
     def softmax_block(
         self, scores, reference, row_sum, scale_log2: Float32, lag_limit: Float32

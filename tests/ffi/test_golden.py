@@ -202,7 +202,8 @@ def host_value(
     """A host argument as ctypes value."""
     match param.kind:
         case "pointer":
-            return ctypes.c_void_p(addresses[param.buffer])
+            # Host functions of one family share a signature; what this kernel lacks is never read.
+            return ctypes.c_void_p(addresses.get(param.buffer))
         case "dim":
             return ctypes.c_int32(shapes[param.buffer][param.axes[0]])
         case "size":
