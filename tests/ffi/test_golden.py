@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import pathlib
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ from fa4_jax import runtime
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from kernels.build import cache, compile, cubin_info
+from tests.build import remote
 from tests.ffi import compiler, stand_in, tensor_map_bits
 from tests.ffi.stand_in import Array, Call
 
@@ -43,11 +45,6 @@ class Problem:
     kv_heads: int
     narrower: int = 0
 
-    @property
-    def id(self) -> str:
-        """Name in the test's report."""
-        return "-".join(str(value) for value in dataclasses.astuple(self))
-
 
 PROBLEMS = (
     Problem(1, 128, 128, 1, 1),
@@ -56,8 +53,12 @@ PROBLEMS = (
     Problem(5, 33, 7, 8, 1, narrower=24),
     Problem(2, 4096, 3000, 16, 16),
 )
-HUGE = Problem(1, 64, 70000, 128, 256, narrower=0)
-"""Key strides beyond 2^31 elements from head dim 128 up."""
+
+
+def huge(head_dim: int) -> Problem:
+    """Keys whose batch stride is beyond 2^31 elements. Memory is never touched."""
+    kv_heads = 256
+    return Problem(1, 64, (1 << 31) // (kv_heads * head_dim) + 100, kv_heads, kv_heads)
 
 
 def entries() -> list[cache.Entry]:
@@ -95,20 +96,51 @@ def test_launch_equals_host_code(
     (tmp_path / "host.o").write_bytes(entry.host.object_file)
     compiler.shared_library(tmp_path / "libhost.so", tmp_path / "host.o", shim)
     host = HostCode(entry.host, tmp_path / "libhost.so", info.param_bytes)
-    for problem in (*PROBLEMS, HUGE):
-        call = make_call(entry.cubin, info.param_bytes, problem)
-        outcome = stand_in_process.submit(stand_in.run, call).result()
-        assert outcome.error == "", problem.id
-        (ours,) = outcome.launches
-        theirs = host.launch(call, outcome.addresses)
-        for field in ("symbol", "grid", "block", "cluster", "smem"):
-            assert ours[field] == theirs[field], (problem.id, field)
-        params = zip(entry.cubin.launch.params, ours["params"], theirs["params"], strict=True)
-        for param, our_bytes, their_bytes in params:
-            assert comparable(param, our_bytes) == comparable(param, their_bytes), (
-                problem.id,
-                param.name,
-            )
+    installed = runtime.manifest()
+    assert installed is not None
+    for problem in (*PROBLEMS, huge(entry.cubin.key.head_dim)):
+        shapes = buffer_shapes(entry.cubin.key, problem)
+        call = make_call(entry.cubin, installed.directory, info.param_bytes, shapes)
+        check_launch(call, host, stand_in_process)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1, 4), (1000, 132), (70_000, 68)])
+def test_launch_of_sample_kernel(
+    shape: tuple[int, int],
+    sample: cache.Entry,
+    shim: pathlib.Path,
+    stand_in_process: ProcessPoolExecutor,
+    tmp_path: pathlib.Path,
+) -> None:
+    """Clusters, a capped grid, sizes, the processor count and fp32 maps without swizzle."""
+    info = cubin_info.read(sample.code)[sample.cubin.symbol]
+    (tmp_path / "host.o").write_bytes(sample.host.object_file)
+    (tmp_path / sample.cubin.file).write_bytes(sample.code)
+    compiler.shared_library(tmp_path / "libhost.so", tmp_path / "host.o", shim)
+    host = HostCode(sample.host, tmp_path / "libhost.so", info.param_bytes)
+    call = make_call(sample.cubin, tmp_path, info.param_bytes, {"x": Array("f32", shape)})
+    check_launch(call, host, stand_in_process)
+
+
+@pytest.fixture(scope="module")
+def sample() -> cache.Entry:
+    """A kernel that uses what the real ones do not."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(compile.prepare_process, "sm_90a").result()
+        return pool.submit(remote.compile_scale).result()
+
+
+def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> None:
+    """Fails unless the handler and the host code launch the same."""
+    outcome = process.submit(stand_in.run, call).result()
+    assert outcome.error == "", call
+    (ours,) = outcome.launches
+    theirs = host.launch(call, outcome.addresses)
+    for field in ("symbol", "grid", "block", "cluster", "smem"):
+        assert ours[field] == theirs[field], (call.operands, field)
+    params = call.cubin.launch.params
+    for param, mine, other in zip(params, ours["params"], theirs["params"], strict=True):
+        assert comparable(param, mine) == comparable(param, other), (call.operands, param.name)
 
 
 def comparable(param: Param, text: str) -> Any:
@@ -120,19 +152,17 @@ def comparable(param: Param, text: str) -> Any:
     return dataclasses.replace(fields, other_flags=fields.other_flags & ~tensor_map_bits.DSL_FLAG)
 
 
-def make_call(cubin: Cubin, param_bytes: tuple[int, ...], problem: Problem) -> Call:
-    """The call of a kernel for a problem."""
-    shapes = buffer_shapes(cubin.key, problem)
-    installed = runtime.manifest()
-    assert installed is not None
+def make_call(
+    cubin: Cubin,
+    directory: pathlib.Path,
+    param_bytes: tuple[int, ...],
+    shapes: dict[str, Array],
+) -> Call:
+    """The call of a kernel on operands of these shapes."""
     attributes = {p.name: next(SCALARS[p.kind]) for p in cubin.launch.params if p.kind in SCALARS}
-    return Call(
-        cubin=cubin,
-        directory=installed.directory,
-        param_bytes=param_bytes,
-        operands=tuple(shapes[name] for name in cubin.launch.operands),
-        attributes=attributes | {"kernel": cubin.key.name},
-    )
+    operands = tuple(shapes[name] for name in cubin.launch.operands)
+    attributes["kernel"] = cubin.key.name
+    return Call(cubin, directory, param_bytes, operands, attributes)
 
 
 def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:

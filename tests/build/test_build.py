@@ -1,0 +1,120 @@
+"""The ahead-of-time build: its list, what it refuses, that it repeats, and what it packaged."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import multiprocessing
+import pathlib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from fa4_jax import catalogue, runtime
+from fa4_jax.key import Pass
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("building takes CuTe-DSL, which is not here", allow_module_level=True)
+
+from kernels.build import __main__ as command
+from kernels.build import cache, compile, cubin_info, package
+from tests.build import remote
+
+WHEEL_LIMIT = 15 << 20
+
+
+@pytest.fixture(scope="module")
+def compiler_process() -> Iterator[ProcessPoolExecutor]:
+    """A process that may import cutlass."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(compile.prepare_process, "sm_90a").result()
+        yield pool
+
+
+def test_key_list() -> None:
+    keys = catalogue.all_keys()
+    assert len({key.name for key in keys}) == len(keys)
+    counts = {kernel: sum(key.kernel is kernel for key in keys) for kernel in Pass}
+    # Per dtype and tile: band or not; at one tile also the polynomial; deterministic or not.
+    assert counts == {
+        Pass.FORWARD: 2 * (5 * 2 + 2),
+        Pass.BACKWARD_PRE: 2 * 5 * 2,
+        Pass.BACKWARD: 2 * 5 * 2 * 2,
+        Pass.BACKWARD_POST: 2 * 5,
+    }
+
+
+def test_installation_is_whole() -> None:
+    installed = runtime.manifest()
+    assert installed is not None, "run python -m kernels.build"
+    assert set(installed.cubins) == set(catalogue.all_keys())
+    total = 0
+    for cubin in installed.cubins.values():
+        code = (installed.directory / cubin.file).read_bytes()
+        assert hashlib.sha256(code).hexdigest() == cubin.sha256, cubin.key.name
+        info = cubin_info.read(code)[cubin.symbol]
+        assert info.registers == cubin.registers
+        assert (info.stack_bytes, info.local_accesses, cubin.spill_bytes) == (0, 0, 0)
+        total += len(code)
+    assert total < WHEEL_LIMIT
+
+
+def test_build_repeats_bit_for_bit(compiler_process: ProcessPoolExecutor) -> None:
+    installed = runtime.manifest()
+    assert installed is not None
+    key = next(key for key in sorted(installed.cubins) if key.kernel is Pass.BACKWARD_POST)
+    again = compiler_process.submit(remote.digest_of, key).result()
+    assert again == installed.cubins[key].sha256
+
+
+def test_spilling_kernel_is_refused(compiler_process: ProcessPoolExecutor) -> None:
+    stack, accesses, spills = compiler_process.submit(remote.resources_of_spilling).result()
+    assert stack > 0
+    assert accesses > 0
+    assert spills >= stack
+    with pytest.raises(package.KernelError, match="spills"):
+        compiler_process.submit(remote.compile_spilling).result()
+
+
+def test_cubin_info(compiler_process: ProcessPoolExecutor) -> None:
+    entry = compiler_process.submit(remote.compile_scale).result()
+    info = cubin_info.read(entry.code)["sample_scale_0"]
+    assert info.param_bytes == (128, 128, 8, 4, 4, 4, 4)
+    assert info.block == (128, 1, 1)
+    assert (info.stack_bytes, info.local_accesses) == (0, 0)
+    with pytest.raises(ValueError, match="not a cubin"):
+        cubin_info.read(b"something else")
+
+
+def test_package_replaces_and_removes(
+    compiler_process: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    entry = compiler_process.submit(remote.compile_scale).result()
+    (tmp_path / "old.cubin").write_bytes(b"")
+    package.package([entry], tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {entry.cubin.file, "manifest.json"}
+    before = (tmp_path / "manifest.json").read_bytes()
+    package.package([entry], tmp_path)
+    assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+def test_cache_finds_what_it_stored(
+    compiler_process: ProcessPoolExecutor,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "DIRECTORY", tmp_path)
+    entry = compiler_process.submit(remote.compile_scale).result()
+    assert cache.find(entry.cubin.key) is None
+    cache.store(entry)
+    assert cache.find(entry.cubin.key) == entry
+    (tmp_path / entry.cubin.key.name).with_suffix(".cubin").write_bytes(entry.code[:-1])
+    assert cache.find(entry.cubin.key) is None
+
+
+def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "--only", "*_fwd_bf16_d128*"]) == 0
+    assert capsys.readouterr().out.split() == ["sm_90a_fwd_bf16_d128", "sm_90a_fwd_bf16_d128_band"]
+    assert command.main(["--only", "nothing*"]) == 2
+    assert "nothing*" in capsys.readouterr().err
