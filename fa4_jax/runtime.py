@@ -27,7 +27,7 @@ TARGET = "fa4_jax_launch"
 STAND_IN_VARIABLE = "FA4_JAX_LIBCUDA"
 """Environment variable with the path of a stand-in for libcuda; JAX's CPU then runs the kernels."""
 
-_PACKAGE = pathlib.Path(__file__).resolve().parent
+_PACKAGE = pathlib.Path(__file__).absolute().parent
 _LIBRARY = _PACKAGE / "libfa4_jax.so"
 _MANIFEST = _PACKAGE / "_cubins" / "manifest.json"
 _ABI_VERSION = 1

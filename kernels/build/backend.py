@@ -14,7 +14,7 @@ from typing import Any
 
 from scikit_build_core import build as base
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).absolute().parents[2]
 
 get_requires_for_build_sdist = base.get_requires_for_build_sdist
 get_requires_for_build_editable = base.get_requires_for_build_editable

@@ -20,7 +20,7 @@ from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Factor, Param
 from kernels.build.compile import HostCode
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+REPOSITORY = pathlib.Path(__file__).absolute().parents[2]
 DIRECTORY = REPOSITORY / "build" / "kernels"
 
 _ALWAYS = ("kernels.sources", "kernels.build.compile")

@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 from collections.abc import Sequence
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).absolute().parents[2]
 
 
 def object_file(output: pathlib.Path, source: pathlib.Path) -> None:
