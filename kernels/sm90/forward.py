@@ -351,7 +351,8 @@ class Forward:
             qk_product.issue(scores, q, k[None, None, None, 0], accumulate=False)
             warpgroup.wait_group(0)
             self.release(shared.k_empty)
-            softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
+            if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
+                softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
             self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
             probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
             if work.padded_keys:

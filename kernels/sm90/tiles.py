@@ -59,7 +59,7 @@ class ForwardTile:
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, band)
-    (64, False): ForwardTile(m=128, n=128, kv_stages=2, polynomial_one_in=8),
+    (64, False): ForwardTile(m=192, n=96, kv_stages=2, polynomial_one_in=8),
     (64, True): ForwardTile(m=128, n=128, kv_stages=2, polynomial_one_in=8),
     (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
     (96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
