@@ -69,8 +69,7 @@ class _Tiling:
 def _tiling(problem: Problem) -> _Tiling:
     heads = max(1, problem.batch * problem.query_heads)
     low, high = BLOCK_RANGE
-    target = 2 ** (math.isqrt(SCORES_PER_BLOCK // heads).bit_length() - 1)  # halves evenly
-    target = min(high, max(low, target))
+    target = min(high, max(low, math.isqrt(SCORES_PER_BLOCK // heads)))
 
     def side(length: int) -> Side:
         size = block_size(length, target)

@@ -194,12 +194,3 @@ CASES: tuple[Case, ...] = tuple(
     dict.fromkeys(_sizes() + _long() + _masks() + _heads() + _numerics() + _default_only())
 )
 """Every case, each once."""
-
-
-def by_id(name: str) -> Case:
-    """The case of that name.
-
-    Raises:
-      KeyError: there is none.
-    """
-    return {case.id: case for case in CASES}[name]

@@ -1,0 +1,48 @@
+"""Strict JAX, warnings as errors, seeds that are printed, and what a test can ask for."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from fa4_jax import api, support
+from tests.fakes import fake_target
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="of the random inputs; a fresh one by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "error")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_num_cpu_devices", 4)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed, printed with a failure; --seed repeats one."""
+    given = request.config.getoption("--seed")
+    value = secrets.randbits(32) if given is None else given
+    print(f"--seed {value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Random numbers of the test."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def kernels_present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine with an H100 and every kernel of the key list, except that none can run."""
+    target = fake_target()
+    for module in (api, support):
+        monkeypatch.setattr(module, "current_target", lambda: target)
+    yield
+    jax.clear_caches()
