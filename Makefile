@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CMAKE_BUILD := build/ffi
-PYTEST_FLAGS ?= -n auto
+# Tests share out a machine's cores, but several processes would fight over a GPU's memory.
+PYTEST_FLAGS ?= $(if $(shell command -v nvidia-smi),,-n auto)
 DEMO_FLAGS ?=
 
 BIN := $(VENV)/bin
