@@ -25,15 +25,11 @@ extern "C" {
 
 int fa4_jax_abi_version() { return fa4_jax::kAbiVersion; }
 
-// Adds all records or none. Returns nullptr, or what is wrong.
-const char* fa4_jax_register(const fa4_jax::KernelRecord* records, size_t count) {
-  std::vector<fa4_jax::KernelSpec> specs;
-  for (size_t i = 0; i < count; ++i) {
-    xla::ffi::ErrorOr<fa4_jax::KernelSpec> spec = fa4_jax::ReadRecord(records[i]);
-    if (spec.has_error()) return Keep(spec.error().message());
-    specs.push_back(std::move(*spec));
-  }
-  fa4_jax::AddKernels(std::move(specs));
+// Adds all kernels or none. Returns nullptr, or what is wrong.
+const char* fa4_jax_register(const fa4_jax::Records* records) {
+  xla::ffi::ErrorOr<std::vector<fa4_jax::KernelSpec>> specs = fa4_jax::ReadRecords(*records);
+  if (specs.has_error()) return Keep(specs.error().message());
+  fa4_jax::AddKernels(std::move(*specs));
   return nullptr;
 }
 

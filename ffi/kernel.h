@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -21,7 +22,7 @@ inline constexpr int kMaxTensorMaps = 16;
 inline constexpr int kMaxBuffers = 32;
 inline constexpr int kMaxDevices = 64;
 
-// Owned form of KernelRecord's parts.
+// Owned forms of the records.
 struct ParamSpec {
   std::string name;
   ParamKind kind;
@@ -41,6 +42,12 @@ struct BufferSpec {
   int32_t min_rank;
 };
 
+// What sizes are made of, shared by the kernels that were registered together.
+struct SizeTables {
+  std::vector<Range> sizes;
+  std::vector<FactorRecord> factors;
+};
+
 struct KernelSpec {
   std::string name;
   std::string arch;
@@ -50,8 +57,7 @@ struct KernelSpec {
   std::string symbol;
   std::vector<BufferSpec> buffers;  // operands, then results
   std::vector<ParamSpec> params;
-  std::vector<Range> sizes;
-  std::vector<FactorRecord> factors;
+  std::shared_ptr<const SizeTables> tables;
   int32_t num_operands = 0;
   uint32_t block[3] = {};
   uint32_t cluster[3] = {};
@@ -60,8 +66,8 @@ struct KernelSpec {
   Range grid[3] = {};
 };
 
-// Copies a record; an error if the record contradicts itself.
-xla::ffi::ErrorOr<KernelSpec> ReadRecord(const KernelRecord& record);
+// Copies the records; an error if one contradicts itself.
+xla::ffi::ErrorOr<std::vector<KernelSpec>> ReadRecords(const Records& records);
 
 // Thread-safe. Never destroyed: executables may launch until the process ends.
 class Kernel {

@@ -1,7 +1,8 @@
-// What Python hands over for each kernel: one manifest record (fa4_jax/manifest.py) as plain data.
+// What Python hands over: the manifest's records (fa4_jax/manifest.py) as plain tables.
 //
-// fa4_jax/runtime.py declares the same structures for ctypes; kAbiVersion tells a stale library.
-// Everything pointed to is borrowed for the time of the call.
+// fa4_jax/registration.py packs the same layouts; kAbiVersion tells a stale library. All strings
+// are offsets into one block of zero-terminated text, all ranges index the tables below. Everything
+// is borrowed for the time of the call.
 #ifndef FA4_JAX_FFI_KERNEL_RECORD_H_
 #define FA4_JAX_FFI_KERNEL_RECORD_H_
 
@@ -9,7 +10,7 @@
 
 namespace fa4_jax {
 
-inline constexpr int32_t kAbiVersion = 1;
+inline constexpr int32_t kAbiVersion = 2;
 
 enum class ParamKind : int32_t {
   kTensorMap = 0,
@@ -21,13 +22,13 @@ enum class ParamKind : int32_t {
   kSmCount = 6,
 };
 
-// A range of KernelRecord::factors (for a size) or KernelRecord::sizes (for a shape).
 struct Range {
   int32_t begin;
   int32_t end;
 };
 
-// value = constant if buffer < 0, else ceil(shape[buffer][axis] / divisor) * multiple.
+// value = constant if buffer < 0, else ceil(shape[buffer][axis] / divisor) * multiple. Buffers are
+// numbered within their kernel: operands, then results.
 struct FactorRecord {
   int64_t constant;
   int32_t buffer;
@@ -35,48 +36,60 @@ struct FactorRecord {
   int32_t divisor;
   int32_t multiple;
 };
+static_assert(sizeof(FactorRecord) == 24);
 
-// `buffer` indexes operands, then results.
 struct ParamRecord {
-  const char* name;
+  int32_t name;
   int32_t kind;
   int32_t buffer;
   int32_t rank;
   int32_t swizzle_bytes;
   int32_t axes[5];
   int32_t box[5];
-  Range size;
+  Range size;  // of factors
 };
+static_assert(sizeof(ParamRecord) == 68);
 
 // An operand (dtype "" where the manifest names none) or a result (with its shape).
 struct BufferRecord {
-  const char* name;
-  const char* dtype;
+  int32_t name;
+  int32_t dtype;
   int32_t alias;  // the operand that a result shares memory with, or -1
-  Range shape;
+  Range shape;    // of sizes
 };
+static_assert(sizeof(BufferRecord) == 20);
 
 struct KernelRecord {
-  const char* name;
-  const char* arch;
-  const char* dtype;
-  const char* file;
-  const char* sha256;
-  const char* symbol;
-  const BufferRecord* buffers;
-  const ParamRecord* params;
-  const Range* sizes;
-  const FactorRecord* factors;
+  int32_t name;
+  int32_t arch;
+  int32_t dtype;
+  int32_t file;
+  int32_t sha256;
+  int32_t symbol;
   int32_t num_operands;
-  int32_t num_results;
-  int32_t num_params;
-  int32_t num_sizes;
-  int32_t num_factors;
+  Range buffers;
+  Range params;
+  Range grid[3];  // of factors
   uint32_t block[3];
   uint32_t cluster[3];
   uint32_t dynamic_shared_bytes;
   uint32_t persistent;
-  Range grid[3];
+};
+static_assert(sizeof(KernelRecord) == 100);
+
+struct Records {
+  const char* strings;
+  const KernelRecord* kernels;
+  const BufferRecord* buffers;
+  const ParamRecord* params;
+  const Range* sizes;  // of factors
+  const FactorRecord* factors;
+  int32_t num_string_bytes;
+  int32_t num_kernels;
+  int32_t num_buffers;
+  int32_t num_params;
+  int32_t num_sizes;
+  int32_t num_factors;
 };
 
 }  // namespace fa4_jax

@@ -1,4 +1,4 @@
-// KernelRecord -> KernelSpec, with every index checked once so that launches need not.
+// Records -> KernelSpecs, with every index checked once so that launches need not.
 #include <algorithm>
 #include <string_view>
 
@@ -23,126 +23,161 @@ bool Within(Range range, int32_t size) {
   return 0 <= range.begin && range.begin <= range.end && range.end <= size;
 }
 
-// Collects what is wrong with a record; the first complaint wins.
-class Checker {
+// Reads one kernel's records. The first complaint wins; after one, nothing more is read.
+class Reader {
  public:
-  explicit Checker(const KernelRecord& record) : record_(record) {}
+  Reader(const Records& records, const KernelRecord& record,
+         std::shared_ptr<const SizeTables> tables)
+      : records_(records), record_(record) {
+    spec_.tables = std::move(tables);
+  }
 
-  void Require(bool condition, const std::string& what) {
-    if (!condition && what_.empty()) what_ = what;
+  ffi::ErrorOr<KernelSpec> Read() {
+    ReadStrings();
+    ReadGeometry();
+    if (complaint_.empty()) ReadBuffers();
+    if (complaint_.empty()) ReadParams();
+    for (const Range& size : record_.grid) ReadSize(size);
+    if (complaint_.empty()) return std::move(spec_);
+    return ffi::Unexpected(InvalidArgument("manifest record of kernel " + spec_.name, complaint_));
   }
-  bool BufferExists(int32_t buffer) const {
-    return 0 <= buffer && buffer < record_.num_operands + record_.num_results;
-  }
-  const std::string& what() const { return what_; }
 
  private:
-  const KernelRecord& record_;
-  std::string what_;
-};
-
-void CheckCounts(const KernelRecord& record, Checker* check) {
-  check->Require(record.num_operands + record.num_results <= kMaxBuffers, "too many buffers");
-  check->Require(record.num_params <= kMaxParams, "too many parameters");
-  check->Require(std::string_view(record.arch).substr(0, 3) == "sm_" &&
-                     std::string_view(record.arch).size() >= 6,
-                 std::string("unknown architecture ") + record.arch);
-  check->Require(ReadType(record.dtype).has_value(), std::string("unknown type ") + record.dtype);
-  check->Require(record.cluster[0] > 0 && record.cluster[1] > 0 && record.cluster[2] > 0,
-                 "a cluster dimension is 0");
-  for (const Range& size : record.grid) {
-    check->Require(Within(size, record.num_factors), "a grid size is out of range");
+  bool Require(bool condition, const std::string& complaint) {
+    if (!condition && complaint_.empty()) complaint_ = complaint;
+    return condition;
   }
-  for (int i = 0; i < record.num_sizes; ++i) {
-    check->Require(Within(record.sizes[i], record.num_factors), "a shape is out of range");
-  }
-}
 
-// Every axis that a size or parameter reads must exist in the buffer.
-void ReadFactors(const KernelRecord& record, Checker* check, KernelSpec* spec) {
-  spec->factors.assign(record.factors, record.factors + record.num_factors);
-  for (const FactorRecord& factor : spec->factors) {
-    if (factor.buffer < 0) continue;
-    bool known = check->BufferExists(factor.buffer);
-    check->Require(known && factor.axis >= 0 && factor.divisor > 0, "a size is out of range");
-    if (!known) continue;
-    int32_t& rank = spec->buffers[factor.buffer].min_rank;
-    rank = std::max(rank, factor.axis + 1);
-  }
-}
-
-void ReadBuffers(const KernelRecord& record, Checker* check, KernelSpec* spec) {
-  for (int i = 0; i < record.num_operands + record.num_results; ++i) {
-    const BufferRecord& buffer = record.buffers[i];
-    std::optional<ffi::DataType> dtype = ReadType(buffer.dtype);
-    check->Require(dtype.has_value() || *buffer.dtype == '\0',
-                   std::string(buffer.name) + " has unknown type " + buffer.dtype);
-    check->Require(buffer.alias < record.num_operands, "an alias is out of range");
-    check->Require(Within(buffer.shape, record.num_sizes), "a shape is out of range");
-    spec->buffers.push_back({buffer.name, dtype, buffer.alias, buffer.shape, 0});
-  }
-}
-
-void ReadParams(const KernelRecord& record, Checker* check, KernelSpec* spec) {
-  int tensor_maps = 0;
-  for (int i = 0; i < record.num_params; ++i) {
-    const ParamRecord& param = record.params[i];
-    ParamSpec copy = {param.name,
-                      static_cast<ParamKind>(param.kind),
-                      param.buffer,
-                      param.rank,
-                      param.swizzle_bytes,
-                      {},
-                      {},
-                      param.size};
-    std::copy(std::begin(param.axes), std::end(param.axes), copy.axes.begin());
-    std::copy(std::begin(param.box), std::end(param.box), copy.box.begin());
-    const bool reads_buffer = copy.kind == ParamKind::kTensorMap ||
-                              copy.kind == ParamKind::kPointer || copy.kind == ParamKind::kDim;
-    const bool known = check->BufferExists(copy.buffer) && 0 <= copy.rank && copy.rank <= 5;
-    check->Require(!reads_buffer || known, "parameter " + copy.name + " is out of range");
-    check->Require(Within(copy.size, record.num_factors),
-                   "parameter " + copy.name + " is out of range");
-    for (int a = 0; reads_buffer && known && a < copy.rank; ++a) {
-      check->Require(copy.axes[a] >= 0, "parameter " + copy.name + " has a negative axis");
-      int32_t& rank = spec->buffers[copy.buffer].min_rank;
-      rank = std::max(rank, copy.axes[a] + 1);
+  std::string String(int32_t offset) {
+    if (!Require(0 <= offset && offset < records_.num_string_bytes, "a name is out of range")) {
+      return "";
     }
-    tensor_maps += copy.kind == ParamKind::kTensorMap;
-    spec->params.push_back(std::move(copy));
+    return records_.strings + offset;
   }
-  check->Require(tensor_maps <= kMaxTensorMaps, "too many tensor maps");
-}
+
+  void ReadStrings() {
+    spec_.name = String(record_.name);
+    spec_.arch = String(record_.arch);
+    spec_.file = String(record_.file);
+    spec_.sha256 = String(record_.sha256);
+    spec_.symbol = String(record_.symbol);
+    const std::string dtype = String(record_.dtype);
+    const std::optional<ffi::DataType> type = ReadType(dtype);
+    Require(type.has_value(), "unknown type " + dtype);
+    spec_.dtype = type.value_or(spec_.dtype);
+    Require(spec_.arch.size() >= 6 && spec_.arch.substr(0, 3) == "sm_",
+            "unknown architecture " + spec_.arch);
+  }
+
+  void ReadGeometry() {
+    for (int i = 0; i < 3; ++i) {
+      spec_.block[i] = record_.block[i];
+      spec_.cluster[i] = record_.cluster[i];
+      spec_.grid[i] = record_.grid[i];
+      Require(record_.cluster[i] > 0, "a cluster dimension is 0");
+    }
+    spec_.dynamic_shared_bytes = record_.dynamic_shared_bytes;
+    spec_.persistent = record_.persistent != 0;
+    spec_.num_operands = record_.num_operands;
+    Require(Within(record_.buffers, records_.num_buffers), "its buffers are out of range");
+    Require(Within(record_.params, records_.num_params), "its parameters are out of range");
+    const int32_t num_buffers = record_.buffers.end - record_.buffers.begin;
+    Require(num_buffers <= kMaxBuffers, "too many buffers");
+    Require(0 <= record_.num_operands && record_.num_operands <= num_buffers,
+            "its operands are out of range");
+    Require(record_.params.end - record_.params.begin <= kMaxParams, "too many parameters");
+  }
+
+  void ReadBuffers() {
+    for (int i = record_.buffers.begin; i < record_.buffers.end; ++i) {
+      const BufferRecord& buffer = records_.buffers[i];
+      const std::string dtype = String(buffer.dtype);
+      const std::optional<ffi::DataType> type = ReadType(dtype);
+      Require(type.has_value() || dtype.empty(), "unknown type " + dtype);
+      Require(buffer.alias < record_.num_operands, "an alias is out of range");
+      Require(Within(buffer.shape, records_.num_sizes), "a shape is out of range");
+      spec_.buffers.push_back({String(buffer.name), type, buffer.alias, buffer.shape, 0});
+    }
+    if (!complaint_.empty()) return;
+    for (size_t i = record_.num_operands; i < spec_.buffers.size(); ++i) {
+      const Range shape = spec_.buffers[i].shape;
+      for (int32_t axis = shape.begin; axis < shape.end; ++axis) ReadSize(records_.sizes[axis]);
+    }
+  }
+
+  // A size or parameter reads `axis`, so the buffer must have it.
+  void UseAxis(int32_t buffer, int32_t axis) {
+    const int32_t count = static_cast<int32_t>(spec_.buffers.size());
+    if (!Require(0 <= buffer && buffer < count && axis >= 0, "an axis is out of range")) return;
+    int32_t& rank = spec_.buffers[buffer].min_rank;
+    rank = std::max(rank, axis + 1);
+  }
+
+  void ReadSize(Range size) {
+    if (!Require(Within(size, records_.num_factors), "a size is out of range")) return;
+    for (int32_t i = size.begin; i < size.end; ++i) {
+      const FactorRecord& factor = records_.factors[i];
+      if (factor.buffer < 0) continue;
+      UseAxis(factor.buffer, factor.axis);
+      Require(factor.divisor > 0, "a size is divided by 0");
+    }
+  }
+
+  void ReadParams() {
+    int tensor_maps = 0;
+    for (int i = record_.params.begin; i < record_.params.end; ++i) {
+      const ParamRecord& param = records_.params[i];
+      ParamSpec copy = {String(param.name),
+                        static_cast<ParamKind>(param.kind),
+                        param.buffer,
+                        param.rank,
+                        param.swizzle_bytes,
+                        {},
+                        {},
+                        param.size};
+      std::copy(std::begin(param.axes), std::end(param.axes), copy.axes.begin());
+      std::copy(std::begin(param.box), std::end(param.box), copy.box.begin());
+      ReadParam(copy);
+      tensor_maps += copy.kind == ParamKind::kTensorMap;
+      spec_.params.push_back(std::move(copy));
+    }
+    Require(tensor_maps <= kMaxTensorMaps, "too many tensor maps");
+  }
+
+  void ReadParam(const ParamSpec& param) {
+    ReadSize(param.size);
+    const bool of_buffer = param.kind == ParamKind::kTensorMap ||
+                           param.kind == ParamKind::kPointer || param.kind == ParamKind::kDim;
+    if (!of_buffer) return;
+    const bool ranked = param.kind == ParamKind::kPointer || (1 <= param.rank && param.rank <= 5);
+    const int32_t count = static_cast<int32_t>(spec_.buffers.size());
+    if (!Require(ranked && 0 <= param.buffer && param.buffer < count,
+                 "parameter " + param.name + " is out of range")) {
+      return;
+    }
+    for (int axis = 0; axis < param.rank; ++axis) UseAxis(param.buffer, param.axes[axis]);
+  }
+
+  const Records& records_;
+  const KernelRecord& record_;
+  KernelSpec spec_;
+  std::string complaint_;
+};
 
 }  // namespace
 
-ffi::ErrorOr<KernelSpec> ReadRecord(const KernelRecord& record) {
-  Checker check(record);
-  CheckCounts(record, &check);
-  KernelSpec spec;
-  spec.name = record.name;
-  spec.arch = record.arch;
-  spec.dtype = ReadType(record.dtype).value_or(spec.dtype);
-  spec.file = record.file;
-  spec.sha256 = record.sha256;
-  spec.symbol = record.symbol;
-  ReadBuffers(record, &check, &spec);
-  ReadFactors(record, &check, &spec);
-  ReadParams(record, &check, &spec);
-  spec.sizes.assign(record.sizes, record.sizes + record.num_sizes);
-  spec.num_operands = record.num_operands;
-  spec.dynamic_shared_bytes = record.dynamic_shared_bytes;
-  spec.persistent = record.persistent != 0;
-  for (int i = 0; i < 3; ++i) {
-    spec.block[i] = record.block[i];
-    spec.cluster[i] = record.cluster[i];
-    spec.grid[i] = record.grid[i];
+ffi::ErrorOr<std::vector<KernelSpec>> ReadRecords(const Records& records) {
+  auto tables = std::make_shared<SizeTables>();
+  tables->sizes.assign(records.sizes, records.sizes + records.num_sizes);
+  tables->factors.assign(records.factors, records.factors + records.num_factors);
+  std::vector<KernelSpec> specs;
+  specs.reserve(records.num_kernels);
+  for (int32_t i = 0; i < records.num_kernels; ++i) {
+    ffi::ErrorOr<KernelSpec> spec = Reader(records, records.kernels[i], tables).Read();
+    if (spec.has_error()) return ffi::Unexpected(spec.error());
+    specs.push_back(std::move(*spec));
   }
-  if (!check.what().empty()) {
-    return ffi::Unexpected(
-        InvalidArgument(std::string("manifest record of kernel ") + record.name, check.what()));
-  }
-  return spec;
+  return specs;
 }
 
 }  // namespace fa4_jax

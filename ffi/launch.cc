@@ -37,7 +37,8 @@ int64_t EvaluateFactor(const FactorRecord& factor, const Buffers& buffers) {
 
 int64_t EvaluateSize(const KernelSpec& spec, Range size, const Buffers& buffers) {
   int64_t value = 1;
-  for (int32_t i = size.begin; i < size.end; ++i) value *= EvaluateFactor(spec.factors[i], buffers);
+  for (int32_t i = size.begin; i < size.end; ++i)
+    value *= EvaluateFactor(spec.tables->factors[i], buffers);
   return value;
 }
 
@@ -65,7 +66,7 @@ ffi::Error CheckResultShape(const KernelSpec& spec, int32_t index, const Buffers
                                                      std::to_string(rank));
   }
   for (size_t axis = 0; axis < rank; ++axis) {
-    const int64_t expected = EvaluateSize(spec, spec.sizes[shape.begin + axis], buffers);
+    const int64_t expected = EvaluateSize(spec, spec.tables->sizes[shape.begin + axis], buffers);
     if (buffer.dims[axis] != expected) {
       return InvalidArgument(Subject(spec, index), "axis " + std::to_string(axis) + " is " +
                                                        std::to_string(buffer.dims[axis]) +
