@@ -55,7 +55,9 @@ class KernelKey:
     def name(self) -> str:
         """Unique readable name, e.g. "sm_90a_fwd_bf16_d128_band"."""
         parts = [self.arch, str(self.kernel), self.dtype, f"d{self.head_dim}"]
-        parts += [flag for flag in ("band", "deterministic", "polynomial_exp2") if getattr(self, flag)]
+        parts += [
+            flag for flag in ("band", "deterministic", "polynomial_exp2") if getattr(self, flag)
+        ]
         return "_".join(parts)
 
 

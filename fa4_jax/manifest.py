@@ -140,8 +140,11 @@ def cubin_to_json(cubin: Cubin) -> dict[str, Any]:
         result["shape"] = [_size_to_json(size) for size in source.shape]
     defaults = dataclasses.asdict(Param("", ""))
     launch["params"] = [
-        {k: v for k, v in (dataclasses.asdict(p) | {"size": _size_to_json(p.size)}).items()
-         if k in ("name", "kind") or (v != defaults[k] and v != [])}
+        {
+            k: v
+            for k, v in (dataclasses.asdict(p) | {"size": _size_to_json(p.size)}).items()
+            if k in ("name", "kind") or (v != defaults[k] and v != [])
+        }
         for p in cubin.launch.params
     ]
     return data
@@ -201,6 +204,8 @@ def load(path: pathlib.Path) -> Manifest:
     """
     document = json.loads(path.read_text())
     if document["schema"] != SCHEMA:
-        raise ValueError(f"{path}: manifest schema {document['schema']}, this library reads {SCHEMA}")
+        raise ValueError(
+            f"{path}: manifest schema {document['schema']}, this library reads {SCHEMA}"
+        )
     cubins = [cubin_from_json(entry) for entry in document["kernels"]]
     return Manifest({c.key: c for c in cubins}, document["toolchain"], path.parent)

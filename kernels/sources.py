@@ -17,7 +17,7 @@ class KernelSource:
     Attributes:
       host: the `cute.jit` host function; its arguments are `host_arguments` and a stream.
       arguments: example arguments for `cute.compile`, the stream last.
-      host_arguments: what each argument of `host` before the stream is, in the words of the manifest.
+      host_arguments: what each argument of `host` before the stream is, in the manifest's words.
       launch: how the handler launches the kernel.
       tile: sizes worth telling a person.
       symbol_prefix: the kernel's symbol starts with this.

@@ -48,7 +48,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True)
 class BlockRange:
-    """Column blocks of a row tile: begin <= block < end; those in [full_begin, full_end) need no mask."""
+    """Column blocks of a row tile: begin <= block < end; [full_begin, full_end) need no mask."""
 
     begin: Any
     full_begin: Any
@@ -64,8 +64,10 @@ def row_limits(band: Band, row: Any, use: Arithmetic) -> tuple[Any, Any]:
     return low, high
 
 
-def visited_blocks(band: Band, first_row: Any, rows: int, block: int, use: Arithmetic) -> BlockRange:
-    """Column blocks that rows [first_row, first_row + rows) visit: exactly those that hold a seen pair.
+def visited_blocks(
+    band: Band, first_row: Any, rows: int, block: int, use: Arithmetic
+) -> BlockRange:
+    """Column blocks that rows [first_row, first_row + rows) visit: those that hold a seen pair.
 
     Exactness matters: the deterministic backward counts on rows and columns agreeing on it.
     """

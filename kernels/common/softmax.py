@@ -1,7 +1,7 @@
 """The arithmetic of online softmax on accumulator fragments: values in, values out, no barriers.
 
-A wgmma accumulator of 64 x n gives a thread two rows (index 1 of its first mode) and, in each, pairs
-of adjacent columns every 8 columns:
+A wgmma accumulator of 64 x n gives a thread two rows (index 1 of its first mode) and, in each,
+pairs of adjacent columns every 8 columns:
     acc[(column % 2, row, column // 8)], thread = 4 * (row % 8) + (column % 8) // 2 of its warp.
 Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
 """
@@ -92,7 +92,8 @@ def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: 
     """Reference maximum for a row once this block is seen.
 
     It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
-    need no rescaling; output, row sum and LSE share it, so the result is the same in exact arithmetic.
+    need no rescaling; output, row sum and LSE share it, so the result is the same in exact
+    arithmetic.
     (FlashAttention-4, conditional rescaling.)
     """
     maximum = reference
@@ -106,7 +107,7 @@ def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: 
 def exponentiate_row(
     scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32, polynomial_one_in: int
 ) -> Float32:
-    """scores <- exp2((scores - reference) * scale_log2) in one row; returns the thread's partial sum."""
+    """scores <- exp2((scores - reference) * scale_log2) in one row; returns the thread's sum."""
     finite = finite_reference(reference)
     shift = finite * scale_log2
     total = [Float32(0.0), Float32(0.0)]

@@ -18,7 +18,7 @@ _ANY_LENGTH, _ANY_DIM, _ANY_COUNT = 1 << 30, 1 << 10, 1 << 20
 
 
 def bthd_tensor(pointer: cute.Pointer, shape: tuple):
-    """Row-major [batch, length, heads, head_dim] memory as a (length, head_dim, heads, batch) tensor."""
+    """Row-major [B, length, heads, head_dim] memory as (length, head_dim, heads, batch)."""
     batch, length, heads, head_dim = shape
     row = Int64(heads) * Int64(head_dim)
     return cute.make_tensor(
@@ -31,7 +31,7 @@ def bthd_tensor(pointer: cute.Pointer, shape: tuple):
 
 
 def bthd_coordinates():
-    """TMA coordinates of a (length, head_dim, heads, batch) tensor whose bounds the descriptor knows.
+    """TMA coordinates of a (length, head_dim, heads, batch) tensor; its descriptor bounds it.
 
     Built inside the kernel, so that the descriptor is the only parameter a tensor needs.
     """

@@ -11,31 +11,32 @@ that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.
     order warp         deterministic only: turns to add dQ, Note [dq order]
     MMA warpgroup 0, 1 the products; how they share them is in BackwardTile.split_keys, split_rows
 
-dQ goes to global memory by vector reductions straight from the accumulator registers: dq_acc is laid
-out so that a warpgroup's registers are contiguous (Note [dq_acc]). A CTA walks all query heads of its
-group, so dK and dV are summed in registers whatever the group size, in a fixed order.
+dQ goes to global memory by vector reductions straight from the accumulator registers: dq_acc is
+laid out so that a warpgroup's registers are contiguous (Note [dq_acc]). A CTA walks all query heads
+of its group, so dK and dV are summed in registers whatever the group size, in a fixed order.
 
 Deterministic mode adds to each dq_acc tile in a fixed order of key tiles (Note [dq order]).
 
-Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]: thread (of both
-warpgroups) and its accumulator registers 4 * chunk .. 4 * chunk + 3, that is two adjacent columns of
-row r and the same of row r + 8. bwd_post undoes it with the same accumulator layout.
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]: thread (of
+both warpgroups) and its accumulator registers 4 * chunk .. 4 * chunk + 3, that is two adjacent
+columns of row r and the same of row r + 8. bwd_post undoes it with the same accumulator layout.
 
 Note [scores]: dS (and P, where it is not kept in registers) has two buffers used in turn, so one
 barrier a step is enough: a warpgroup passes SCORES_READY of step i + 1 only when the other one has
-arrived there, which it does after its products of step i have read buffer i % 2; step i + 2 may write it.
+arrived there, which it does after its products of step i have read buffer i % 2; step i + 2 may
+write it.
 
-Note [dq order]: every (head, query tile) has a counter. The CTA whose turn is `index` waits until it
-reads index, adds its tile, and then increments. Dense: index counts key tiles upwards. Band: downwards
-from the tile's last, so that the CTA on the diagonal, whose first step this is, goes first. CTAs start
-in index order (lower block index first), so whoever is waited for has started: the started CTA of
-lowest index never waits, and there is no deadlock with any number of resident CTAs.
+Note [dq order]: every (head, query tile) has a counter. The CTA whose turn is `index` waits until
+it reads index, adds its tile, and then increments. Dense: index counts key tiles upwards. Band:
+downwards from the tile's last, so that the CTA on the diagonal, whose first step this is, goes
+first. CTAs start in order of their block index and only ever wait for lower ones, which have
+started: the lowest of those that have not finished never waits, so there is no deadlock with any
+number of resident CTAs.
 Waiting and incrementing are the order warp's, so that their latency hides behind the products: it
-opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`. Their
-additions happen before the arrivals, those before the order warp's release: cumulativity does the rest.
+opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`.
+Their additions happen before the arrivals, those before the order warp's release; cumulativity
+does the rest.
 """
-
-import dataclasses
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,85 +47,13 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Result
 from kernels.common import bands, launches, ptx, softmax, tensors
+from kernels.sm90.backward_data import Maps, Rows, Shared, Work, allocate, make_products
 from kernels.sm90.tiles import BACKWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
 from kernels.sources import KernelSource
 
 SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
 FINISHED = 2  # named barrier of both MMA warpgroups
 PADDING = 3  # named barrier of both MMA warpgroups
-
-
-@dataclasses.dataclass(frozen=True)
-class Maps:
-    """TMA descriptors, boxes (rows, head_dim) of [B, length, heads, head_dim] tensors."""
-
-    q: cute.CopyAtom
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    do: cute.CopyAtom
-    dk: cute.CopyAtom
-    dv: cute.CopyAtom
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Per-row fp32 inputs and the dQ accumulators, all in query tiles of `m` rows."""
-
-    lse_log2: cute.Pointer
-    delta: cute.Pointer
-    dq_acc: cute.Pointer
-    dq_order: cute.Pointer | None
-    tiles: Int32
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one CTA does: a key tile of one KV head of one batch element."""
-
-    first_key: Int32
-    tile: Int32
-    kv_head: Int32
-    group: Int32
-    heads: Int32
-    batch: Int32
-    band: bands.Band
-    blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the tile holds keys past the key length that TMA reads
-    padded_queries: cutlass.Boolean  # so does the last query block
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Shared memory. k and v later stage dk and dv; *_full / *_empty guard what TMA writes."""
-
-    k: cute.Tensor  # (n, head_dim)
-    kt: cute.Tensor  # (head_dim, n), the same memory
-    v: cute.Tensor  # (n, head_dim)
-    q: cute.Tensor  # (m, head_dim, stage)
-    qt: cute.Tensor  # (head_dim, m, stage), the same memory
-    do: cute.Tensor  # (m, head_dim, stage)
-    dot: cute.Tensor  # (head_dim, m, stage), the same memory
-    p: cute.Tensor  # (n, m, 2), unless P stays in registers
-    ds: cute.Tensor  # (n, m, 2)
-    dst: cute.Tensor  # (m, n, 2), the same memory
-    lse_log2: cute.Tensor  # (m, stage)
-    delta: cute.Tensor  # (m, stage)
-    kv_full: cute.Pointer
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    do_full: cute.Pointer
-    do_empty: cute.Pointer
-    turn: cute.Pointer
-    added: cute.Pointer
-
-
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """The five matrix products, transposed scores first."""
-
-    scores: tensors.Wgmma  # S^T and dP^T: (n, m)
-    grads: tensors.Wgmma  # dV and dK: (n, head_dim)
-    dq: tensors.Wgmma  # dQ: (m, head_dim)
 
 
 class Backward:
@@ -137,22 +66,6 @@ class Backward:
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim]
         self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
-
-    def products(self) -> Products:
-        """How the two warpgroups tile each product."""
-        tile, d = self.tile, self.head_dim
-        k_major, mn_major = tensors.K_MAJOR, tensors.MN_MAJOR
-        if tile.split_keys:
-            scores = tensors.Wgmma(self.dtype, (2, 1), tile.m, (k_major, k_major))
-            grads = tensors.Wgmma(
-                self.dtype, (2, 1), d, (k_major, mn_major), tensors.REGISTERS
-            )
-        else:
-            scores = tensors.Wgmma(self.dtype, (1, 2), tile.m // 2, (k_major, k_major))
-            grads = tensors.Wgmma(self.dtype, (1, 2), d // 2, (k_major, mn_major))
-        warpgroups, columns = ((2, 1), d) if tile.split_rows else ((1, 2), d // 2)
-        dq = tensors.Wgmma(self.dtype, warpgroups, columns, (mn_major, mn_major))
-        return Products(scores, grads, dq)
 
     @cute.jit
     def __call__(
@@ -242,7 +155,7 @@ class Backward:
         window_right: Int32,
     ):
         maps = Maps(q_map, k_map, v_map, do_map, dk_map, dv_map)
-        shared = self.allocate()
+        shared = allocate(self.dtype, self.head_dim, self.tile)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             for descriptor in (maps.q, maps.k, maps.v, maps.do, maps.dk, maps.dv):
@@ -275,66 +188,6 @@ class Backward:
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.multiply(maps, shared, work, rows, scale_log2, scale)
-
-    def allocate(self) -> Shared:
-        """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
-        tile, d, dtype = self.tile, self.head_dim, self.dtype
-        key_layout = tensors.tile_layout(dtype, tile.n, d, 1, tile.span_bytes)
-        query_layout = tensors.tile_layout(dtype, tile.m, d, tile.stages, tile.span_bytes)
-        score_layout = tensors.tile_layout(dtype, tile.n, tile.m, 2)
-        statistics = cute.make_layout((tile.m, tile.stages))
-        key_size, query_size = cute.cosize(key_layout), cute.cosize(query_layout)
-        score_size = cute.cosize(score_layout)
-
-        @cute.struct
-        class Storage:
-            kv_full: cute.struct.MemRange[cutlass.Int64, 1]
-            turn: cute.struct.MemRange[cutlass.Int64, 1]
-            added: cute.struct.MemRange[cutlass.Int64, 1]
-            q_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
-            q_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
-            do_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
-            do_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
-            lse_log2: cute.struct.Align[
-                cute.struct.MemRange[Float32, tile.m * tile.stages], 1024
-            ]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, tile.m * tile.stages], 128]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, key_size], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, key_size], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, query_size], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[dtype, query_size], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[dtype, score_size], 1024]
-            p: cute.struct.Align[
-                cute.struct.MemRange[dtype, 0 if tile.split_keys else score_size], 1024
-            ]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-
-        def view(field, layout):
-            return tensors.smem_tensor(field, layout)
-
-        transposed = tensors.transposed
-        return Shared(
-            k=view(storage.k, key_layout)[None, None, 0],
-            kt=view(storage.k, transposed(key_layout))[None, None, 0],
-            v=view(storage.v, key_layout)[None, None, 0],
-            q=view(storage.q, query_layout),
-            qt=view(storage.q, transposed(query_layout)),
-            do=view(storage.do, query_layout),
-            dot=view(storage.do, transposed(query_layout)),
-            p=view(storage.ds if tile.split_keys else storage.p, score_layout),
-            ds=view(storage.ds, score_layout),
-            dst=view(storage.ds, transposed(score_layout)),
-            lse_log2=storage.lse_log2.get_tensor(statistics),
-            delta=storage.delta.get_tensor(statistics),
-            kv_full=storage.kv_full.data_ptr(),
-            q_full=storage.q_full.data_ptr(),
-            q_empty=storage.q_empty.data_ptr(),
-            do_full=storage.do_full.data_ptr(),
-            do_empty=storage.do_empty.data_ptr(),
-            turn=storage.turn.data_ptr(),
-            added=storage.added.data_ptr(),
-        )
 
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
         """The key tile of this CTA, within groups of heads whose Q, dO and dQ fill the L2.
@@ -453,7 +306,7 @@ class Backward:
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        products = self.products()
+        products = make_products(self.dtype, self.head_dim, self.tile)
         grads = products.grads.tiled()
         dk_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
         dv_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
@@ -510,7 +363,7 @@ class Backward:
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
-        products = self.products()
+        products = make_products(self.dtype, self.head_dim, self.tile)
         scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
         scores_slice, grads_slice = scores_mma.get_slice(uniform), grads_mma.get_slice(uniform)
         slot, phase = tensors.ring_slot(step, tile.stages)
@@ -586,7 +439,9 @@ class Backward:
         """Rounds a score fragment to the storage type and writes it to a (n, m) tile."""
         thread, _, _ = cute.arch.thread_idx()
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.products().scores.tiled())
+        copy = cute.make_tiled_copy_C(
+            atom, make_products(self.dtype, self.head_dim, self.tile).scores.tiled()
+        )
         copy = copy.get_slice(thread - WARPGROUP)
         rounded = cute.make_rmem_tensor(values.shape, self.dtype)
         rounded.store(values.load().to(self.dtype))
@@ -614,9 +469,7 @@ class Backward:
                 index = key + 8 * row
                 first, last = bands.row_limits(work.band.transposed(), index, tensors.INT32)
                 low[row] = first
-                high[row] = Int32(
-                    cutlass.select_(index < work.band.key_length, last, Int32(0))
-                )
+                high[row] = Int32(cutlass.select_(index < work.band.key_length, last, Int32(0)))
             softmax.mask_band(scores, block * tile.m + self.first_query(group), low, high)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32, group: Int32) -> cute.Tensor:
@@ -653,9 +506,7 @@ class Backward:
             cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
-    def add_dq(
-        self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, member, block, step
-    ):
+    def add_dq(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, member, block, step):
         """Adds this step's dQ tile to dq_acc; Notes [dq_acc] and [dq order]."""
         thread, _, _ = cute.arch.thread_idx()
         head = work.kv_head * work.group + member

@@ -1,7 +1,7 @@
-"""Hopper backward, the two small kernels around the main one; one CTA for each query tile of a head.
+"""Hopper backward, the two small kernels around the main one; one CTA per query tile of a head.
 
     pre    delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and dq_order = 0)
-    post   dQ = scale * dq_acc, from the accumulator layout (backward.py, Note [dq_acc]) to [B, T, N, H]
+    post   dQ = scale * dq_acc, from accumulator layout (backward.py, Note [dq_acc]) to [B, T, N, H]
 
 Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0.
 """
@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Param, Result
-from kernels.common import launches, softmax, tensors
-from kernels.sm90.backward import Backward
+from kernels.common import launches, tensors
+from kernels.sm90.backward_data import make_products
 from kernels.sm90.tiles import BACKWARD_TILES, WARPGROUP
 from kernels.sources import KernelSource
 
@@ -161,7 +161,7 @@ class Postprocess:
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
         self.tile = BACKWARD_TILES[key.head_dim]
-        self.product = Backward(key).products().dq
+        self.product = make_products(self.dtype, self.head_dim, self.tile).dq
 
     def smem_layout(self, rows: int) -> cute.ComposedLayout:
         layout = tensors.tile_layout(self.dtype, rows, self.head_dim, 1, self.tile.span_bytes)

@@ -1,22 +1,22 @@
 """Hopper forward: O = softmax(scale * Q K^T) V and LSE, one query tile per CTA.
 
     load warp      TMA:   Q once, then K_n, V_n into two rings, last block first
-    MMA warpgroup w, 64 query rows, registers S, P, O; per key block n (i counts blocks from the last):
+    MMA warpgroup w, 64 query rows, registers S, P, O; per key block (i counts from the last one):
         S(i)  = Q K(i)^T        wgmma, both operands from shared memory
         O    += P(i-1) V(i-1)   wgmma, P from registers; runs while softmax works on S(i)
         P(i)  = exp2(S(i) * scale_log2 - reference * scale_log2),  row sums alongside
     then O / sum through shared memory (Q's) to global memory by TMA, LSE by ordinary stores.
 
 Overlap inside a warpgroup: softmax of block i runs under the PV product of block i - 1. Overlap
-across warpgroups: they issue their products in turn (Note [turns]), so that one's softmax runs under
-another's tensor-core work. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4 for the
+across warpgroups: they issue their products in turn (Note [turns]), so that one's softmax runs
+under another's tensor-core work. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4 for the
 rescaling threshold, the polynomial exponentials and the tile order.)
 
 Not here: bias, dense masks, dropout, value head dim other than the query's.
 
 Note [turns]: warpgroup w waits on named barrier TURN + w before it issues the products of a block
-and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn; the first
-one closes the last turn, so that every arrival is matched when the CTA exits.
+and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn; the
+first one closes the last turn, so that every arrival is matched when the CTA exits.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Shared memory. q also stages o; k and v are rings of `kv_stages`; *_full / *_empty guard them."""
+    """Shared memory. q also stages o; k and v are rings; *_full / *_empty guard them."""
 
     q: cute.Tensor  # (m, head_dim)
     k: cute.Tensor  # (n, head_dim, stage)
@@ -230,7 +230,7 @@ class Forward:
         )
 
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
-        """The tile of this CTA: longest tiles first within groups of heads whose K and V fill the L2.
+        """The tile of this CTA: longest first within groups of heads whose K and V fill the L2.
 
         Heads count over batches; those of one group are visited row tile by row tile, so that equal
         tiles of neighbouring heads run together and share K and V where heads share them.
@@ -362,7 +362,7 @@ class Forward:
             products = (qk_product, pv_product)
             rows = (low, high, reference, row_sum)
             scalars = (scale_log2, lag_limit, first_column, group)
-            # Then blocks masked on the right edge, unmasked ones, and those masked on the left edge.
+            # Then blocks masked on the right edge, unmasked ones, those masked on the left edge.
             right = cutlass.max(cutlass.min(work.blocks.full_end, end - 1), begin)
             left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
             phases = ((end - 1, right, True), (right, left, False), (left, begin, True))
@@ -433,7 +433,7 @@ class Forward:
     def softmax_block(
         self, scores, reference, row_sum, scale_log2: Float32, lag_limit: Float32
     ) -> list[Float32]:
-        """scores <- probabilities; moves the row references and sums; returns the rescale factors."""
+        """scores <- probabilities; moves row references and sums; returns the rescale factors."""
         factors = []
         for row in range(softmax.ROWS):
             old = reference[row]
@@ -487,7 +487,6 @@ class Forward:
         Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
         """
         acc, reference, row_sum = results
-        tile, d = self.tile, self.head_dim
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -507,7 +506,7 @@ class Forward:
                 acc[index] = softmax.select(valid, acc[index] * inverse, Float32(0.0))
         output = cute.make_rmem_tensor(acc.shape, self.dtype)
         output.store(acc.load().to(self.dtype))
-        # Every warpgroup overwrites its own 64 rows of q, which only it has read, and has waited for.
+        # A warpgroup overwrites its own 64 rows of q: it alone has read them, and has waited.
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
         cute.copy(atom, copy.retile(output), copy.partition_D(shared.q))
@@ -516,8 +515,8 @@ class Forward:
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
             o = cute.domain_offset((work.first_row + group * 64, 0), o)
-            target = cute.local_tile(o, (64, d), (0, 0))
-            source = cute.local_tile(shared.q, (64, d), (group, 0))
+            target = cute.local_tile(o, (64, self.head_dim), (0, 0))
+            source = cute.local_tile(shared.q, (64, self.head_dim), (group, 0))
             tensors.tma_store(maps.o, source, target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
