@@ -31,7 +31,7 @@ def test_backward_tiles_fit(head_dim):
 def check_registers(mma_warpgroups: int):
     """setmaxnreg: multiples of 8 up to 240 that sum to at most the register file."""
     budget = tiles.REGISTER_BUDGETS[mma_warpgroups]
-    assert budget.load % 8 == 0 and budget.mma % 8 == 0 and 24 <= budget.load and budget.mma <= 240
+    assert budget.load % 8 == 0 and budget.mma % 8 == 0 and budget.load >= 24 and budget.mma <= 240
     assert (budget.load + mma_warpgroups * budget.mma) * tiles.WARPGROUP <= tiles.REGISTERS_PER_SM
 
 
