@@ -90,15 +90,16 @@ class Explanation:
 
 def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
     """Static facts of a call whose operands may be ShapeDtypeStructs."""
+    positions = [str(i) for i in range(len(args))]
     arrays = {
         name: x
-        for name, x in [*enumerate(args), *kwargs.items()]
+        for name, x in [*zip(positions, args, strict=True), *kwargs.items()]
         if isinstance(x, jax.ShapeDtypeStruct)
     }
     found: list[Problem] = []
 
-    def trace(arrays: dict[Any, jax.Array]) -> None:
-        positional = [arrays.get(i, x) for i, x in enumerate(args)]
+    def trace(arrays: dict[str, jax.Array]) -> None:
+        positional = [arrays.get(i, x) for i, x in zip(positions, args, strict=True)]
         named = {name: arrays.get(name, x) for name, x in kwargs.items()}
         found.append(canonicalise(Call(*positional, **named))[1])
 

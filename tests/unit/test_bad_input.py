@@ -1,0 +1,168 @@
+"""Every wrong argument is an error that names it and its value."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fa4_jax import attention
+
+T, S, N, K, H = 5, 7, 4, 2, 16
+
+
+def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def call(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "query": zeros(2, T, N, H),
+        "key": zeros(2, S, K, H),
+        "value": zeros(2, S, K, H),
+    }
+    return attention(**(arguments | changes))
+
+
+def lengths(*values: int, dtype: Any = np.int32) -> np.ndarray:
+    return np.asarray(values, dtype)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"query": zeros(T, H)}, r"query .*\(5, 16\)"),
+    ({"query": zeros(1, 2, T, N, H)}, r"query .*\(1, 2, 5, 4, 16\)"),
+    ({"query": zeros(T, N, H)}, r"key .*\(2, 7, 2, 16\).*\(5, 4, 16\)"),
+    ({"query": zeros(3, T, N, H)}, r"key .*batch.* 2 .* 3"),
+    ({"query": zeros(2, T, 3, H)}, r"query has 3 heads.* 2"),
+    ({"query": zeros(2, T, N, 8)}, r"key has head_dim 16 .* 8"),
+    ({"query": zeros(2, T, N, 0)}, r"query .*\(2, 5, 4, 0\)"),
+    ({"key": zeros(2, S, 0, H), "value": zeros(2, S, 0, H)}, r"key .*\(2, 7, 0, 16\)"),
+    ({"value": zeros(2, 6, K, H)}, r"value .*\(2, 6, 2, 16\).*\(2, 7, 2, 16\)"),
+    ({"value": zeros(2, S, K, H, dtype=jnp.bfloat16)}, r"value .*bfloat16.*float32"),
+    ({name: zeros(2, 7, 2, H, dtype=jnp.int32) for name in ("query", "key", "value")}, "int32"),
+    ({"bias": zeros(2, N, T, 6)}, r"bias .*\(2, 4, 5, 7\).*\(2, 4, 5, 6\)"),
+    ({"bias": zeros(1, 2, N, T, S)}, r"bias .*\(1, 2, 4, 5, 7\)"),
+    ({"bias": zeros(2, N, T, S, dtype=jnp.int32)}, "bias .*int32"),
+    ({"mask": zeros(2, N, T, S)}, "mask .*float32"),
+    ({"mask": zeros(3, 1, 1, S, dtype=bool)}, r"mask .*\(3, 1, 1, 7\)"),
+    ({"scale": 0}, "scale .*0"),
+    ({"scale": 0.0}, r"scale .*0\.0"),
+    ({"scale": float("nan")}, "scale .*nan"),
+    ({"scale": float("inf")}, "scale .*inf"),
+    ({"scale": -1.0}, r"scale .*-1\.0"),
+    ({"scale": 1e-60}, "scale .*1e-60"),
+    ({"scale": 1e60}, r"scale .*1e\+60"),
+    ({"scale": "large"}, "scale .*large"),
+    ({"scale": True}, "scale .*True"),
+    ({"scale": np.ones(2)}, r"scale .*\(2,\)"),
+    ({"is_causal": 1}, "is_causal .*1"),
+    ({"is_causal": None}, "is_causal .*None"),
+    ({"query_offset": 0.5}, r"query_offset .*0\.5"),
+    ({"query_offset": True}, "query_offset .*True"),
+    ({"query_offset": 2**30}, "query_offset .*1073741824"),
+    ({"query_offset": jnp.zeros(3, jnp.int32)}, r"query_offset .*\(2,\).*\(3,\)"),
+    ({"query_offset": jnp.zeros(2)}, "query_offset .*float32"),
+    ({"query_seq_lengths": lengths(1)}, r"query_seq_lengths .*\(2,\).*\(1,\)"),
+    ({"query_seq_lengths": lengths(1, -2)}, r"query_seq_lengths .*\[1, -2\]"),
+    ({"query_seq_lengths": [3, -1]}, r"query_seq_lengths .*\[3, -1\]"),
+    ({"key_value_seq_lengths": jnp.asarray(5)}, r"key_value_seq_lengths .*\(\)"),
+    ({"key_value_seq_lengths": lengths(1, 2, dtype=np.int16)}, "key_value_seq_lengths .*int16"),
+    ({"key_value_seq_lengths": lengths(1, 2, dtype=np.float32)}, "key_value_seq_lengths .*float32"),
+    ({"key_value_seq_lengths": [1.0, 2.0]}, "key_value_seq_lengths .*float64"),
+    ({"local_window_size": -1}, "local_window_size .*-1"),
+    ({"local_window_size": (-8, 4)}, r"local_window_size .*\(-8, 4\)"),
+    ({"local_window_size": (4, -8), "is_causal": True}, r"local_window_size .*\(4, -8\)"),
+    ({"local_window_size": (1, 2, 3)}, r"local_window_size .*\(1, 2, 3\)"),
+    ({"local_window_size": 1.5}, r"local_window_size .*1\.5"),
+    ({"local_window_size": (True, 2)}, r"local_window_size .*True"),
+    ({"deterministic": "yes"}, "deterministic .*yes"),
+    ({"numerics": "faster"}, "numerics .*faster"),
+    ({"return_residual": 1}, "return_residual .*1"),
+    ({"implementation": "cudnn"}, "implementation .*cudnn"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda x: x if type(x) is str else "")
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
+    run = jax.jit(lambda: call(**changes)) if jitted else lambda: call(**changes)
+    with pytest.raises(ValueError) as error:
+        run()
+    assert re.search(message, str(error.value)), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "query dtype f32"),
+        ({"bias": zeros(1, 1, T, S)}, "bias"),
+        ({"mask": zeros(1, 1, T, S, dtype=bool)}, "mask"),
+        ({"head_dim": 12, "dtype": jnp.bfloat16}, "head_dim 12"),
+        ({"head_dim": 264, "dtype": jnp.float16}, "head_dim 264"),
+    ],
+    ids=["float32", "bias", "mask", "head_dim_12", "head_dim_264"],
+)
+def test_what_kernels_do_not_take(kernels_present: None, changes: dict[str, Any], message: str):
+    h, dtype = changes.pop("head_dim", H), changes.pop("dtype", jnp.float32)
+    operands = {
+        "query": zeros(2, T, N, h, dtype=dtype),
+        "key": zeros(2, S, K, h, dtype=dtype),
+        "value": zeros(2, S, K, h, dtype=dtype),
+    }
+    with pytest.raises(NotImplementedError, match=f"implementation='kernel': {message}"):
+        call(**operands, **changes, implementation="kernel")
+    assert call(**operands, **changes).shape == (2, T, N, h)
+
+
+def test_float64_is_not_implemented():
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="query .*float64"):
+        call(**{name: zeros(2, 7, 2, H, dtype=jnp.float64) for name in ("query", "key", "value")})
+
+
+def test_a_traced_scale_is_refused():
+    with pytest.raises(ValueError, match="scale must be a static number"):
+        jax.jit(lambda scale: call(scale=scale))(1.0)
+
+
+def test_a_traced_flag_is_refused():
+    with pytest.raises(ValueError, match="is_causal must be True or False"):
+        jax.jit(lambda flag: call(is_causal=flag))(True)
+
+
+def test_traced_lengths_out_of_range_are_clipped(rng: np.random.Generator):
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, *x)), jnp.float32)
+        for x in ((T, N, H), (S, K, H), (S, K, H))
+    )
+
+    @jax.jit
+    def run(query_lengths, key_lengths):
+        return attention(
+            q, k, v, query_seq_lengths=query_lengths, key_value_seq_lengths=key_lengths
+        )
+
+    output = run(lengths(-3, 99), lengths(99, 99))
+    np.testing.assert_array_equal(output[0], 0)
+    np.testing.assert_array_equal(output[1], attention(q, k, v)[1])
+    np.testing.assert_array_equal(run(lengths(T, T), lengths(-1, S))[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("b", "t", "s"), [(0, T, S), (2, 0, S), (2, T, 0), (0, 0, 0)], ids=lambda x: str(x)
+)
+def test_empty_arrays_have_defined_results(b: int, t: int, s: int):
+    q, k = zeros(b, t, N, H), zeros(b, s, K, H)
+
+    def run(q: jax.Array, k: jax.Array) -> Any:
+        return attention(q, k, k, is_causal=True, return_residual=True)
+
+    output, lse = run(q, k)
+    np.testing.assert_array_equal(output, np.zeros((b, t, N, H)))
+    np.testing.assert_array_equal(lse, np.full((b, N, t), -np.inf))
+    dq, dk = jax.grad(lambda q, k: run(q, k)[0].sum(), (0, 1))(q, k)
+    np.testing.assert_array_equal(dq, np.zeros(q.shape))
+    np.testing.assert_array_equal(dk, np.zeros(k.shape))

@@ -1,0 +1,67 @@
+"""Who may import what, and that importing is light."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIBRARY = sorted((ROOT / "fa4_jax").rglob("*.py"))
+NAMES = [str(path.relative_to(ROOT)) for path in LIBRARY]
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Full names of the modules that a file imports, and of what it imports from them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=NAMES)
+def test_the_library_needs_only_jax_and_numpy(path: pathlib.Path):
+    roots = {name.split(".")[0] for name in imported(path)}
+    allowed = {"fa4_jax", "jax", "jaxlib", "numpy", "ml_dtypes"} | set(sys.stdlib_module_names)
+    assert roots <= allowed
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=NAMES)
+def test_one_module_calls_the_ffi_and_one_binds_it(path: pathlib.Path):
+    text = path.read_text()
+    if path.name not in ("calls.py", "runtime.py"):
+        assert "jax.ffi" not in text
+    assert "jax._src" not in text
+
+
+@pytest.mark.parametrize("name", ["key", "manifest", "catalogue"])
+def test_what_the_build_reads_imports_no_jax(name: str):
+    names = imported(ROOT / "fa4_jax" / f"{name}.py")
+    assert not {x for x in names if x.split(".")[0] in ("jax", "numpy")}
+
+
+def test_kernels_import_only_the_vocabulary():
+    allowed = {"fa4_jax", "fa4_jax.key", "fa4_jax.manifest", "fa4_jax.catalogue"}
+    for path in (ROOT / "kernels").rglob("*.py"):
+        modules = {name for name in imported(path) if name.split(".")[0] == "fa4_jax"}
+        assert {name for name in modules if name.count(".") < 2} <= allowed, path
+
+
+def test_importing_starts_no_backend_and_needs_no_flax():
+    script = """
+import sys
+import fa4_jax, fa4_jax.flax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert not {"flax", "torch", "cutlass", "kernels"} & set(sys.modules)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,105 @@
+"""Which kernels a problem gets: a pure function, so no device is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.plan import Plan, Target, make_plan
+from fa4_jax.problem import UNBOUNDED, Problem
+from tests.fakes import fake_target
+
+PROBLEM = Problem(2, 100, 120, 4, 2, 128, "bf16", 0.1)
+CAUSAL = (UNBOUNDED, 0)
+
+
+def names(plan: Plan) -> list[str]:
+    return [kernel.key.name for kernel in plan.forward + plan.backward]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["fwd_bf16_d128", "bwd_pre_bf16_d128", "bwd_bf16_d128", "bwd_post_bf16_d128"]),
+        (
+            {"window": CAUSAL, "dtype": "fp16", "head_dim": 136},
+            ["fwd_fp16_d192_band", "bwd_pre_fp16_d192", "bwd_fp16_d192_band", "bwd_post_fp16_d192"],
+        ),
+        (
+            {"window": (3, 5), "deterministic": True, "head_dim": 8, "numerics": "exact"},
+            [
+                "fwd_bf16_d64_band",
+                "bwd_pre_bf16_d64_deterministic",
+                "bwd_bf16_d64_band_deterministic",
+                "bwd_post_bf16_d64",
+            ],
+        ),
+        (
+            {"head_dim": 64},
+            [
+                "fwd_bf16_d64_polynomial_exp2",
+                "bwd_pre_bf16_d64",
+                "bwd_bf16_d64",
+                "bwd_post_bf16_d64",
+            ],
+        ),
+    ],
+)
+def test_keys(changes: dict, expected: list[str]):
+    plan = make_plan(dataclasses.replace(PROBLEM, **changes), fake_target(), None)
+    assert names(plan) == [f"sm_90a_{name}" for name in expected]
+    assert plan.forward_reason is None and plan.backward_reason is None
+
+
+def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list():
+    used: set[KernelKey] = set()
+    for dtype in ("bf16", "fp16"):
+        for head_dim in range(8, 257, 8):
+            for window in ((UNBOUNDED, UNBOUNDED), CAUSAL):
+                for deterministic in (False, True):
+                    for numerics in ("fast", "exact"):
+                        problem = dataclasses.replace(
+                            PROBLEM,
+                            dtype=dtype,
+                            head_dim=head_dim,
+                            window=window,
+                            deterministic=deterministic,
+                            numerics=numerics,
+                        )
+                        plan = make_plan(problem, fake_target(), "kernel")
+                        used |= {kernel.key for kernel in plan.forward + plan.backward}
+    assert used == set(catalogue.keys("sm_90a"))  # and nothing is built in vain
+
+
+def test_a_missing_kernel_is_named_with_those_there_are():
+    keys = tuple(k for k in catalogue.all_keys() if k.kernel is Pass.FORWARD and k.head_dim == 96)
+    target = fake_target(keys)
+    plan = make_plan(PROBLEM, target, None)
+    assert not plan.forward and not plan.backward
+    assert plan.forward_reason is not None
+    assert "sm_90a_fwd_bf16_d128" in plan.forward_reason
+    assert "sm_90a_fwd_bf16_d96_band" in plan.forward_reason
+    with pytest.raises(NotImplementedError, match="sm_90a_fwd_bf16_d128 is installed"):
+        make_plan(PROBLEM, target, "kernel")
+
+
+def test_a_forward_without_its_backward_runs_alone():
+    keys = tuple(k for k in catalogue.all_keys() if k.kernel is Pass.FORWARD)
+    plan = make_plan(PROBLEM, fake_target(keys), None)
+    assert plan.forward and not plan.backward
+    assert plan.backward_reason is not None and "bwd_pre" in plan.backward_reason
+
+
+def test_without_a_device_the_reason_is_the_runtimes():
+    target = Target(None, None, "no library")
+    assert make_plan(PROBLEM, target, None).forward_reason == "no library"
+    with pytest.raises(NotImplementedError, match="implementation='kernel': no library"):
+        make_plan(PROBLEM, target, "kernel")
+
+
+def test_plans_are_hashable():
+    a, b = (make_plan(PROBLEM, fake_target(), None) for _ in range(2))
+    assert a == b and hash(a) == hash(b)

@@ -1,0 +1,193 @@
+"""JAX's transformations of the default path."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fa4_jax
+from fa4_jax import attention
+
+SHAPES = ((2, 9, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+OPTIONS: dict[str, Any] = {"is_causal": True, "query_offset": 2}
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def both(*args: jax.Array, **options: Any) -> Any:
+    return attention(*args, return_residual=True, **(OPTIONS | options))
+
+
+def loss(*args: jax.Array, **options: Any) -> jax.Array:
+    output, lse = both(*args, **options)
+    return (output**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum() ** 2
+
+
+def assert_trees_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
+    )
+
+
+@pytest.mark.parametrize("mapped", list(itertools.product((0, 1, None), repeat=3))[:-1], ids=str)
+def test_vmap_of_any_operands_equals_a_loop(mapped: tuple[int | None, ...], rng):
+    size = 3
+    args = [
+        normal(rng, shape if axis is None else (*shape[:axis], size, *shape[axis:]))
+        for shape, axis in zip(SHAPES, mapped, strict=True)
+    ]
+
+    def instance(i: int) -> list[jax.Array]:
+        return [
+            x if axis is None else jnp.take(x, i, axis)
+            for x, axis in zip(args, mapped, strict=True)
+        ]
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    actual = jax.jit(jax.vmap(lambda *x: (both(*x), gradient(*x)), mapped))(*args)
+    each = jax.jit(lambda *x: (both(*x), gradient(*x)))
+    expected = [each(*instance(i)) for i in range(size)]
+    assert_trees_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+    total = jax.jit(jax.grad(lambda *x: jax.vmap(loss, mapped)(*x).sum(), (0, 1, 2)))(*args)
+    summed = tuple(
+        sum(e[1][i] for e in expected) if axis is None else jnp.moveaxis(actual[1][i], 0, axis)
+        for i, axis in enumerate(mapped)
+    )
+    assert_trees_close(total, summed)
+
+
+def test_vmap_over_lengths_and_offsets(rng):
+    q, k, v = (normal(rng, shape) for shape in SHAPES)
+    lengths = jnp.array([[12, 5], [0, 12], [7, 7]], jnp.int32)
+    offsets = jnp.array([0, 3, -4], jnp.int32)
+
+    def run(q: jax.Array, lengths: jax.Array, offset: jax.Array) -> Any:
+        return jax.value_and_grad(loss, (0, 1, 2))(
+            q, k, v, key_value_seq_lengths=lengths, query_offset=offset
+        )
+
+    actual = jax.vmap(run, (None, 0, 0))(q, lengths, offsets)
+    expected = [run(q, *x) for x in zip(lengths, offsets, strict=True)]
+    assert_trees_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+    queries = jnp.stack([q, 2 * q, q - 1])
+    actual = jax.vmap(run)(queries, lengths, offsets)
+    expected = [run(*x) for x in zip(queries, lengths, offsets, strict=True)]
+    assert_trees_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+
+
+def test_vmap_over_bias_and_mask(rng):
+    q, k, v = (normal(rng, shape) for shape in SHAPES)
+    bias, mask = normal(rng, (3, 1, 4, 9, 12)), jnp.asarray(rng.random((3, 2, 1, 1, 12)) < 0.6)
+
+    def run(bias: jax.Array, mask: jax.Array) -> Any:
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, bias, mask=mask)
+
+    for axes in ((0, 0), (0, None), (None, 0)):
+        args = [x if axis == 0 else x[0] for x, axis in zip((bias, mask), axes, strict=True)]
+        expected = [
+            run(*(x[i] if axis == 0 else x for x, axis in zip(args, axes, strict=True)))
+            for i in range(3)
+        ]
+        actual = jax.vmap(run, axes)(*args)
+        assert_trees_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+
+
+def test_nested_vmap(rng):
+    q = normal(rng, (3, 2, *SHAPES[0]))
+    k, v = normal(rng, (2, *SHAPES[1])), normal(rng, SHAPES[2])
+    gradient = jax.grad(loss, (0, 1, 2))
+    actual = jax.vmap(jax.vmap(gradient, (0, 0, None)), (0, None, None))(q, k, v)
+    expected = [[gradient(q[i, j], k[j], v) for j in range(2)] for i in range(3)]
+    rows = [jax.tree.map(lambda *x: jnp.stack(x), *row) for row in expected]
+    assert_trees_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *rows))
+
+
+def test_jit_value_and_grad_scan_and_remat_agree(rng):
+    args = [normal(rng, shape) for shape in SHAPES]
+    expected = jax.value_and_grad(loss, (0, 1, 2))(*args)
+    assert_trees_close(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args), expected)
+    for policy in (None, fa4_jax.save_attention_policy):
+        rematerialised = jax.checkpoint(loss, policy=policy)
+        assert_trees_close(jax.value_and_grad(rematerialised, (0, 1, 2))(*args), expected)
+    layers = [normal(rng, (3, *shape)) for shape in SHAPES]
+
+    def scanned(*layers: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda sum_, x: (sum_ + loss(*x), None), 0.0, layers)[0]
+
+    def looped(*layers: jax.Array) -> jax.Array:
+        return sum((loss(*(x[i] for x in layers)) for i in range(3)), jnp.zeros(()))
+
+    assert_trees_close(
+        jax.value_and_grad(scanned, (0, 1, 2))(*layers),
+        jax.value_and_grad(looped, (0, 1, 2))(*layers),
+    )
+
+
+def test_without_a_batch_axis(rng):
+    q, k, v = (normal(rng, shape[1:]) for shape in SHAPES)
+    bias = normal(rng, (4, 9, 12))
+    output, lse = both(q, k, v, bias)
+    expected, expected_lse = both(q[None], k[None], v[None], bias[None])
+    np.testing.assert_array_equal(output, expected[0])
+    np.testing.assert_array_equal(lse, expected_lse[0])
+    assert output.shape == q.shape and lse.shape == (4, 9) and lse.dtype == jnp.float32
+
+
+def test_a_traced_offset_equals_a_static_one(rng):
+    args = [normal(rng, shape) for shape in SHAPES]
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    traced = jax.jit(
+        jax.value_and_grad(lambda q, k, v, x: loss(q, k, v, query_offset=x), (0, 1, 2))
+    )
+    static = lambda x: jax.value_and_grad(lambda *a: loss(*a, query_offset=x), (0, 1, 2))  # noqa: E731
+    assert_trees_close(traced(*args, jnp.int32(2)), run(*args))
+    for offset in (-20, -1, 5, 100):
+        expected = static(offset)(*args)
+        assert_trees_close(traced(*args, jnp.int32(offset)), expected)
+        per_batch = jnp.array([offset, offset], jnp.int32)
+        assert_trees_close(traced(*args, per_batch), expected)
+
+
+def test_the_gradient_of_the_log_sum_exp_flows(rng):
+    q, k, v = (normal(rng, shape) for shape in SHAPES)
+
+    def total(q: jax.Array) -> jax.Array:
+        return (both(q, k, v)[1] ** 2).sum()
+
+    gradient = jax.grad(total)(q)
+    step = 1e-2 * gradient / jnp.linalg.norm(gradient)
+    slope = (gradient * step).sum()
+    difference = (total(q + step) - total(q - step)) / 2
+    np.testing.assert_allclose(slope, difference, rtol=1e-2)
+
+
+def test_an_exported_program_runs_in_a_fresh_process(rng, tmp_path: pathlib.Path):
+    args = [normal(rng, shape) for shape in SHAPES]
+    exported = jax.export.export(jax.jit(jax.value_and_grad(loss, (0, 1, 2))))(*args)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    value, gradients = exported.call(*args)
+    np.savez(tmp_path / "data.npz", *args, *gradients, value)
+    script = """
+import sys, jax, jax.export, numpy as np
+import fa4_jax
+path = sys.argv[1]
+data = list(np.load(path + "/data.npz").values())
+program = jax.export.deserialize(bytearray(open(path + "/program", "rb").read()))
+value, gradients = program.call(*data[:3])
+for actual, expected in zip((*gradients, value), data[3:], strict=True):
+    np.testing.assert_array_equal(actual, expected)
+"""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
