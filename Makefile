@@ -11,7 +11,7 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 LIBRARY := fa4_jax/libfa4_jax.so
 SOURCES := $(wildcard ffi/*.cc ffi/*.h) CMakeLists.txt
-FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/testing/*.cc tests/ffi/*.cc)
+FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/testing/*.cc ffi/testing/*.h tests/ffi/*.cc)
 
 # Dependencies and all extras, from pyproject.toml; JAX with CUDA where there is an NVIDIA driver.
 define REQUIREMENTS

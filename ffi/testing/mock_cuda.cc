@@ -4,7 +4,6 @@
 // Tensor maps are encoded in the bit layout that drivers use (found by comparing with a driver's
 // own output), under the restrictions that the driver documents for its arguments.
 #include <atomic>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -14,9 +13,11 @@
 #include <vector>
 
 #include "../driver_api.h"
+#include "launch_log.h"
 
 namespace {
 
+using fa4_jax::LogTriple;
 using fa4_jax::cuda::Device;
 using fa4_jax::cuda::Function;
 using fa4_jax::cuda::Kernel;
@@ -56,29 +57,9 @@ void Log(const std::string& event) {
   Mock().log += event + "\n";
 }
 
-std::string List(const uint32_t* values) {
-  return "[" + std::to_string(values[0]) + ", " + std::to_string(values[1]) + ", " +
-         std::to_string(values[2]) + "]";
-}
-
-std::string Hex(const void* data, int size) {
-  std::string text;
-  char digits[3];
-  for (int i = 0; i < size; ++i) {
-    std::snprintf(digits, sizeof(digits), "%02x", static_cast<const unsigned char*>(data)[i]);
-    text += digits;
-  }
-  return text;
-}
-
 std::string Params(const std::string& symbol, void** params) {
   std::lock_guard<std::mutex> lock(Mock().mutex);
-  const std::vector<int>& sizes = Mock().params[symbol];
-  std::string text = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    text += (i > 0 ? ", \"" : "\"") + Hex(params[i], sizes[i]) + "\"";
-  }
-  return text + "]";
+  return fa4_jax::LogParams(Mock().params[symbol], params);
 }
 
 struct TensorMapArguments {
@@ -248,8 +229,9 @@ Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** pa
   const bool clustered = config->num_attributes > 0 &&
                          config->attributes[0].id == fa4_jax::cuda::kLaunchClusterDimension;
   const uint32_t* cluster = clustered ? config->attributes[0].value.cluster : none;
-  Log("{\"event\": \"launch\", \"symbol\": \"" + symbol + "\", \"grid\": " + List(config->grid) +
-      ", \"block\": " + List(config->block) + ", \"cluster\": " + List(cluster) +
+  Log("{\"event\": \"launch\", \"symbol\": \"" + symbol +
+      "\", \"grid\": " + LogTriple(config->grid) + ", \"block\": " + LogTriple(config->block) +
+      ", \"cluster\": " + LogTriple(cluster) +
       ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) +
       ", \"stream\": " + std::to_string(reinterpret_cast<uintptr_t>(config->stream)) +
       ", \"device\": " + std::to_string(Mock().device) + ", \"params\": " + Params(symbol, params) +

@@ -2,11 +2,14 @@
 //
 // Linked with a kernel's host object; the log has the form of ffi/testing/mock_cuda.cc's.
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <vector>
 
+#include "../../ffi/testing/launch_log.h"
+
 namespace {
+
+using fa4_jax::LogTriple;
 
 struct Attribute {
   int id;
@@ -29,21 +32,6 @@ constexpr int kMaxSharedBytesOptin = 97;
 std::string launch_log;
 std::string kernel_symbol;
 std::vector<int> param_bytes;
-
-std::string List(const uint32_t* values) {
-  return "[" + std::to_string(values[0]) + ", " + std::to_string(values[1]) + ", " +
-         std::to_string(values[2]) + "]";
-}
-
-std::string Hex(const void* data, int size) {
-  std::string text;
-  char digits[3];
-  for (int i = 0; i < size; ++i) {
-    std::snprintf(digits, sizeof(digits), "%02x", static_cast<const unsigned char*>(data)[i]);
-    text += digits;
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -88,13 +76,10 @@ int _cudaLaunchKernelEx(const Config* config, void*, void** params) {
     if (config->attributes[i].id != kClusterDimension) continue;
     for (int axis = 0; axis < 3; ++axis) cluster[axis] = config->attributes[i].value[axis];
   }
-  launch_log = "{\"symbol\": \"" + kernel_symbol + "\", \"grid\": " + List(config->grid) +
-               ", \"block\": " + List(config->block) + ", \"cluster\": " + List(cluster) +
-               ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) + ", \"params\": [";
-  for (size_t i = 0; i < param_bytes.size(); ++i) {
-    launch_log += (i > 0 ? ", \"" : "\"") + Hex(params[i], param_bytes[i]) + "\"";
-  }
-  launch_log += "]}";
+  launch_log = "{\"symbol\": \"" + kernel_symbol + "\", \"grid\": " + LogTriple(config->grid) +
+               ", \"block\": " + LogTriple(config->block) + ", \"cluster\": " + LogTriple(cluster) +
+               ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) +
+               ", \"params\": " + fa4_jax::LogParams(param_bytes, params) + "}";
   return 0;
 }
 
