@@ -1,0 +1,51 @@
+"""Where and with what the numbers were measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def _answer(*command: str) -> str | None:
+    """Standard output of a program, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def environment() -> dict[str, Any]:
+    """Date, versions, device and commit. Starts JAX's backends."""
+    device = jax.devices()[0]
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device.device_kind,
+        "platform": jax.default_backend(),
+        "runtime": device.client.platform_version,
+        "driver": _answer(*query) if jax.default_backend() == "gpu" else None,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "python": platform.python_version(),
+        "commit": _answer("git", "rev-parse", "HEAD"),
+    }
+
+
+def clocks() -> str | None:
+    """Clock, power and temperature of the first GPU now, in nvidia-smi's words."""
+    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    return _answer("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")

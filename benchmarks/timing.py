@@ -1,0 +1,85 @@
+"""The one timing protocol: bursts of back-to-back calls, contenders taking turns, medians.
+
+A burst is long against the dispatch of its first call and the wait for its last, and the device
+works without gaps in between. Contenders alternate burst by burst, in an order that rotates, so
+that clocks and temperature treat them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Call = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How long to time.
+
+    Attributes:
+      loops: bursts of each contender.
+      burst_s: how long a burst shall last, in seconds.
+      max_calls: in a burst, however short they are.
+    """
+
+    loops: int = 5
+    burst_s: float = 0.06
+    max_calls: int = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one call in each burst, and the number of calls in a burst."""
+
+    seconds: tuple[float, ...]
+    calls: int
+
+    @property
+    def median(self) -> float:
+        """Seconds of one call."""
+        return statistics.median(self.seconds)
+
+
+def burst(call: Call, calls: int) -> float:
+    """Seconds that one of back-to-back calls takes; what ran before is over when they start."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def interleave(calls: dict[str, Call], protocol: Protocol) -> dict[str, Timing | Exception]:
+    """Times every call; one that raises is reported and leaves the others alone."""
+    outcomes: dict[str, Timing | Exception] = {}
+    repeats: dict[str, int] = {}
+    for name, call in calls.items():
+        try:
+            burst(call, 1)
+            enough = math.ceil(protocol.burst_s / burst(call, 2))
+            repeats[name] = max(1, min(enough, protocol.max_calls))
+        except Exception as error:
+            outcomes[name] = error
+    seconds: dict[str, list[float]] = {name: [] for name in repeats}
+    for loop in range(protocol.loops):
+        alive = [name for name in repeats if name not in outcomes]
+        turn = loop % max(1, len(alive))
+        for name in alive[turn:] + alive[:turn]:
+            try:
+                seconds[name].append(burst(calls[name], repeats[name]))
+            except Exception as error:
+                outcomes[name] = error
+    timings = {
+        name: Timing(tuple(seconds[name]), repeats[name])
+        for name in repeats
+        if name not in outcomes
+    }
+    return outcomes | timings

@@ -1,0 +1,138 @@
+"""The benchmarks' arithmetic, their protocol, and one tiny case from shapes to report."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import attention, measure, peers, report, shapes
+from benchmarks.flops import flops, visible_pairs
+from benchmarks.shapes import Case
+from benchmarks.timing import Protocol, Timing, interleave
+
+TINY = Case("grid", 1, 16, 16, (2, 1), 8, is_causal=True, dtype="float32")
+
+
+@pytest.mark.parametrize("offset", [-20, -3, 0, 4, 30])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (7, 12), (12, 7)])
+def test_pairs_are_those_of_the_mask(rows, keys, offset):
+    case = Case("grid", 1, rows, keys, (1, 1), 8, is_causal=True, query_offset=offset)
+    seen = np.arange(keys) <= np.arange(rows)[:, None] + offset
+    assert visible_pairs(case) == seen.sum()
+
+
+def test_flops_of_known_cases():
+    dense = Case("grid", 2, 3, 5, (4, 2), 8)
+    assert flops(dense, "forward") == 4 * 2 * 4 * 3 * 5 * 8
+    assert flops(dense, "backward") == 10 * 2 * 4 * 3 * 5 * 8
+    causal = shapes.self_attention("grid", 128, 4096, True, "bfloat16")
+    assert flops(causal, "forward") == 4 * 8 * 16 * (4096 * 4097 // 2) * 128
+
+
+def test_cases_are_told_apart_by_their_names():
+    for cases in (shapes.ALL, shapes.QUICK):
+        assert len({case.id for case in cases}) == len(cases)
+    assert len(shapes.GRID) == 36
+    assert {case.batch * case.query_length for case in shapes.GRID} == {shapes.TOKENS}
+
+
+def test_contenders_take_turns_and_a_failing_one_stays_alone():
+    order = []
+
+    def contender(name, failing=False):
+        def call():
+            order.append(name)
+            if failing and len(order) > 20:
+                raise RuntimeError("broken")
+            return jnp.zeros(())
+
+        return call
+
+    calls = {
+        "a": contender("a"),
+        "b": contender("b", failing=True),
+        "c": contender("c"),
+    }
+    outcomes = interleave(calls, Protocol(loops=4, burst_s=1e-9))
+    assert str(outcomes["b"]) == "broken"
+    for name in "ac":
+        timing = outcomes[name]
+        assert isinstance(timing, Timing)
+        assert len(timing.seconds) == 4
+        assert timing.median > 0
+    firsts = [order[i] for i in range(len(order)) if i == 0 or order[i] != order[i - 1]]
+    assert firsts[-4:] in (["c", "a", "c", "a"], ["a", "c", "a", "c"])
+
+
+def test_peers_say_why_they_are_absent():
+    offset = Case("cross", 1, 16, 32, (1, 1), 64, is_causal=True, query_offset=16)
+    present, absent = peers.contenders(offset, "gpu")
+    assert [x.name for x in present] == [peers.OURS, peers.DETERMINISTIC]
+    assert {x.name: x.reason for x in absent} == {
+        peers.CUDNN: "jax.nn.dot_product_attention has no query offset",
+        peers.PALLAS: "its shared memory is float16, whatever the operands are",
+    }
+
+
+def test_a_case_goes_from_measurement_to_report(tmp_path):
+    record = measure.measure(TINY, Protocol(loops=2, burst_s=1e-4))
+    for direction in measure.DIRECTIONS:
+        for name, result in record[direction]["results"].items():
+            assert len(result["seconds"]) == 2
+            assert name == peers.OURS or result["difference"] < 1e-5
+    path = tmp_path / "run.json"
+    environment = {"device": "d", "date": "2000-01-01", "jax": "1", "jaxlib": "2", "python": "3"}
+    broken = attention.measure_safely(Case("gqa", 1, 8, 8, (3, 2), 8), Protocol(1, 1e-9))
+    report.save({"environment": environment, "host": {}, "cases": [record, broken]}, path)
+    summary = report.write(path)
+    text = path.with_suffix(".md").read_text()
+    assert "gqa-d8-dense-b1-h3:2-s8 forward, fa4_jax: ValueError" in summary
+    assert "| 8 | yes | 1 | 16 | 16 | 2/1 |" in text
+    assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_summary_takes_the_long_cells_of_the_grid():
+    def case(length, group, ratio):
+        part = {"results": {}, "ratios": {peers.CUDNN: ratio, peers.DETERMINISTIC: 2.0}}
+        return {
+            "id": f"{group}{length}",
+            "group": group,
+            "key_length": length,
+            "forward": part,
+            "backward": part,
+        }
+
+    cases = [case(1024, "grid", 0.1), case(4096, "gqa", 0.1)]
+    run = {"cases": [*cases, case(4096, "grid", 0.8), case(8192, "grid", 1.25)]}
+    found = report.ratio_summary(run, "forward", peers.CUDNN)
+    assert found is not None
+    assert found["geometric_mean"] == pytest.approx(1)
+    assert (found["worst"], found["worst_case"], found["cells"]) == (0.8, "grid4096", 2)
+    assert "0.500" in str(report.slowdown(run))
+
+
+def test_results_that_disagree_are_reported():
+    part = {"results": {"x": {"difference": float("nan")}}, "ratios": {}}
+    run = {"cases": [{"id": "c", "group": "grid", "forward": part, "backward": part}]}
+    assert len(report.problems(run)) == 2
+
+
+def test_a_lesser_run_does_not_replace_a_whole_one():
+    names = {
+        attention.file_name("NVIDIA H200", attention.arguments(argv))
+        for argv in ([], ["--quick"], ["--only", "d64"], ["--quick", "--only", "d64"])
+    }
+    assert len(names) == 4
+    assert "nvidia-h200.json" in names
+
+
+def test_a_failed_compilation_is_a_value():
+    def fail() -> jax.stages.Lowered:
+        raise ValueError("no")
+
+    good = jax.jit(lambda x: x + 1)
+    outcomes = measure.compile_all({"good": lambda: good.lower(1.0), "bad": fail})
+    assert isinstance(outcomes["bad"], ValueError)
+    assert isinstance(outcomes["good"], jax.stages.Compiled)
