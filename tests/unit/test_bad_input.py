@@ -119,7 +119,7 @@ def test_what_kernels_do_not_take(kernels_present: None, changes: dict[str, Any]
 
 
 def test_float64_is_not_implemented():
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="query .*float64"):
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=r"query .*float64"):
         call(**{name: zeros(2, 7, 2, H, dtype=jnp.float64) for name in ("query", "key", "value")})
 
 

@@ -46,7 +46,7 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
 
 
 def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(*args: jax.Array) -> jax.Array:
+    def loss(*args: jax.Array) -> Any:
         return sum((x.astype(jnp.float32) ** 2).sum() for x in function(*args))
 
     return jax.grad(loss, (0, 1, 2))
@@ -185,12 +185,13 @@ def test_a_missing_backward_is_an_error_where_kernels_are_insisted_on(operands, 
 def test_a_gpu_without_a_kernel_is_told_once(operands, monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     api._log_once.cache_clear()
+    q, k, v = operands
     bias = jnp.zeros((1, 1, 1, 52), jnp.bfloat16)
     with caplog.at_level(logging.WARNING, "fa4_jax"):
         for _ in range(3):
-            jax.eval_shape(lambda: attention(*operands, bias))
-        jax.eval_shape(lambda: attention(*operands))
-        jax.eval_shape(lambda: attention(*operands, bias, implementation="xla"))
+            jax.eval_shape(lambda: attention(q, k, v, bias))
+        jax.eval_shape(lambda: attention(q, k, v))
+        jax.eval_shape(lambda: attention(q, k, v, bias, implementation="xla"))
     assert [r.getMessage() for r in caplog.records] == [
         "attention uses the default path for its forward and backward: "
         "bias: the kernels take no dense bias"

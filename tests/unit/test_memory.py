@@ -19,7 +19,9 @@ def temporary_bytes(length: int, **options: Any) -> int:
         value, pull_back = jax.vjp(lambda *x: attention(*x, **options), q, k, v)
         return pull_back(value)
 
-    return jax.jit(run).lower(*[operand] * 3).compile().memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(run).lower(*[operand] * 3).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["dense", "causal"])

@@ -36,8 +36,9 @@ def operands(rng: np.random.Generator) -> list[jax.Array]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(batch=1, query_length=T, key_length=S, **options)
-        for options in ({}, {"is_causal": True, "query_offset": 5}, {"window": (9, 4)})
+        Case(batch=1, query_length=T, key_length=S),
+        Case(batch=1, query_length=T, key_length=S, is_causal=True, query_offset=5),
+        Case(batch=1, query_length=T, key_length=S, window=(9, 4)),
     ],
     ids=["dense", "causal", "window"],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +22,14 @@ CASES = (
 )
 
 
-def definition(case: Case, seen: np.ndarray, q, k, v, bias=None):
+def definition(case: Case, seen: np.ndarray, q: Any, k: Any, v: Any, bias: Any = None):
     """Output and log-sum-exp by the textbook; rows without keys are 0 and -inf."""
     group = case.heads[0] // case.heads[1]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
     scores = scores if bias is None else scores + bias
-    empty = ~seen.any(-1)
+    empty = jnp.asarray(~seen.any(-1))
     scores = jnp.where(seen | empty[..., None], scores, -jnp.inf)
     output = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
     lse = jax.nn.logsumexp(scores, axis=-1)

@@ -28,7 +28,7 @@ def both(*args: jax.Array, **options: Any) -> Any:
     return attention(*args, return_residual=True, **(OPTIONS | options))
 
 
-def loss(*args: jax.Array, **options: Any) -> jax.Array:
+def loss(*args: jax.Array, **options: Any) -> Any:
     output, lse = both(*args, **options)
     return (output**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum() ** 2
 
@@ -121,10 +121,10 @@ def test_jit_value_and_grad_scan_and_remat_agree(rng):
         assert_trees_close(jax.value_and_grad(rematerialised, (0, 1, 2))(*args), expected)
     layers = [normal(rng, (3, *shape)) for shape in SHAPES]
 
-    def scanned(*layers: jax.Array) -> jax.Array:
+    def scanned(*layers: jax.Array) -> Any:
         return jax.lax.scan(lambda sum_, x: (sum_ + loss(*x), None), 0.0, layers)[0]
 
-    def looped(*layers: jax.Array) -> jax.Array:
+    def looped(*layers: jax.Array) -> Any:
         return sum((loss(*(x[i] for x in layers)) for i in range(3)), jnp.zeros(()))
 
     assert_trees_close(
@@ -161,7 +161,7 @@ def test_a_traced_offset_equals_a_static_one(rng):
 def test_the_gradient_of_the_log_sum_exp_flows(rng):
     q, k, v = (normal(rng, shape) for shape in SHAPES)
 
-    def total(q: jax.Array) -> jax.Array:
+    def total(q: jax.Array) -> Any:
         return (both(q, k, v)[1] ** 2).sum()
 
     gradient = jax.grad(total)(q)
