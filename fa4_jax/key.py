@@ -25,8 +25,11 @@ HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 
 DTYPES = ("bf16", "fp16")
 
-POLYNOMIAL_EXP2_TILES: frozenset[tuple[str, int]] = frozenset({("sm_90a", 64)})
-"""(arch, head_dim) whose fast forward computes a share of its exponentials on the FMA pipe."""
+POLYNOMIAL_EXP2_TILES: frozenset[tuple[str, int]] = frozenset()
+"""(arch, head_dim) whose fast forward computes a share of its exponentials on the FMA pipe.
+
+None on sm_90a, where it was measured not to pay: docs/notes/polynomial-exp2-on-hopper.md.
+"""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

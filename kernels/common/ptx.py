@@ -1,5 +1,6 @@
 """Instructions that CuTe-DSL has no name for: one function, one instruction."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -42,4 +43,14 @@ def increment_release(target: cute.Pointer):
     """red.release.gpu: adds one; everything ordered before it is visible to who acquires it."""
     cute.arch.inline_ptx(
         "red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[target, Int32(1)]
+    )
+
+
+def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int32:
+    """cvt.rn.{bf16x2,f16x2}.f32: two values rounded to nearest even and packed, low half first."""
+    packed = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{packed}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[high, low],
     )

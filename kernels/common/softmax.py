@@ -63,26 +63,6 @@ def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cut
             acc[index] = select(inside, acc[index], -Float32.inf)
 
 
-def exp2_polynomial(x: Float32) -> Float32:
-    """2^x for x <= 0 on the FMA pipe, relative error below 8.8e-5.
-
-    Cody-Waite: adding 1.5 * 2^23 leaves floor-like integer bits in the low mantissa; the fraction
-    goes through a degree-3 minimax polynomial; the integer is added to its exponent field.
-    (FlashAttention-4, exp2 emulation.) Exponents below -127 give a tiny number, never garbage.
-    """
-    magic = Float32(12582912.0)
-    x = cute.arch.fmax(x, Float32(-127.0))
-    shifted = cute.arch.inline_ptx(
-        "add.rm.ftz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, magic]
-    )
-    fraction = x - (shifted - magic)
-    p = Float32(0.07711908966302872)
-    for coefficient in (0.22756439447402954, 0.6951461434364319, 1.0):
-        p = p * fraction + Float32(coefficient)
-    bits = (shifted.bitcast(Int32) << 23) + p.bitcast(Int32)
-    return bits.bitcast(Float32)
-
-
 def exp2(x: Float32) -> Float32:
     """2^x on the special-function unit."""
     return cute.math.exp2(x, fastmath=True)
@@ -105,19 +85,15 @@ def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: 
 
 
 def exponentiate_row(
-    scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32, polynomial_one_in: int
+    scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32
 ) -> Float32:
     """scores <- exp2((scores - reference) * scale_log2) in one row; returns the thread's sum."""
-    finite = finite_reference(reference)
-    shift = finite * scale_log2
+    shift = finite_reference(reference) * scale_log2
     total = [Float32(0.0), Float32(0.0)]
-    for i, (pair, column) in enumerate(fragment_columns(scores)):
+    for pair, column in fragment_columns(scores):
         index = fragment_index(pair, row, column)
-        exponent = scores[index] * scale_log2 - shift
-        on_fma_pipe = polynomial_one_in and i % polynomial_one_in == polynomial_one_in - 1
-        p = exp2_polynomial(exponent) if on_fma_pipe else exp2(exponent)
-        scores[index] = p
-        total[column] = total[column] + p
+        scores[index] = exp2(scores[index] * scale_log2 - shift)
+        total[column] = total[column] + scores[index]
     return total[0] + total[1]
 
 

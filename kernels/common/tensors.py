@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from kernels.common import bands
+from kernels.common import bands, ptx
 
 TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -103,6 +103,18 @@ def zero_rows(tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutla
     zero = tile.element_type(0.0)
     for element in cutlass.range(thread, (rows - first_row) * cols, threads, unroll=1):
         tile[first_row + element // cols, element % cols] = zero
+
+
+def round_fragment(values: cute.Tensor, rounded: cute.Tensor):
+    """rounded <- values, element by element in the order of their registers.
+
+    The conversion is an opaque instruction on purpose: an ordinary one would be moved by the
+    compiler to its use, after the next product has been issued, and the fp32 values would stay in
+    registers beside that product's accumulators.
+    """
+    pairs = cute.recast_tensor(rounded, Int32)
+    for i in range(cute.size(pairs)):
+        pairs[i] = ptx.round_pair(rounded.element_type, values[2 * i], values[2 * i + 1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -332,7 +332,7 @@ class Backward:
         copy = cute.make_tiled_copy_C(atom, grads).get_slice(thread)
         for acc, staging in ((dk_acc, shared.k), (dv_acc, shared.v)):
             values = cute.make_rmem_tensor(acc.shape, self.dtype)
-            values.store(acc.load().to(self.dtype))
+            tensors.round_fragment(acc, values)
             cute.copy(atom, copy.retile(values), copy.partition_D(staging))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FINISHED, number_of_threads=2 * WARPGROUP)
@@ -430,7 +430,7 @@ class Backward:
         if self.tile.split_keys:
             shape = mma.partition_shape_A((self.tile.n, self.tile.m))
             fragment = cute.make_rmem_tensor(shape, self.dtype)
-            fragment.store(values.load().to(self.dtype).reshape(fragment.shape))
+            tensors.round_fragment(values, fragment)
             return fragment
         self.to_shared(values, staging)
         return mma.make_fragment_A(mma_slice.partition_A(staging))
@@ -444,7 +444,7 @@ class Backward:
         )
         copy = copy.get_slice(thread - WARPGROUP)
         rounded = cute.make_rmem_tensor(values.shape, self.dtype)
-        rounded.store(values.load().to(self.dtype))
+        tensors.round_fragment(values, rounded)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
 
     def first_query(self, group: Int32) -> Int32:

@@ -10,7 +10,8 @@
 Overlap inside a warpgroup: softmax of block i runs under the PV product of block i - 1. Overlap
 across warpgroups: they issue their products in turn (Note [turns]), so that one's softmax runs
 under another's tensor-core work. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4 for the
-rescaling threshold, the polynomial exponentials and the tile order.)
+rescaling threshold and the tile order; its polynomial exponentials do not pay here, see
+docs/notes/polynomial-exp2-on-hopper.md.)
 
 Not here: bias, dense masks, dropout, value head dim other than the query's.
 
@@ -84,7 +85,6 @@ class Forward:
         self.head_dim = key.head_dim
         self.band = key.band
         self.tile = FORWARD_TILES[key.head_dim, key.band]
-        self.polynomial_one_in = self.tile.polynomial_one_in if key.polynomial_exp2 else 0
         self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
         self.turns = self.tile.mma_warpgroups > 1
 
@@ -354,7 +354,7 @@ class Forward:
             if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
                 softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
             self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
-            probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
+            tensors.round_fragment(scores, probabilities)
             if work.padded_keys:
                 self.clear_padding(shared, work, thread)
 
@@ -418,7 +418,7 @@ class Forward:
         warpgroup.wait_group(0)
         self.release(shared.v_empty + last_slot)
         self.rescale(acc, factors)
-        probabilities.store(scores.load().to(self.dtype).reshape(probabilities.shape))
+        tensors.round_fragment(scores, probabilities)
 
     @cute.jit
     def clear_padding(self, shared: Shared, work: Work, thread: Int32):
@@ -439,7 +439,7 @@ class Forward:
             old = reference[row]
             new = softmax.new_reference(scores, row, old, lag_limit)
             factor = softmax.rescale_factor(old, new, scale_log2)
-            total = softmax.exponentiate_row(scores, row, new, scale_log2, self.polynomial_one_in)
+            total = softmax.exponentiate_row(scores, row, new, scale_log2)
             reference[row] = new
             row_sum[row] = row_sum[row] * factor + total
             factors.append(factor)
@@ -505,7 +505,7 @@ class Forward:
                 index = softmax.fragment_index(pair, row, column)
                 acc[index] = softmax.select(valid, acc[index] * inverse, Float32(0.0))
         output = cute.make_rmem_tensor(acc.shape, self.dtype)
-        output.store(acc.load().to(self.dtype))
+        tensors.round_fragment(acc, output)
         # A warpgroup overwrites its own 64 rows of q: it alone has read them, and has waited.
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)

@@ -35,14 +35,12 @@ class ForwardTile:
       n: keys of a block.
       kv_stages: depth of the K ring and of the V ring.
       span_bytes: swizzle span of all operand tiles.
-      polynomial_one_in: with polynomial_exp2, one in this many exponentials is a polynomial.
     """
 
     m: int
     n: int
     kv_stages: int
     span_bytes: int = 128
-    polynomial_one_in: int = 0
 
     @property
     def mma_warpgroups(self) -> int:
@@ -59,15 +57,15 @@ class ForwardTile:
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, band)
-    (64, False): ForwardTile(m=192, n=96, kv_stages=2, polynomial_one_in=8),
-    (64, True): ForwardTile(m=128, n=128, kv_stages=2, polynomial_one_in=8),
+    (64, False): ForwardTile(m=192, n=128, kv_stages=2),
+    (64, True): ForwardTile(m=192, n=128, kv_stages=2),
     (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
     (96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
     (128, False): ForwardTile(m=128, n=128, kv_stages=2),
     (128, True): ForwardTile(m=128, n=128, kv_stages=2),
     (192, False): ForwardTile(m=128, n=96, kv_stages=2),
-    (192, True): ForwardTile(m=128, n=80, kv_stages=2),
-    (256, False): ForwardTile(m=128, n=80, kv_stages=2),
+    (192, True): ForwardTile(m=128, n=96, kv_stages=2),
+    (256, False): ForwardTile(m=128, n=64, kv_stages=2),
     (256, True): ForwardTile(m=128, n=64, kv_stages=2),
 }
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from fa4_jax.catalogue import keys
-from fa4_jax.key import HEAD_DIM_TILES, Pass
+from fa4_jax.key import HEAD_DIM_TILES
 from kernels.sm90 import tiles
 
 
@@ -37,9 +36,3 @@ def check_registers(mma_warpgroups: int):
 
 def test_every_head_dim_has_tiles():
     assert {d for d, _ in tiles.FORWARD_TILES} == set(tiles.BACKWARD_TILES) == set(HEAD_DIM_TILES)
-
-
-def test_polynomial_kernels_have_a_share():
-    polynomial = [k for k in keys("sm_90a") if k.kernel is Pass.FORWARD and k.polynomial_exp2]
-    assert polynomial
-    assert all(tiles.FORWARD_TILES[k.head_dim, k.band].polynomial_one_in > 0 for k in polynomial)

@@ -40,7 +40,7 @@ def names(plan: Plan) -> list[str]:
         (
             {"head_dim": 64},
             [
-                "fwd_bf16_d64_polynomial_exp2",
+                "fwd_bf16_d64",
                 "bwd_pre_bf16_d64",
                 "bwd_bf16_d64",
                 "bwd_post_bf16_d64",
