@@ -30,7 +30,7 @@ test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 demo: library kernels
-	$(BIN)/python examples/train_lm.py $(DEMO_FLAGS)
+	PYTHONPATH=. $(BIN)/python examples/train_lm.py $(DEMO_FLAGS)
 
 lint: environment
 	$(BIN)/ruff check

@@ -1,0 +1,142 @@
+"""A small decoder-only transformer over bytes in Flax NNX, with `fa4_jax.attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+import fa4_jax
+
+VOCABULARY = 256
+
+Implementation = Literal["kernel", "xla"] | None
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model; width is shared out among the heads."""
+
+    layers: int
+    width: int
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.width // self.heads
+
+
+def make_attend(implementation: Implementation, mesh: Mesh | None) -> Attend:
+    """Causal attention of query, key and value [B, T, heads, head_dim].
+
+    Args:
+      implementation: as for `fa4_jax.attention`.
+      mesh: its axis "data" splits the batch. Each device attends to its own part: the kernels do
+        not know about meshes, shard_map keeps them apart.
+    """
+    attend = functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
+    if mesh is None:
+        return attend
+    rows = PartitionSpec("data")
+    return jax.shard_map(attend, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of x [B, T, heads, head_dim]."""
+    _, length, _, features = x.shape
+    frequencies = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
+    angles = jnp.arange(length)[:, None] * frequencies[None, :]  # [T, head_dim / 2]
+    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    even, odd = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; the products with the weights are float32, attention's are bf16."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        self.sizes = sizes
+        self.project_in = nnx.Linear(sizes.width, 3 * sizes.width, use_bias=False, rngs=rngs)
+        self.project_out = nnx.Linear(sizes.width, sizes.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        batch, length, width = x.shape
+        heads = (batch, length, self.sizes.heads, self.sizes.head_dim)
+        q, k, v = (part.reshape(heads) for part in jnp.split(self.project_in(x), 3, axis=-1))
+        q, k, v = (part.astype(jnp.bfloat16) for part in (rotate(q), rotate(k), v))
+        output = attend(q, k, v).astype(x.dtype)  # [B, T, heads, head_dim]
+        return self.project_out(output.reshape(batch, length, width))
+
+
+class Block(nnx.Module):
+    """Attention, then a perceptron, each beside a residual path."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        width = sizes.width
+        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attention = Attention(sizes, rngs)
+        self.perceptron_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.widen = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.narrow = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), attend)
+        return x + self.narrow(nnx.gelu(self.widen(self.perceptron_norm(x))))
+
+
+class LanguageModel(nnx.Module):
+    """Logits [B, T, 256] of the byte that follows each of tokens [B, T]."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCABULARY, sizes.width, rngs=rngs)
+        self.blocks = nnx.List([Block(sizes, rngs) for _ in range(sizes.layers)])
+        self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
+        self.predict = nnx.Linear(sizes.width, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, attend: Attend) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, attend)
+        return self.predict(self.norm(x))
+
+
+def loss(model: LanguageModel, window: jax.Array, attend: Attend) -> jax.Array:
+    """Mean cross-entropy, in nats per byte, of the bytes 1..T of windows [B, T + 1]."""
+    tokens = window.astype(jnp.int32)
+    logits = model(tokens[:, :-1], attend)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def attention_operands(
+    model: LanguageModel, window: jax.Array, attend: Attend, layer: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What one layer's attention meets in training, each [B, T, heads, head_dim] bf16.
+
+    Returns:
+      Its query, key and value on the windows, and the gradient of the loss by its output.
+    """
+
+    def shifted_loss(shift: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        calls: list[tuple[jax.Array, ...]] = []
+
+        def recording(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            calls.append((q, k, v))
+            output = attend(q, k, v)
+            return output + shift if len(calls) == layer + 1 else output
+
+        return loss(model, window, recording), calls[layer]
+
+    batch, length = window.shape
+    sizes = model.blocks[layer].attention.sizes
+    shape = (batch, length - 1, sizes.heads, sizes.head_dim)
+    output_bar, (q, k, v) = jax.grad(shifted_loss, has_aux=True)(jnp.zeros(shape, jnp.bfloat16))
+    return q, k, v, output_bar

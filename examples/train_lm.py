@@ -1,0 +1,263 @@
+"""Trains a small transformer on the bytes of Python's own standard library.
+
+    python examples/train_lm.py --steps 1000 --implementation kernel
+
+Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU, else in pure
+JAX. It ends with the loss on files that were held out, beside what the best guess without context
+would reach, and with attention's gradients beside those of a float64 computation. It exits with 1
+if either is not as it should be. With --mesh data=2 two devices share each batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+import time
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+import fa4_jax
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, oracle, ordinary
+from language_model import Attend, LanguageModel, Sizes, attention_operands, loss, make_attend
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HELD_OUT_WINDOWS = 64
+CLEARLY_BELOW = 0.9
+"""The held-out loss has to be under this share of the unigram entropy."""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--implementation", choices=["auto", "kernel", "xla"], default="auto")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batch", type=int, default=8, help="windows per step (8)")
+    parser.add_argument("--length", type=int, default=256, help="bytes per window (256)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--mesh", metavar="data=N", help="share the batch among N devices")
+    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    for name in ("steps", "batch", "length", "layers", "width", "heads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: at least 1")
+    if options.width % (2 * options.heads):
+        parser.error(f"--width {options.width}: no multiple of 2 x --heads {options.heads}")
+    try:
+        options.mesh = None if options.mesh is None else make_mesh(options.mesh, options.batch)
+    except ValueError as error:
+        parser.error(f"--mesh {options.mesh}: {error}")
+    return options
+
+
+def make_mesh(text: str, batch: int) -> Mesh:
+    """A mesh from its description, "data=2"."""
+    axis, _, size = text.partition("=")
+    if axis != "data" or not size.isdecimal() or int(size) < 1:
+        raise ValueError("write data=N")
+    devices = jax.devices()
+    if int(size) > len(devices):
+        raise ValueError(f"there are {len(devices)} devices")
+    if batch % int(size):
+        raise ValueError(f"--batch {batch} is no multiple of {size}")
+    return jax.make_mesh((int(size),), ("data",), (AxisType.Auto,), devices=devices[: int(size)])
+
+
+def read_corpus() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the standard library's sources: for training, and of the files held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    others = {"site-packages", "dist-packages", "test", "tests"}
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not others.intersection(name.parts):
+            held_out = zlib.crc32(name.as_posix().encode()) % 10 == 0
+            parts[held_out].append(path.read_bytes())
+    training, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return training, held_out
+
+
+def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """[B, length + 1]: the bytes from each start, and the one that the last predicts."""
+    return text[starts[:, None] + np.arange(length + 1)[None, :]]
+
+
+def unigram_entropy(symbols: np.ndarray) -> float:
+    """Nats per byte of the best prediction that ignores context."""
+    share = np.bincount(symbols.ravel(), minlength=256) / symbols.size
+    return float(-np.sum(share[share > 0] * np.log(share[share > 0])))
+
+
+def make_optimizer(model: LanguageModel, steps: int, learning_rate: float) -> nnx.Optimizer:
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup_steps=min(30, steps // 2), decay_steps=steps
+    )
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    return nnx.Optimizer(model, rule, wrt=nnx.Param)
+
+
+def train(
+    model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
+) -> list[float]:
+    """Trains in place; returns each step's loss in nats per byte."""
+    optimizer = make_optimizer(model, options.steps, options.learning_rate)
+    split = None
+    if options.mesh is not None:
+        split = NamedSharding(options.mesh, PartitionSpec("data"))
+        everywhere = NamedSharding(options.mesh, PartitionSpec())
+        state = nnx.state((model, optimizer))
+        nnx.update((model, optimizer), jax.device_put(state, everywhere))
+
+    @nnx.jit
+    def step(model: LanguageModel, optimizer: nnx.Optimizer, window: jax.Array) -> jax.Array:
+        value, gradients = nnx.value_and_grad(loss)(model, window, attend)
+        optimizer.update(model, gradients)
+        return value
+
+    rng = np.random.default_rng(options.seed)
+    losses: list[jax.Array] = []
+    tokens_per_step = options.batch * options.length
+    bar = tqdm(range(options.steps), desc="training", unit="step")
+    start = time.perf_counter()
+    for i in bar:
+        starts = rng.integers(0, len(text) - options.length, options.batch)
+        window = jax.device_put(windows(text, starts, options.length), split)
+        losses.append(step(model, optimizer, window))
+        if i == 0:
+            jax.block_until_ready(losses)
+            start = time.perf_counter()  # compilation is over
+        elif i % 10 == 9 or i == options.steps - 1:
+            latest = float(losses[-1])
+            speed = i * tokens_per_step / (time.perf_counter() - start)
+            bar.set_postfix_str(f"loss {latest:.3f} nats/byte, {speed:,.0f} tokens/s")
+    return [float(x) for x in losses]
+
+
+def evaluate(
+    model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
+) -> tuple[float, float]:
+    """Loss on held-out windows and the unigram entropy of the bytes that it predicts, in nats."""
+    count = -(-HELD_OUT_WINDOWS // options.batch) * options.batch
+    starts = np.linspace(0, len(text) - options.length - 1, count).astype(np.int64)
+    held_out = windows(text, starts, options.length)
+    step = nnx.jit(lambda model, window: loss(model, window, attend))
+    values = [step(model, jnp.asarray(part)) for part in np.split(held_out, count // options.batch)]
+    return float(np.mean([float(x) for x in values])), unigram_entropy(held_out[:, 1:])
+
+
+def check_gradients(
+    model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
+) -> list[str]:
+    """Prints how far attention's gradients in the last layer are from float64's; names failures."""
+    starts = np.linspace(0, len(text) - options.length - 1, options.batch).astype(np.int64)
+    batch = jnp.asarray(windows(text, starts, options.length))
+    layer = options.layers - 1
+    operands = nnx.jit(lambda model, batch: attention_operands(model, batch, attend, layer))
+    q, k, v, output_bar = operands(model, batch)
+    gradients = jax.jit(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do))(q, k, v, output_bar)
+    case = Case(
+        head_dim=q.shape[3],
+        batch=q.shape[0],
+        heads=(q.shape[2], k.shape[2]),
+        query_length=q.shape[1],
+        key_length=k.shape[1],
+        is_causal=True,
+    )
+    lse_bar = np.zeros((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    inputs = Inputs(*(np.asarray(x) for x in (q, k, v, output_bar)), lse_bar=lse_bar)
+    truth = oracle(case, inputs)
+    usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
+    failures, errors, usual_errors = [], [], []
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        largest = np.abs(truth[name]).max()
+        errors.append(np.abs(np.asarray(gradient, np.float64) - truth[name]).max() / largest)
+        rounded = [x[name] for x in usual]
+        usual_errors += [np.abs(x - truth[name]).max() / largest for x in rounded]
+        verdict = compare(name, case.dtype, np.asarray(gradient), truth[name], rounded)
+        if verdict.failure is not None:
+            failures.append(f"{name}: {verdict.failure}")
+    print(
+        f"attention gradients: at most {max(errors):.2e} of the largest entry from float64's "
+        f"(an ordinary bf16 computation: {max(usual_errors):.2e})"
+    )
+    return failures
+
+
+def which_implementation(options: argparse.Namespace, implementation: str | None) -> str:
+    """What computes attention on each device."""
+    share = 1 if options.mesh is None else options.mesh.size
+    shape = (options.batch // share, options.length, options.heads, options.width // options.heads)
+    operand = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    found = fa4_jax.explain(
+        operand, operand, operand, is_causal=True, implementation=implementation
+    )
+    forward = ", ".join(found.forward) or f"pure-JAX default ({found.forward_reason})"
+    backward = ", ".join(found.backward) or f"pure-JAX default ({found.backward_reason})"
+    if forward == backward:
+        return forward
+    return f"forward {forward}; backward {backward}"
+
+
+def plot(losses: list[float], held_out: float, unigram: float, path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    axis.plot(np.arange(1, len(losses) + 1), losses, linewidth=1, label="training")
+    axis.plot(len(losses), held_out, "o", label=f"held out: {held_out:.3f}")
+    axis.axhline(unigram, color="gray", linestyle="--", label=f"unigram entropy: {unigram:.3f}")
+    axis.set(xlabel="step", ylabel="nats per byte", title="Python's standard library, by bytes")
+    axis.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    options = arguments(argv)
+    implementation = None if options.implementation == "auto" else options.implementation
+    training, held_out = read_corpus()
+    device = jax.devices()[0]
+    count = 1 if options.mesh is None else options.mesh.size
+    print(f"{len(training):,} bytes to train on, {len(held_out):,} held out")
+    print(f"{count} x {device.device_kind}, JAX {jax.__version__}")
+    sizes = Sizes(options.layers, options.width, options.heads)
+    model = LanguageModel(sizes, nnx.Rngs(options.seed))
+    losses = train(model, training, make_attend(implementation, options.mesh), options)
+    # Evaluation and the check are one device's work: the trained weights go to the first.
+    nnx.update(model, jax.device_put(nnx.state(model), device))
+    attend = make_attend(implementation, None)
+    loss_there, unigram = evaluate(model, held_out, attend, options)
+    bits = np.log(2)
+    print(
+        f"held-out loss: {loss_there:.3f} nats/byte ({loss_there / bits:.3f} bits); unigram "
+        f"entropy of the same bytes: {unigram:.3f} nats/byte ({unigram / bits:.3f} bits)"
+    )
+    print(f"attention ran on: {which_implementation(options, implementation)}")
+    failures = check_gradients(model, held_out, attend, options)
+    plot(losses, loss_there, unigram, options.output / "loss.png")
+    print(f"loss curve: {options.output / 'loss.png'}")
+    if not loss_there < CLEARLY_BELOW * unigram:
+        failures.append(f"the held-out loss is not under {CLEARLY_BELOW} of the unigram entropy")
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
