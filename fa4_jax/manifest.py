@@ -152,10 +152,10 @@ def cubin_to_json(cubin: Cubin) -> dict[str, Any]:
 
 def cubin_from_json(data: dict[str, Any]) -> Cubin:
     """Record from its JSON form."""
-    key = dict(data["key"])
+    key = data["key"] | {"kernel": Pass(data["key"]["kernel"])}
     launch = data["launch"]
     return Cubin(
-        key=KernelKey(**(key | {"kernel": Pass(key["kernel"])})),
+        key=KernelKey(**key),
         launch=Launch(
             operands=tuple(launch["operands"]),
             results=tuple(

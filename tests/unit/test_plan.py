@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from fa4_jax import catalogue
+from fa4_jax import plan as plan_module
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.plan import Plan, Target, make_plan
+from fa4_jax.plan import Plan, Target, kernel_keys, make_plan
 from fa4_jax.problem import UNBOUNDED, Problem
 from tests.fakes import fake_target
 
@@ -52,6 +53,15 @@ def test_keys(changes: dict, expected: list[str]):
     plan = make_plan(dataclasses.replace(PROBLEM, **changes), fake_target(), None)
     assert names(plan) == [f"sm_90a_{name}" for name in expected]
     assert plan.forward_reason is None and plan.backward_reason is None
+
+
+def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles(monkeypatch):
+    monkeypatch.setattr(plan_module, "POLYNOMIAL_EXP2_TILES", frozenset({("sm_90a", 64)}))
+    for head_dim, numerics in ((40, "fast"), (64, "exact"), (72, "fast")):
+        problem = dataclasses.replace(PROBLEM, head_dim=head_dim, numerics=numerics)
+        forward, backward = kernel_keys(problem, "sm_90a")
+        assert forward[0].polynomial_exp2 == (head_dim == 40)
+        assert not any(key.polynomial_exp2 for key in backward)
 
 
 def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list():

@@ -34,12 +34,18 @@ def loss(*args: jax.Array, **options: Any) -> Any:
 
 
 def assert_trees_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
-    )
+    """Equal up to float32 rounding of sums whose terms are as large as the largest result."""
+
+    def close(a: jax.Array, b: jax.Array) -> None:
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * (1 + np.abs(b).max()))
+
+    jax.tree.map(close, actual, expected)
 
 
-@pytest.mark.parametrize("mapped", list(itertools.product((0, 1, None), repeat=3))[:-1], ids=str)
+AXES = [*[*itertools.product((0, None), repeat=3)][:-1], (1, 0, 2), (2, 1, None)]
+
+
+@pytest.mark.parametrize("mapped", AXES, ids=str)
 def test_vmap_of_any_operands_equals_a_loop(mapped: tuple[int | None, ...], rng):
     size = 3
     args = [
@@ -71,6 +77,7 @@ def test_vmap_over_lengths_and_offsets(rng):
     lengths = jnp.array([[12, 5], [0, 12], [7, 7]], jnp.int32)
     offsets = jnp.array([0, 3, -4], jnp.int32)
 
+    @jax.jit
     def run(q: jax.Array, lengths: jax.Array, offset: jax.Array) -> Any:
         return jax.value_and_grad(loss, (0, 1, 2))(
             q, k, v, key_value_seq_lengths=lengths, query_offset=offset
@@ -89,6 +96,7 @@ def test_vmap_over_bias_and_mask(rng):
     q, k, v = (normal(rng, shape) for shape in SHAPES)
     bias, mask = normal(rng, (3, 1, 4, 9, 12)), jnp.asarray(rng.random((3, 2, 1, 1, 12)) < 0.6)
 
+    @jax.jit
     def run(bias: jax.Array, mask: jax.Array) -> Any:
         return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, bias, mask=mask)
 
@@ -105,7 +113,7 @@ def test_vmap_over_bias_and_mask(rng):
 def test_nested_vmap(rng):
     q = normal(rng, (3, 2, *SHAPES[0]))
     k, v = normal(rng, (2, *SHAPES[1])), normal(rng, SHAPES[2])
-    gradient = jax.grad(loss, (0, 1, 2))
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
     actual = jax.vmap(jax.vmap(gradient, (0, 0, None)), (0, None, None))(q, k, v)
     expected = [[gradient(q[i, j], k[j], v) for j in range(2)] for i in range(3)]
     rows = [jax.tree.map(lambda *x: jnp.stack(x), *row) for row in expected]
@@ -114,11 +122,11 @@ def test_nested_vmap(rng):
 
 def test_jit_value_and_grad_scan_and_remat_agree(rng):
     args = [normal(rng, shape) for shape in SHAPES]
-    expected = jax.value_and_grad(loss, (0, 1, 2))(*args)
-    assert_trees_close(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args), expected)
-    for policy in (None, fa4_jax.save_attention_policy):
-        rematerialised = jax.checkpoint(loss, policy=policy)
-        assert_trees_close(jax.value_and_grad(rematerialised, (0, 1, 2))(*args), expected)
+    expected = jax.value_and_grad(loss, (0, 1, 2))(*args)  # without jit
+    variants = [loss]
+    variants += [jax.checkpoint(loss, policy=p) for p in (None, fa4_jax.save_attention_policy)]
+    for variant in variants:
+        assert_trees_close(jax.jit(jax.value_and_grad(variant, (0, 1, 2)))(*args), expected)
     layers = [normal(rng, (3, *shape)) for shape in SHAPES]
 
     def scanned(*layers: jax.Array) -> Any:
@@ -128,8 +136,8 @@ def test_jit_value_and_grad_scan_and_remat_agree(rng):
         return sum((loss(*(x[i] for x in layers)) for i in range(3)), jnp.zeros(()))
 
     assert_trees_close(
-        jax.value_and_grad(scanned, (0, 1, 2))(*layers),
-        jax.value_and_grad(looped, (0, 1, 2))(*layers),
+        jax.jit(jax.value_and_grad(scanned, (0, 1, 2)))(*layers),
+        jax.jit(jax.value_and_grad(looped, (0, 1, 2)))(*layers),
     )
 
 
@@ -149,9 +157,12 @@ def test_a_traced_offset_equals_a_static_one(rng):
     traced = jax.jit(
         jax.value_and_grad(lambda q, k, v, x: loss(q, k, v, query_offset=x), (0, 1, 2))
     )
-    static = lambda x: jax.value_and_grad(lambda *a: loss(*a, query_offset=x), (0, 1, 2))  # noqa: E731
+
+    def static(offset: int) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: loss(*x, query_offset=offset), (0, 1, 2)))
+
     assert_trees_close(traced(*args, jnp.int32(2)), run(*args))
-    for offset in (-20, -1, 5, 100):
+    for offset in (-20, 5):
         expected = static(offset)(*args)
         assert_trees_close(traced(*args, jnp.int32(offset)), expected)
         per_batch = jnp.array([offset, offset], jnp.int32)
