@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import itertools
 
+from fa4_jax.key import HEAD_DIM_TILES
+
 DenseShape = tuple[int, int, int, int]
 
 
@@ -45,7 +47,8 @@ class Case:
     @property
     def has_kernel(self) -> bool:
         """Whether the GPU kernels take this case."""
-        return self.dtype != "f32" and not (self.bias or self.mask or self.head_dim % 8)
+        fits = self.head_dim % 8 == 0 and self.head_dim <= HEAD_DIM_TILES[-1]
+        return fits and self.dtype != "f32" and not (self.bias or self.mask)
 
     @property
     def id(self) -> str:

@@ -106,9 +106,14 @@ class _Precision:
     def rounded(self, x: np.ndarray) -> np.ndarray:
         return x if self.storage is None else x.astype(self.storage).astype(self.work)
 
+    def rounded_score(self, x: np.ndarray) -> np.ndarray:
+        """Rounds while another constant factor, as the softmax scale may be, is folded in."""
+        factor = self.work(2.0**-self.reference_shift)
+        return self.rounded(x * factor) / factor
+
 
 def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, np.ndarray]:
-    work, rounded = precision.work, precision.rounded
+    work, rounded, rounded_score = precision.work, precision.rounded, precision.rounded_score
     group = case.heads[0] // case.heads[1]
     seen = visible(case, inputs.mask)
     scale = work(case.head_dim**-0.5 if case.scale is None else case.scale)
@@ -144,9 +149,9 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     results = {
         "output": o.transpose(0, 2, 1, 3),
         "lse": lse[..., 0],
-        "dq": rounded(rounded(ds) @ k * scale).transpose(0, 2, 1, 3),
-        "dk": rounded(by_key_head(rounded(ds).swapaxes(2, 3) @ q) * scale),
-        "dv": rounded(by_key_head(rounded(p).swapaxes(2, 3) @ do)),
+        "dq": rounded(rounded_score(ds) @ k * scale).transpose(0, 2, 1, 3),
+        "dk": rounded(by_key_head(rounded_score(ds).swapaxes(2, 3) @ q) * scale),
+        "dv": rounded(by_key_head(rounded_score(p).swapaxes(2, 3) @ do)),
     }
     if inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
@@ -159,16 +164,18 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
     return _attention(case, inputs, _Precision(np.float64, None))
 
 
-REFERENCE_SHIFTS = (0.0, 0.2, 0.4, 0.6)
-"""Softmax references, below the row maximum, that an ordinary kernel may as well choose."""
+REFERENCE_SHIFTS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75)
+"""Softmax references below the row maximum, and log2 of factors folded into scores and their
+gradients, that an ordinary kernel may as well choose."""
 
 
 def ordinary(case: Case, inputs: Inputs, reference_shift: float = 0.0) -> dict[str, np.ndarray]:
     """The same as an ordinary fused kernel computes it: float32, products' operands rounded.
 
-    The reference that is subtracted before the exponential changes nothing in exact arithmetic,
-    but it decides how each probability is rounded: every shift is another draw of rounding errors
-    of the same size, and the largest of several is a steadier measure than the largest of one.
+    The reference that is subtracted before the exponential, and a factor folded into dS before it
+    is rounded, change nothing in exact arithmetic, but they decide how each element is rounded:
+    every shift is another draw of rounding errors of the same size, and the largest of several is
+    a steadier measure than the largest of one.
     """
     storage = None if case.dtype == "f32" else STORAGE[case.dtype]
     return _attention(case, inputs, _Precision(np.float32, storage, reference_shift))

@@ -26,12 +26,13 @@ barrier a step is enough: a warpgroup passes SCORES_READY of step i + 1 only whe
 arrived there, which it does after its products of step i have read buffer i % 2; step i + 2 may
 write it.
 
-Note [dq order]: every (head, query tile) has a counter. The CTA whose turn is `index` waits until
-it reads index, adds its tile, and then increments. Dense: index counts key tiles upwards. Band:
-downwards from the tile's last, so that the CTA on the diagonal, whose first step this is, goes
-first. CTAs start in order of their block index and only ever wait for lower ones, which have
-started: the lowest of those that have not finished never waits, so there is no deadlock with any
-number of resident CTAs.
+Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
+to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
+before its own, adds, and increments. CTAs start in order of their block index and only ever wait
+for lower ones, which have started: the lowest of those that have not finished never waits, so
+there is no deadlock with any number of resident CTAs. All walk the query blocks from last to first,
+so that under a causal band, too, neighbours start together and follow one another at a distance of
+one addition; from the diagonal, a CTA would first wait for all lower ones to come that far.
 Waiting and incrementing are the order warp's, so that their latency hides behind the products: it
 opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`.
 Their additions happen before the arrivals, those before the order warp's release; cumulativity
@@ -48,7 +49,13 @@ from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Result
 from kernels.common import bands, launches, ptx, softmax, tensors
 from kernels.sm90.backward_data import Maps, Rows, Shared, Work, allocate, make_products
-from kernels.sm90.tiles import BACKWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
+from kernels.sm90.tiles import (
+    BACKWARD_TILES,
+    DETERMINISTIC_BAND_HEADS,
+    L2_BUDGET_BYTES,
+    REGISTER_BUDGETS,
+    WARPGROUP,
+)
 from kernels.sources import KernelSource
 
 SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
@@ -192,13 +199,13 @@ class Backward:
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
         """The key tile of this CTA, within groups of heads whose Q, dO and dQ fill the L2.
 
-        Key tiles of a causal band shrink with their index: the fast kernel starts with the longest.
-        The deterministic one starts with the last, as Note [dq order] asks.
+        Key tiles of a causal band shrink with their index, so the longest start first.
         """
         batch, query_length, key_length, heads, kv_heads = sizes
         group = heads // kv_heads
         rows_in_l2 = L2_BUDGET_BYTES // (self.head_dim * (2 + 2 + 4))
-        section = cutlass.max(rows_in_l2 // (query_length * group), 1)
+        least = DETERMINISTIC_BAND_HEADS if self.deterministic and self.band else 1
+        section = cutlass.max(rows_in_l2 // (query_length * group), least)
         tiles = (key_length + self.tile.n - 1) // self.tile.n
         index, _, _ = cute.arch.block_idx()
         first_head = index // (section * tiles) * section
@@ -206,7 +213,6 @@ class Backward:
         section = cutlass.min(section, kv_heads * batch - first_head)
         tile = in_section // section
         head_and_batch = first_head + in_section - tile * section
-        tile = tiles - 1 - tile if self.band and self.deterministic else tile
         batch_index = head_and_batch // kv_heads
         kv_head = head_and_batch - batch_index * kv_heads
         limits = cute.make_tensor(extents + batch_index * 4, cute.make_layout(4))
@@ -235,6 +241,12 @@ class Backward:
             band.query_length < query_length,
         )
 
+    def query_block(self, work: Work, index: Int32) -> Int32:
+        """The index-th query block of a head: Note [dq order]."""
+        if self.deterministic:
+            return work.blocks.end - 1 - index
+        return work.blocks.begin + index
+
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: K and V, then Q, lse_log2 and dO, delta of every step."""
@@ -250,7 +262,7 @@ class Backward:
             tensors.tma_load(maps.v, key_tile, shared.v, shared.kv_full)
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
-            block = work.blocks.begin + step - member * steps
+            block = self.query_block(work, step - member * steps)
             head = work.kv_head * work.group + member
             query = coordinates[None, None, head, work.batch]
             query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
@@ -274,7 +286,7 @@ class Backward:
         steps = work.blocks.end - work.blocks.begin
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
-            block = work.blocks.begin + step - member * steps
+            block = self.query_block(work, step - member * steps)
             head = work.kv_head * work.group + member
             counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
             index = work.tile
@@ -282,7 +294,7 @@ class Backward:
                 visiting = bands.visited_blocks(
                     work.band, block * self.tile.m, self.tile.m, self.tile.n, tensors.INT32
                 )
-                index = visiting.end - 1 - work.tile
+                index = work.tile - visiting.begin
             with cute.arch.elect_one():
                 turn = ptx.load_acquire(counter)
                 while turn != index:
@@ -319,8 +331,9 @@ class Backward:
                 first_row = work.band.key_length - work.first_key
                 self.clear_padding((shared.k, shared.v), first_row, thread)
         for member in cutlass.range(work.group, unroll=1):
-            for block in cutlass.range(work.blocks.begin, work.blocks.end, unroll=1):
-                step = member * steps + block - work.blocks.begin
+            for index in cutlass.range(steps, unroll=1):
+                block = self.query_block(work, index)
+                step = member * steps + index
                 self.step(
                     shared, work, rows, (dk_acc, dv_acc), scale_log2, (member, block, step, group)
                 )

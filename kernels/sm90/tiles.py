@@ -120,3 +120,11 @@ BACKWARD_TILES: dict[int, BackwardTile] = {
     256: BackwardTile(m=64, n=64, stages=2),
 }
 """By head_dim. Half of head_dim must be a multiple of the span where dQ's columns are split."""
+
+DETERMINISTIC_BAND_HEADS = 8
+"""KV heads that the deterministic backward of a band interleaves at least, whatever the L2 holds.
+
+Under a causal band a section's last CTAs are its shortest, so the CTAs of the next section start
+almost together and queue for their turns: the fewer of them belong to one head, the shorter the
+queue. 8 beat 1 (L2 alone), 16 and 32 (H200, 2026-11-20): docs/notes/deterministic-backward.md.
+"""

@@ -41,9 +41,9 @@ def gradients(operands: tuple[jax.Array, ...], output_bar: jax.Array, options: t
 
 def assert_same(large: jax.Array, small: jax.Array) -> None:
     """Equal up to the order of dQ's additions."""
-    large, small = (np.asarray(x, np.float32) for x in (large, small))
-    assert np.isfinite(large).all()
-    np.testing.assert_allclose(large, small, rtol=2**-7, atol=2**-7 * np.abs(small).max())
+    found, expected = np.asarray(large, np.float32), np.asarray(small, np.float32)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2**-7 * np.abs(expected).max())
 
 
 def test_queries_beyond_2_to_31_elements(seed: int):

@@ -69,6 +69,6 @@ def test_deterministic_turns_are_a_numbering_without_gaps(band, rows, columns):
     turns: dict[int, list[int]] = {}
     for m, n in visits(band, rows, columns):
         blocks = visited_blocks(band, m * rows, rows, columns, PYTHON)
-        turns.setdefault(m, []).append(blocks.end - 1 - n)
+        turns.setdefault(m, []).append(n - blocks.begin)
     for order in turns.values():
         assert sorted(order) == list(range(len(order)))

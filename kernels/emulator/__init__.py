@@ -1,0 +1,7 @@
+"""Runs the kernels' PTX on a CPU, under timing meaner than hardware's."""
+
+from kernels.emulator.errors import EmulationError, PtxError
+from kernels.emulator.launch import Report, launch
+from kernels.emulator.policy import Policy
+
+__all__ = ["EmulationError", "Policy", "PtxError", "Report", "launch"]

@@ -1,0 +1,25 @@
+"""How mean a run is: which warp runs next and when asynchronous operations happen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The choices that hardware leaves open.
+
+    Attributes:
+      schedule: "in_order" runs the first warp that can; "random" any; "starve" any but one, which
+        is picked anew for every CTA and runs only when no other can.
+      asynchronous: when TMA, bulk copies, products and reductions take place: "late" is when
+        something needs them or nothing else can run, "early" is at once, "random" either.
+      resident_ctas: CTAs that run at a time; they start in the order of their index.
+      races: check that accesses to shared memory are ordered and fenced.
+    """
+
+    schedule: Literal["in_order", "random", "starve"] = "random"
+    asynchronous: Literal["late", "early", "random"] = "late"
+    resident_ctas: int = 4
+    races: bool = True
