@@ -45,6 +45,16 @@ def dim(name: str, buffer: str, axis: int) -> Param:
     return Param(name, "dim", buffer=buffer, axes=(axis,))
 
 
+SIZES = (
+    dim("batch", "q", 0),
+    dim("query_length", "q", 1),
+    dim("key_length", "k", 1),
+    dim("heads", "q", 2),
+    dim("kv_heads", "k", 2),
+)
+"""The sizes that the forward and the main backward kernel take, in order."""
+
+
 def scalars(kind: str, *names: str) -> tuple[Param, ...]:
     """Parameters that are FFI attributes; kind is "i32" or "f32"."""
     return tuple(Param(name, kind) for name in names)

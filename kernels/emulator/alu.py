@@ -322,13 +322,17 @@ def _conversions() -> dict[str, Operation]:
         table[f"cvt.rn.{name}x2.f32"] = Operation(packed, ("f32", "f32"), ("u32",))
         table[f"cvt.rn.{name}.f32"] = Operation(partial(round_half, rounded), ("f32",), ("u16",))
     integers = {f"{kind}{bits}": None for kind in "us" for bits in (8, 16, 32, 64)}
-    types = {name: np.dtype(name.replace("u", "uint").replace("s", "int")).type for name in integers}
+    types = {
+        name: np.dtype(name.replace("u", "uint").replace("s", "int")).type for name in integers
+    }
     for to, source in ((a, b) for a in integers for b in integers):
         function = partial(convert_integer, types[to], types[source])
         table[f"cvt.{to}.{source}"] = Operation(function, (source,), (to,))
     for name in ("u32", "s32", "u64", "s64"):
         table[f"cvt.rn.f32.{name}"] = Operation(to_float, (name,), ("f32",))
-        table[f"cvt.rzi.{name}.f32"] = Operation(partial(truncate_float, types[name]), ("f32",), (name,))
+        table[f"cvt.rzi.{name}.f32"] = Operation(
+            partial(truncate_float, types[name]), ("f32",), (name,)
+        )
     return table
 
 

@@ -37,9 +37,7 @@ _ENTRY = re.compile(r"(?:\.visible\s+)?\.entry\s+([\w$]+)\s*\((.*?)\)\s*([^{]*)\
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf]\d+)(?:\s+\.ptr[^,]*?)?\s+([\w$]+)(?:\[(\d+)\])?$"
 )
-_SHARED = re.compile(
-    r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;"
-)
+_SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;")
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _REG_NAME = re.compile(r"([%\w$]+?)(?:<(\d+)>)?$")

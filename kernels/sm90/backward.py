@@ -547,13 +547,6 @@ def source(key: KernelKey) -> KernelSource:
     kernel = Backward(key)
     tile = kernel.tile
     span = tile.span_bytes
-    sizes = (
-        launches.dim("batch", "q", 0),
-        launches.dim("query_length", "q", 1),
-        launches.dim("key_length", "k", 1),
-        launches.dim("heads", "q", 2),
-        launches.dim("kv_heads", "k", 2),
-    )
     scalars = (
         *launches.scalars("f32", "scale_log2", "scale"),
         *launches.scalars("i32", "window_left", "window_right"),
@@ -575,7 +568,7 @@ def source(key: KernelKey) -> KernelSource:
             launches.bthd_map("dk", 64, span),
             launches.bthd_map("dv", 64, span),
             *launches.pointers("lse_log2", "delta", "extents", "dq_acc", *order),
-            *sizes,
+            *launches.SIZES,
             *scalars,
         ),
         grid=(
@@ -593,7 +586,7 @@ def source(key: KernelKey) -> KernelSource:
     buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
     host_arguments = (
         *launches.pointers(*buffers, "dk", "dv"),
-        *sizes,
+        *launches.SIZES,
         launches.dim("head_dim", "q", 3),
         *scalars,
     )

@@ -534,13 +534,6 @@ def source(key: KernelKey) -> KernelSource:
     """The forward kernel of a key, with its launch."""
     kernel = Forward(key)
     tile = kernel.tile
-    sizes = (
-        launches.dim("batch", "q", 0),
-        launches.dim("query_length", "q", 1),
-        launches.dim("key_length", "k", 1),
-        launches.dim("heads", "q", 2),
-        launches.dim("kv_heads", "k", 2),
-    )
     scalars = (
         *launches.scalars("f32", "scale_log2", "rescale_threshold_log2"),
         *launches.scalars("i32", "window_left", "window_right"),
@@ -557,7 +550,7 @@ def source(key: KernelKey) -> KernelSource:
             launches.bthd_map("v", tile.n, tile.span_bytes),
             launches.bthd_map("o", 64, tile.span_bytes),
             *launches.pointers("extents", "lse"),
-            *sizes,
+            *launches.SIZES,
             *scalars,
         ),
         grid=(
@@ -574,7 +567,7 @@ def source(key: KernelKey) -> KernelSource:
     )
     host_arguments = (
         *launches.pointers("q", "k", "v", "extents", "o", "lse"),
-        *sizes,
+        *launches.SIZES,
         launches.dim("head_dim", "q", 3),
         *scalars,
     )
