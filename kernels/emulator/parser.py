@@ -117,7 +117,7 @@ class _Body:
     def __init__(self, text: str, start: int):
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
-        self.registers = dict.fromkeys(("pred", "b16", "b32", "b64"), 0)
+        self.registers: dict[str, int] = {"pred": 0, "b16": 0, "b32": 0, "b64": 0}
         self._text, self._scopes, self._count = text, [_Scope(0)], 1
         self._line, self._line_at = text.count("\n", 0, start) + 1, start
         self._read(start)

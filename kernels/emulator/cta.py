@@ -1,0 +1,67 @@
+"""One thread block: its warps, shared memory, barriers and asynchronous operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.emulator.barriers import NamedBarrier, TransactionBarrier
+from kernels.emulator.memory import Region, uninitialised
+from kernels.emulator.order import Order
+from kernels.emulator.products import Tile
+from kernels.emulator.program import LANES
+from kernels.emulator.tma import Transfer
+from kernels.emulator.warp import Warp
+
+if TYPE_CHECKING:
+    from kernels.emulator.machine import Machine
+
+SHARED_BASE = 1024
+"""Hardware keeps the first KiB of the shared window for itself."""
+
+
+class Cta:
+    """State of a thread block while it is resident."""
+
+    def __init__(self, machine: Machine, index: tuple[int, int, int]):
+        self.machine, self.index = machine, index
+        size = SHARED_BASE + machine.shared_bytes
+        self.shared = Region("shared memory", 0, uninitialised(size))
+        self.shared_version = self.decoded_version = 0
+        self.decoded: dict[tuple[Tile, str], np.ndarray] = {}
+        threads = machine.threads
+        self.order = Order(threads, self.shared.data.size) if machine.policy.races else None
+        self.barriers: dict[int, TransactionBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.transfers: list[Transfer] = []
+        self.bulk_groups: dict[int, list[list[Transfer]]] = {}
+        self.bulk_open: dict[int, list[Transfer]] = {}
+        counts = machine.program.kernel.registers
+        self.warps = [Warp(self, i, counts) for i in range(threads // LANES)]
+        self.reductions: list[list[Callable[[], None]]] = [[] for _ in range(threads)]
+        self.free_registers = machine.registers_per_sm - machine.registers * threads
+        self.register_budget = [machine.registers] * len(self.warps)
+        self.starved = int(machine.rng.integers(len(self.warps)))
+
+    def issue(self, transfer: Transfer) -> None:
+        """Takes an asynchronous copy, which is made now or later, as the policy says."""
+        self.transfers.append(transfer)
+        if self.machine.early():
+            self.perform(transfer)
+
+    def perform(self, transfer: Transfer) -> None:
+        """Makes a copy unless it has been made."""
+        if not transfer.made:
+            transfer.made = True
+            self.transfers.remove(transfer)
+            transfer.perform()
+
+    def flush_reductions(self, lanes: np.ndarray) -> None:
+        """Makes the reductions of these threads, which order something after them."""
+        for lane in lanes:
+            if self.reductions[lane]:
+                for reduction in self.reductions[lane]:
+                    reduction()
+                self.reductions[lane] = []

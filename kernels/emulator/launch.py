@@ -1,0 +1,149 @@
+"""The front door: any PTX, parameters as raw bytes, memory as buffers at addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels.emulator.errors import PtxError
+from kernels.emulator.machine import Geometry, Machine, bind_program
+from kernels.emulator.memory import GlobalMemory, Region
+from kernels.emulator.parser import parameter_offsets, parse
+from kernels.emulator.policy import Policy
+from kernels.emulator.program import PARAMETER_BASE, Program, Run
+from kernels.emulator.syntax import Kernel
+
+MOST_SHARED_BYTES = 227 * 1024
+_MOST_THREADS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a launch did.
+
+    Attributes:
+      instructions: warp instructions executed, by warp index and mnemonic, summed over CTAs.
+      seconds: time that the emulation took.
+    """
+
+    kernel: str
+    instructions: tuple[Counter[str], ...]
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        """All warp instructions."""
+        return sum(sum(counter.values()) for counter in self.instructions)
+
+
+def launch(
+    ptx: str,
+    kernel: str,
+    *,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    dynamic_smem: int = 0,
+    params: Sequence[bytes] = (),
+    memory: Mapping[int, Any] | None = None,
+    policy: Policy | None = None,
+    seed: int = 0,
+) -> Report:
+    """Runs a kernel; what it writes is in the buffers of `memory` afterwards.
+
+    Args:
+      ptx: the module's text.
+      kernel: name of one of its entries.
+      dynamic_smem: bytes of dynamic shared memory.
+      params: value of each parameter, as the driver would get it.
+      memory: writable buffers by their address on the device.
+      policy: how mean the run is.
+      seed: of every choice that the policy leaves open.
+
+    Raises:
+      PtxError: the text is not PTX that the emulator can run.
+      ValueError: the launch does not fit the kernel.
+      EmulationError: the kernel broke a rule.
+    """
+    start = time.perf_counter()
+    module = parse(ptx)
+    if kernel not in module.kernels:
+        raise PtxError(f"no kernel {kernel}; there are {', '.join(module.kernels) or 'none'}")
+    entry = module.kernels[kernel]
+    program, static_bytes = _program(ptx, kernel)
+    _check_launch(entry, grid, block, cluster, static_bytes + dynamic_smem)
+    block_of_parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
+    machine = Machine(
+        program,
+        Geometry(grid, block, static_bytes + dynamic_smem),
+        GlobalMemory(memory or {}, block_of_parameters),
+        policy or Policy(),
+        seed,
+    )
+    with np.errstate(all="ignore"):
+        machine.run()
+    instructions = tuple(_by_mnemonic(program, counts) for counts in machine.counts)
+    return Report(kernel, instructions, time.perf_counter() - start)
+
+
+_PROGRAMS: dict[tuple[str, str], tuple[Program, int]] = {}
+
+
+def _program(ptx: str, kernel: str) -> tuple[Program, int]:
+    """Programs are kept: making one takes longer than a small launch."""
+    key = (ptx, kernel)
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = bind_program(parse(ptx).kernels[kernel])
+    return _PROGRAMS[key]
+
+
+def _check_launch(
+    entry: Kernel,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    cluster: tuple[int, int, int],
+    shared_bytes: int,
+) -> None:
+    threads = block[0] * block[1] * block[2]
+    if min(grid) < 1:
+        raise ValueError(f"{grid=}: every size must be at least 1")
+    if not 1 <= threads <= _MOST_THREADS or threads % 32:
+        raise ValueError(f"{block=}: a multiple of 32 threads, at most {_MOST_THREADS}")
+    if entry.block is not None and entry.block != block:
+        raise ValueError(f"{block=}: {entry.name} was compiled for {entry.block}")
+    if cluster != (1, 1, 1):
+        raise NotImplementedError(f"{cluster=}: clusters are not implemented")
+    if shared_bytes > MOST_SHARED_BYTES:
+        raise ValueError(f"{shared_bytes} bytes of shared memory: at most {MOST_SHARED_BYTES}")
+
+
+def _pack(entry: Kernel, params: Sequence[bytes]) -> np.ndarray:
+    if len(params) != len(entry.parameters):
+        raise ValueError(
+            f"{entry.name} takes {len(entry.parameters)} parameters, {len(params)} were given"
+        )
+    offsets = parameter_offsets(entry.parameters)
+    size = offsets[-1] + entry.parameters[-1].size if offsets else 0
+    data = np.zeros(size, np.uint8)
+    for parameter, offset, value in zip(entry.parameters, offsets, params, strict=True):
+        if len(value) != parameter.size:
+            raise ValueError(
+                f"{parameter.name} takes {parameter.size} bytes, {len(value)} were given"
+            )
+        data[offset : offset + parameter.size] = np.frombuffer(value, np.uint8)
+    return data
+
+
+def _by_mnemonic(program: Program, counts: np.ndarray) -> Counter[str]:
+    result: Counter[str] = Counter()
+    for step, count in zip(program.steps, counts, strict=True):
+        if count:
+            instructions = step.instructions if isinstance(step, Run) else (step.instruction,)
+            for instruction in instructions:
+                result[instruction.mnemonic] += int(count)
+    return result

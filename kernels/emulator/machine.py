@@ -1,0 +1,267 @@
+"""The machine: resident CTAs, and who runs next."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from kernels.emulator import access, lanes, products, synchronise, tma
+from kernels.emulator.cta import SHARED_BASE, Cta
+from kernels.emulator.errors import EmulationError, Place
+from kernels.emulator.memory import Fault, GlobalMemory
+from kernels.emulator.parser import parameter_offsets
+from kernels.emulator.policy import Policy
+from kernels.emulator.program import LANES, Branch, Effect, Exit, Program, Run, Single, make_program
+from kernels.emulator.syntax import Instruction, Kernel
+from kernels.emulator.tma import Transfer
+from kernels.emulator.warp import Wait, Warp
+
+REGISTERS_PER_SM = 65536
+_MOST_REGISTERS = 255
+_BINDERS = (access, lanes, synchronise, tma, products)
+_LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
+
+
+def bind_program(kernel: Kernel) -> tuple[Program, int]:
+    """A kernel's program, and the bytes of its shared variables of fixed size."""
+    symbols, position = {}, SHARED_BASE
+    for variable in sorted(kernel.shared, key=lambda variable: variable.size is None):
+        position = -(-position // variable.alignment) * variable.alignment
+        symbols[variable.name] = position
+        position += variable.size or 0
+    offsets = parameter_offsets(kernel.parameters)
+    for parameter, offset in zip(kernel.parameters, offsets, strict=True):
+        symbols[parameter.name] = offset
+
+    def bind(instruction: Instruction) -> Effect | None:
+        effects = (binder.bind(instruction, symbols) for binder in _BINDERS)
+        return next((effect for effect in effects if effect is not None), None)
+
+    return make_program(kernel, symbols, bind), position - SHARED_BASE
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Sizes of a launch."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+
+class Machine:
+    """Runs one launch."""
+
+    registers_per_sm = REGISTERS_PER_SM
+
+    def __init__(
+        self,
+        program: Program,
+        geometry: Geometry,
+        memory: GlobalMemory,
+        policy: Policy,
+        seed: int,
+    ):
+        self.program, self.memory, self.policy = program, memory, policy
+        self.grid, self.block = geometry.grid, geometry.block
+        self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
+        self.rng = np.random.default_rng(seed)
+        self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
+        self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
+        self._ctas: list[Cta] = []
+
+    def coin(self) -> bool:
+        """A fair choice, unless the schedule is in order."""
+        return self.policy.schedule != "in_order" and bool(self.rng.integers(2))
+
+    def early(self) -> bool:
+        """Whether an asynchronous operation that was just issued happens at once."""
+        if self.policy.asynchronous == "random":
+            return bool(self.rng.integers(2))
+        return self.policy.asynchronous == "early"
+
+    def run(self) -> None:
+        """Runs every CTA to its end.
+
+        Raises:
+          EmulationError: the kernel breaks a rule or no warp can go on.
+        """
+        indices = self._indices()
+        while True:
+            new = self.policy.resident_ctas - len(self._ctas)
+            self._ctas += [Cta(self, index) for index in itertools.islice(indices, new)]
+            if not self._ctas:
+                return
+            warp = self._choose()
+            if warp is None:
+                self._unblock()
+                continue
+            self._advance(warp)
+            if all(other.done for other in warp.cta.warps):
+                self._finish(warp.cta)
+            elif self.policy.asynchronous == "random" and self.rng.random() < _LATE_CHANCE:
+                self._perform_any()
+
+    def _indices(self) -> Iterator[tuple[int, int, int]]:
+        width, height, depth = self.grid
+        for z, y, x in itertools.product(range(depth), range(height), range(width)):
+            yield x, y, z
+
+    def _choose(self) -> Warp | None:
+        """A warp that can run, by the policy; None if there is none."""
+        ready = [
+            warp
+            for cta in self._ctas
+            for warp in cta.warps
+            if not warp.done and (warp.waiting is None or warp.waiting.ready())
+        ]
+        if not ready:
+            return None
+        if self.policy.schedule == "in_order":
+            return ready[0]
+        if self.policy.schedule == "starve":
+            ready = [warp for warp in ready if warp.index != warp.cta.starved] or ready
+        return ready[int(self.rng.integers(len(ready)))]
+
+    def _perform_any(self) -> bool:
+        """Makes one of the outstanding copies; False if there is none."""
+        waiting = [transfer for cta in self._ctas for transfer in cta.transfers]
+        if not waiting:
+            return False
+        chosen = waiting[int(self.rng.integers(len(waiting)))]
+        self._perform(chosen)
+        return True
+
+    def _perform(self, transfer: Transfer) -> None:
+        try:
+            transfer.warp.cta.perform(transfer)
+        except Fault as fault:
+            raise self._error(fault, transfer.warp, transfer.instruction, transfer.lane) from None
+
+    def _unblock(self) -> None:
+        if not self._perform_any():
+            first = next(warp for cta in self._ctas for warp in cta.warps if not warp.done)
+            lines = [
+                f"CTA {cta.index} warp {warp.index} at line {self._line(warp)}: "
+                f"{warp.waiting.reason()}"
+                for cta in self._ctas
+                for warp in cta.warps
+                if warp.waiting is not None
+            ]
+            message = "no warp can go on\n  " + "\n  ".join(lines) + "\n"
+            raise self._error(Fault("deadlock", message), first, None)
+
+    def _line(self, warp: Warp) -> str:
+        step = self.program.steps[warp.step - 1]
+        if isinstance(step, Run):
+            return "?"
+        return f"{step.instruction.line} ({step.instruction.text})"
+
+    def _error(
+        self, fault: Fault, warp: Warp, instruction: Instruction | None, lane: int | None = None
+    ) -> EmulationError:
+        where = (None, "") if instruction is None else (instruction.line, instruction.text)
+        lane = lane if fault.lane is None else fault.lane
+        place = Place(self.program.kernel.name, warp.cta.index, warp.index, lane, *where)
+        return EmulationError(fault.rule, fault.message, place)
+
+    def _advance(self, warp: Warp) -> None:
+        """Runs a warp to its next synchronising instruction."""
+        steps, counts, produced = self.program.steps, self.counts[warp.index], warp.products
+        if warp.waiting is not None:
+            finish, warp.waiting = warp.waiting.finish, None
+            finish()
+        while True:
+            warp.meet()
+            number = warp.step
+            if number >= len(steps):
+                raise self._error(
+                    Fault("control-flow", "runs past the last instruction"), warp, None
+                )
+            step = steps[number]
+            counts[number] += 1
+            try:
+                if isinstance(step, Run):
+                    produced.check_step(step)
+                    produced.unfenced.add(number)
+                    if warp.full:
+                        step.full(warp)
+                    else:
+                        step.masked(warp, warp.active)
+                    warp.step = number + 1
+                elif isinstance(step, Branch):
+                    warp.split(_guarded(step.instruction, warp), step.target, step.meet)
+                elif isinstance(step, Exit):
+                    self._leave(warp, step)
+                    if warp.done:
+                        return
+                elif self._effect(warp, step, number):
+                    return
+            except Fault as fault:
+                instruction = step.instructions[0] if isinstance(step, Run) else step.instruction
+                raise self._error(fault, warp, instruction) from None
+
+    def _effect(self, warp: Warp, step: Single, number: int) -> bool:
+        """Executes an instruction with an effect; True if another warp may run now."""
+        mask = _guarded(step.instruction, warp)
+        warp.products.check_step(step)
+        warp.products.unfenced.add(number)
+        warp.step = number + 1
+        if not mask.any():
+            return False
+        outcome = step.effect(warp, mask)
+        if isinstance(outcome, Wait):
+            warp.waiting = outcome
+        return outcome is not None
+
+    def _leave(self, warp: Warp, step: Exit) -> None:
+        mask = _guarded(step.instruction, warp)
+        if not mask.any():
+            warp.step += 1
+            return
+        cta, threads = warp.cta, warp.lanes[mask]
+        cta.flush_reductions(threads)
+        if warp.products.outstanding:
+            raise Fault("outstanding", f"exits with {warp.products.outstanding} products in flight")
+        for thread in threads:
+            if cta.bulk_open.get(int(thread)) or cta.bulk_groups.get(int(thread)):
+                message = "exits before its bulk stores have been waited for"
+                raise Fault("outstanding", message, int(thread) % LANES)
+        warp.leave(mask)
+
+    def _finish(self, cta: Cta) -> None:
+        """The end of a CTA: nothing may be left in flight."""
+        while cta.transfers:
+            transfer = cta.transfers[0]
+            raise self._error(
+                Fault("outstanding", "the CTA ends before this copy has been waited for"),
+                transfer.warp,
+                transfer.instruction,
+                transfer.lane,
+            )
+        for barrier in cta.named.values():
+            if barrier.arrived:
+                message = f"the CTA ends, but {barrier.describe()}"
+                raise self._error(Fault("participants", message), cta.warps[0], None)
+        for barrier in cta.barriers.values():
+            if barrier.transactions:
+                message = f"the CTA ends, but {barrier.describe(barrier.phase & 1)}"
+                raise self._error(Fault("outstanding", message), cta.warps[0], None)
+        self._ctas.remove(cta)
+
+
+def _guarded(instruction: Instruction, warp: Warp) -> np.ndarray:
+    """The active lanes for which the instruction's guard holds."""
+    if instruction.guard is None:
+        return warp.active
+    predicate, wanted = instruction.guard
+    row = warp.pred[predicate.index]
+    return warp.active & (row if wanted else ~row)

@@ -1,0 +1,125 @@
+"""Memory that kernels address: regions of bytes with bounds and alignment checks."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+NAN_WORD = 0x7FFFDEAD
+"""Uninitialised memory and registers: a NaN as float32, as two bfloat16 and as two float16."""
+
+
+class Fault(Exception):
+    """A broken rule, before the engine adds where. `lane` is None where the warp is meant."""
+
+    def __init__(self, rule: str, message: str, lane: int | None = None):
+        super().__init__(message)
+        self.rule, self.message, self.lane = rule, message, lane
+
+
+class Region:
+    """Consecutive bytes from address `base`."""
+
+    def __init__(self, name: str, base: int, data: np.ndarray):
+        self.name, self.base, self.data, self.end = name, base, data, base + data.size
+        self._views = {
+            size: data[: data.size // size * size].view(f"u{size}") for size in (1, 2, 4, 8)
+        }
+
+    def check(self, addresses: np.ndarray, lanes: np.ndarray, size: int) -> None:
+        """Faults unless `size` aligned bytes at every address lie inside."""
+        wrong = (addresses < self.base) | (addresses + size > self.end)
+        if wrong.any():
+            self._fail("out-of-bounds", addresses, lanes, size, wrong)
+        wrong = addresses % size != 0
+        if wrong.any():
+            self._fail("misaligned", addresses, lanes, size, wrong)
+
+    def _fail(
+        self, rule: str, addresses: np.ndarray, lanes: np.ndarray, size: int, wrong: np.ndarray
+    ) -> None:
+        first = int(np.flatnonzero(wrong)[0])
+        raise Fault(
+            rule,
+            f"{size} bytes at {addresses[first]:#x} of {self.name} [{self.base:#x}, {self.end:#x})",
+            int(lanes[first]),
+        )
+
+    def _at(self, addresses: np.ndarray, size: int, count: int) -> tuple[Any, np.ndarray]:
+        first = (addresses - self.base) // size
+        return self._views[size], first[:, None] + np.arange(count)
+
+    def load(self, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
+        """`count` words of `size` bytes at each address: (addresses, count)."""
+        words, index = self._at(addresses, size, count)
+        return words[index]
+
+    def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Stores (addresses, count) words; of equal addresses the last one stays."""
+        words, index = self._at(addresses, values.dtype.itemsize, values.shape[1])
+        words[index] = values
+
+    def add(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Adds (addresses, count) words of any numeric type, one after the other."""
+        words, index = self._at(addresses, values.dtype.itemsize, values.shape[1])
+        np.add.at(words.view(values.dtype), index, values)
+
+
+class GlobalMemory:
+    """Global memory and the parameter block, at the addresses that the launch gave.
+
+    `version` counts writes, so that a polling warp can sleep until there is news.
+    """
+
+    def __init__(self, memory: Mapping[int, Any], parameters: Region):
+        regions = [parameters]
+        for address, buffer in memory.items():
+            view = memoryview(buffer)
+            if view.readonly:
+                raise ValueError(f"memory at {address:#x} is read-only")
+            if address % 16:
+                raise ValueError(f"memory at {address:#x} is not aligned to 16 bytes")
+            if not view.c_contiguous:
+                raise ValueError(f"memory at {address:#x} is not contiguous")
+            data = np.frombuffer(view, np.uint8)
+            regions.append(Region(f"global memory at {address:#x}", address, data))
+        self._regions = sorted(regions, key=lambda region: region.base)
+        self._starts = [region.base for region in self._regions]
+        for below, above in zip(self._regions, self._regions[1:], strict=False):
+            if below.end > above.base:
+                raise ValueError(f"{below.name} overlaps {above.name}")
+        self.version = 0
+
+    def split(
+        self, addresses: np.ndarray, lanes: np.ndarray, size: int
+    ) -> Iterator[tuple[Region, np.ndarray]]:
+        """The regions of `size` aligned bytes at every address, and which addresses they hold."""
+        left = np.ones(len(addresses), bool)
+        while left.any():
+            first = int(np.argmax(left))
+            region = self.holding(int(addresses[first]))
+            if region is None:
+                raise Fault(
+                    "out-of-bounds",
+                    f"{size} bytes at {int(addresses[first]):#x}, which is no memory of the launch",
+                    int(lanes[first]),
+                )
+            held = left & (addresses >= region.base) & (addresses < region.end)
+            region.check(addresses[held], lanes[held], size)
+            yield region, held
+            left &= ~held
+
+    def holding(self, address: int) -> Region | None:
+        """The region of an address."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._regions[index].end:
+            return None
+        return self._regions[index]
+
+
+def uninitialised(size: int) -> np.ndarray:
+    """Bytes that nobody has written."""
+    return np.full(-(-size // 4), NAN_WORD, np.uint32).view(np.uint8)[:size]

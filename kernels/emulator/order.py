@@ -1,0 +1,253 @@
+"""Happens-before of one CTA's accesses to shared memory, by vector clocks, thread by thread.
+
+Agents are the CTA's threads and its mbarriers: clock[t, u] says up to which of its moments thread t
+knows what thread u did, and which phases of a barrier it has seen complete. What one elected lane
+signals orders only what that lane knew: warps are no agents, except that
+
+- a moment lasts until the warp's next release (all lanes of a warp count alike), and
+- what a whole warp reads is known when all of its lanes are known, what a warp's asynchronous
+  operation reads when any lane that waited for it is.
+
+`fenced` is the part of `clock` that a fence.proxy.async has passed on to the asynchronous proxy:
+what threads wrote must be known there before TMA or wgmma may touch it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kernels.emulator.memory import Fault
+from kernels.emulator.program import LANES
+
+BARRIER_SLOTS = 64
+PENDING = np.iinfo(np.int32).max
+_FINE, _COARSE = 2, 16  # bytes per shadow entry of threads' and of asynchronous accesses
+
+
+@dataclasses.dataclass(frozen=True)
+class Knowledge:
+    """What a releasing thread hands over."""
+
+    clock: np.ndarray
+    fenced: np.ndarray
+
+    def merged(self, other: Knowledge | None) -> Knowledge:
+        """Both together."""
+        if other is None:
+            return self
+        return Knowledge(np.maximum(self.clock, other.clock), np.maximum(self.fenced, other.fenced))
+
+
+class Order:
+    """Clocks of a CTA and the shadow of its shared memory."""
+
+    def __init__(self, threads: int, shared_bytes: int):
+        agents = threads + BARRIER_SLOTS
+        self.threads, self.slots = threads, 0
+        self.clock = np.zeros((threads, agents), np.int32)
+        self.clock[np.arange(threads), np.arange(threads)] = 1
+        self.fenced = np.zeros((threads, agents), np.int32)
+        self.now = np.ones(threads // LANES, np.int32)
+        fine, coarse = -(-shared_bytes // _FINE), -(-shared_bytes // _COARSE)
+        fine = coarse * (_COARSE // _FINE)
+        self._writer, self._written = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
+        self._reader, self._read = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
+        self._warp_read: dict[int, np.ndarray] = {}
+        self._touched = np.zeros(coarse, bool)
+        self._async_writer = np.zeros(coarse, np.int16)
+        self._async_written = np.zeros(coarse, np.int32)
+        self._async_read: dict[int, np.ndarray] = {}
+        self._sizes = fine, coarse
+
+    def new_slot(self) -> int:
+        """An agent for a barrier."""
+        self.slots += 1
+        if self.slots > BARRIER_SLOTS:
+            raise Fault("not implemented", f"more than {BARRIER_SLOTS} mbarriers in a CTA")
+        return self.threads + self.slots - 1
+
+    def release(self, threads: np.ndarray) -> Knowledge:
+        """What these threads know now; their warps' next moments begin."""
+        given = Knowledge(self.clock[threads].max(0), self.fenced[threads].max(0))
+        for warp in np.unique(threads // LANES):
+            lanes = np.arange(warp * LANES, (warp + 1) * LANES)
+            self.now[warp] += 1
+            self.clock[lanes, lanes] = self.now[warp]
+        return given
+
+    def acquire(self, threads: np.ndarray, given: Knowledge) -> None:
+        """These threads learn what others handed over."""
+        self.clock[threads] = np.maximum(self.clock[threads], given.clock)
+        self.fenced[threads] = np.maximum(self.fenced[threads], given.fenced)
+
+    def see_phase(self, threads: np.ndarray, slot: int, phase: int) -> None:
+        """These threads have seen a barrier complete this many phases."""
+        self.clock[threads, slot] = np.maximum(self.clock[threads, slot], phase)
+
+    def fence_proxy(self, threads: np.ndarray) -> None:
+        """fence.proxy.async"""
+        self.fenced[threads] = self.clock[threads]
+
+    def thread_reads(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
+        """Loads of `size` bytes at each address by these threads."""
+        fine, coarse = self._entries(addresses, size)
+        self._check_written(self.clock, threads, fine, coarse, "reads")
+        warp = int(threads[0]) // LANES
+        if len(threads) == LANES:
+            self._plane(self._warp_read, warp, 0)[fine] = self.now[warp]
+        else:
+            self._reader[fine] = threads[:, None]
+            self._read[fine] = self.now[warp]
+        self._touched[coarse] = True
+
+    def thread_writes(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
+        """Stores of `size` bytes at each address by these threads."""
+        fine, coarse = self._entries(addresses, size)
+        self._check_written(self.clock, threads, fine, coarse, "writes")
+        known = self.clock[threads]
+        self._check_reads(known, fine, coarse, int(threads[0]) // LANES)
+        self._writer[fine] = threads[:, None]
+        self._written[fine] = self.now[int(threads[0]) // LANES]
+        self._touched[coarse] = True
+
+    def async_reads(self, threads: np.ndarray, coarse: np.ndarray) -> None:
+        """An asynchronous operation that these threads of one warp issue reads these chunks."""
+        self._check_async_operands(threads, coarse, "reads")
+        self._plane(self._async_read, int(threads[0]) // LANES, 1)[coarse] = PENDING
+
+    def async_read_done(self, warp: int, coarse: np.ndarray) -> None:
+        """A warp has waited for its asynchronous operation."""
+        self._plane(self._async_read, warp, 1)[coarse] = self.now[warp]
+
+    def async_read_again(self, warp: int, coarse: np.ndarray) -> None:
+        """Another asynchronous operation of the warp, not yet waited for, reads these chunks."""
+        self._plane(self._async_read, warp, 1)[coarse] = PENDING
+
+    def async_writes(self, thread: int, coarse: np.ndarray, slot: int, phase: int) -> None:
+        """An asynchronous operation writes these chunks; a barrier's phase tells when it has."""
+        threads = np.array([thread])
+        self._check_async_operands(threads, coarse, "writes")
+        fine = self._fine_of(coarse)
+        self._check_reads(self.clock[threads], fine.reshape(1, -1), coarse.reshape(1, -1), None)
+        self._written[fine] = 0
+        self._touched[coarse] = False
+        self._async_writer[coarse] = slot
+        self._async_written[coarse] = phase
+
+    def _check_async_operands(self, threads: np.ndarray, coarse: np.ndarray, verb: str) -> None:
+        known = self.clock[threads].min(0)
+        late = self._async_written[coarse] > known[self._async_writer[coarse]]
+        if late.any():
+            self._fail_async(coarse, late, verb)
+        touched = coarse[self._touched[coarse]]
+        if not touched.size:
+            return
+        fine = self._fine_of(touched)
+        writers, written = self._writer[fine], self._written[fine]
+        late = written > known[writers]
+        if late.any():
+            self._fail_fine(fine, late, f"an asynchronous operation {verb} what", "wrote")
+        unfenced = written > self.fenced[threads].min(0)[writers]
+        if unfenced.any():
+            at = int(fine[unfenced][0])
+            raise Fault(
+                "proxy-fence",
+                f"an asynchronous operation {verb} shared address {at * _FINE:#x}, which thread "
+                f"{self._writer[at]} wrote, without a fence.proxy.async in between",
+                int(threads[0]) % LANES if len(threads) == 1 else None,
+            )
+
+    def _check_written(
+        self,
+        clock: np.ndarray,
+        threads: np.ndarray,
+        fine: np.ndarray,
+        coarse: np.ndarray,
+        verb: str,
+    ) -> None:
+        rows = threads[:, None]
+        late = self._written[fine] > clock[rows, self._writer[fine]]
+        if late.any():
+            at = np.argwhere(late)[0]
+            writer = self._writer[fine[tuple(at)]]
+            raise Fault(
+                "race",
+                f"{verb} shared address {int(fine[tuple(at)]) * _FINE:#x}, which thread {writer} "
+                "wrote, and nothing orders the two",
+                int(threads[at[0]]) % LANES,
+            )
+        late = self._async_written[coarse] > clock[rows, self._async_writer[coarse]]
+        if late.any():
+            at = np.argwhere(late)[0]
+            raise Fault(
+                "race",
+                f"{verb} shared address {int(coarse[tuple(at)]) * _COARSE:#x} without waiting for "
+                "the asynchronous copy that writes it",
+                int(threads[at[0]]) % LANES,
+            )
+
+    def _check_reads(
+        self, known: np.ndarray, fine: np.ndarray, coarse: np.ndarray, own: int | None
+    ) -> None:
+        """Faults unless everything that read these entries is known; `own` warp may read on."""
+        rows = np.arange(len(known))[:, None]
+        late = self._read[fine] > known[rows, self._reader[fine]]
+        if late.any():
+            self._fail_fine(fine, late, "writes what", "reads", self._reader)
+        for warp, plane in self._warp_read.items():
+            if warp != own:
+                least = known[:, warp * LANES : (warp + 1) * LANES].min(1)
+                late = plane[fine] > least[:, None]
+                if late.any():
+                    self._fail_reading(int(fine[late][0]) * _FINE, warp, "a load")
+        for warp, plane in self._async_read.items():
+            most = known[:, warp * LANES : (warp + 1) * LANES].max(1)
+            late = plane[coarse] > most[:, None]
+            if late.any():
+                at = int(coarse[late][0]) * _COARSE
+                self._fail_reading(at, warp, "an asynchronous operation")
+
+    def _fail_reading(self, address: int, warp: int, what: str) -> None:
+        raise Fault(
+            "race",
+            f"writes shared address {address:#x}, which {what} of warp {warp} may still read",
+        )
+
+    def _fail_fine(
+        self,
+        fine: np.ndarray,
+        late: np.ndarray,
+        what: str,
+        did: str,
+        agents: np.ndarray | None = None,
+    ) -> None:
+        at = int(fine[late][0])
+        agent = (self._writer if agents is None else agents)[at]
+        raise Fault(
+            "race",
+            f"{what} thread {agent} {did} at shared address {at * _FINE:#x}, "
+            "and nothing orders the two",
+        )
+
+    def _fail_async(self, coarse: np.ndarray, late: np.ndarray, verb: str) -> None:
+        at = int(coarse[late][0]) * _COARSE
+        raise Fault(
+            "race",
+            f"an asynchronous operation {verb} shared address {at:#x} without waiting for the "
+            "asynchronous copy that writes it",
+        )
+
+    def _entries(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        fine = addresses[:, None] // _FINE + np.arange(max(size // _FINE, 1))
+        return fine, fine[:, :: _COARSE // _FINE] // (_COARSE // _FINE)
+
+    def _fine_of(self, coarse: np.ndarray) -> np.ndarray:
+        per = _COARSE // _FINE
+        return (coarse.reshape(-1)[:, None] * per + np.arange(per)).reshape(-1)
+
+    def _plane(self, planes: dict[int, np.ndarray], warp: int, coarse: int) -> np.ndarray:
+        if warp not in planes:
+            planes[warp] = np.zeros(self._sizes[coarse], np.int32)
+        return planes[warp]

@@ -1,0 +1,349 @@
+"""wgmma: warpgroup products, executed for each warp's sixteen rows by themselves.
+
+A product is made when its warp waits for it, or at once, as the policy says. Until the wait, its
+accumulator registers must not be touched and its A registers not be written; before it, a
+wgmma.fence must come after whatever wrote them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.emulator.memory import Fault
+from kernels.emulator.program import LANES, Effect, Run, Single, Step
+from kernels.emulator.swizzle import CHUNK, swizzled
+from kernels.emulator.syntax import Immediate, Instruction, Operand, Register, Vector, registers
+
+if TYPE_CHECKING:
+    from kernels.emulator.warp import Warp
+
+_K = 16
+_SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
+_WARPGROUP = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A shared-memory operand: a descriptor, and how many rows of it from which on are meant."""
+
+    descriptor: int
+    mn_major: bool
+    first: int
+    rows: int
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_elements(tile: Tile) -> np.ndarray:
+    """Numbers of the 16-bit elements of a tile in shared memory: (rows, 16)."""
+    start = (tile.descriptor & 0x3FFF) << 4
+    leading = (tile.descriptor >> 16 & 0x3FFF) << 4
+    stride = (tile.descriptor >> 32 & 0x3FFF) << 4
+    if tile.descriptor >> 49 & 7:
+        raise Fault("not implemented", "a matrix descriptor with a base offset")
+    span = _SPANS[tile.descriptor >> 62]
+    row = np.arange(tile.first, tile.first + tile.rows)[:, None]
+    k = np.arange(_K)[None, :]
+    width = span or CHUNK
+    if tile.mn_major:
+        columns, inside = row * 2 // width, row * 2 % width
+        if not span:
+            raise Fault("not implemented", "an MN-major operand without swizzle")
+        address = columns * leading + inside + k // 8 * stride + k % 8 * width
+    elif span:
+        address = row // 8 * stride + row % 8 * span + k * 2
+    else:
+        address = row // 8 * stride + row % 8 * CHUNK + k // 8 * leading + k % 8 * 2
+    address = start + address
+    return swizzled(address // CHUNK, span) * (CHUNK // 2) + address % CHUNK // 2
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_chunks(tile: Tile) -> np.ndarray:
+    """The 16-byte chunks that a tile touches."""
+    return np.unique(tile_elements(tile) // (CHUNK // 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is fixed in one wgmma instruction; `a_registers` is None where A is in shared memory."""
+
+    columns: int
+    dtype: str
+    accumulators: np.ndarray
+    a_registers: np.ndarray | None
+    a_mn_major: bool
+    b_mn_major: bool
+    signs: tuple[int, int]
+    written: frozenset[Register]
+    read: frozenset[Register]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """An issued product: A is a tile or (16, 16) values that were in registers."""
+
+    form: Form
+    a: Tile | None
+    b: Tile
+    accumulate: bool
+    chunks: np.ndarray
+    instruction: Instruction
+
+
+class Products:
+    """The products of one warp: open ones, committed groups, and which registers are in flight."""
+
+    def __init__(self, warp: Warp):
+        self._warp = warp
+        self._open: list[Product] = []
+        self._groups: list[list[Product]] = []
+        self._made = 0
+        self.unfenced: set[int] = set()
+        self._written: frozenset[Register] = frozenset()
+        self._read: frozenset[Register] = frozenset()
+
+    @property
+    def outstanding(self) -> int:
+        """Products that nobody has waited for."""
+        return len(self._open) + sum(len(group) for group in self._groups)
+
+    def check_step(self, step: Step) -> None:
+        """Faults if a step touches registers that are in flight."""
+        if not isinstance(step, Run | Single) or not self._written:
+            return
+        if isinstance(step, Single) and step.instruction.opcode == "wgmma":
+            return
+        if self._written.isdisjoint(step.reads | step.writes) and self._read.isdisjoint(
+            step.writes
+        ):
+            return
+        touched = self._written & (step.reads | step.writes) | self._read & step.writes
+        names = ", ".join(sorted(register.name for register in touched)[:4])
+        instruction = _first_touching(step, touched)
+        raise Fault(
+            "wgmma-wait",
+            f"line {instruction.line} ({instruction.text}) touches {names} before "
+            "wgmma.wait_group: a product is in flight that writes or reads them",
+        )
+
+    def check_fenced(self, form: Form, steps: tuple[Step, ...]) -> None:
+        """Faults if registers of a product were written after the last wgmma.fence."""
+        for number in self.unfenced:
+            step = steps[number]
+            if isinstance(step, Run | Single):
+                loose = step.writes & (form.written | form.read)
+                if loose and not (isinstance(step, Single) and step.instruction.opcode == "wgmma"):
+                    names = ", ".join(sorted(register.name for register in loose)[:4])
+                    raise Fault("wgmma-fence", f"{names} were written after the last wgmma.fence")
+
+    def issue(self, product: Product) -> None:
+        """Takes a product."""
+        order = self._warp.cta.order
+        if order is not None:
+            order.async_reads(self._warp.lanes, product.chunks)
+        self._open.append(product)
+        self._written |= product.form.written
+        self._read |= product.form.read
+        if self._warp.cta.machine.early():
+            self._make(self.outstanding)
+
+    def commit(self) -> None:
+        """wgmma.commit_group"""
+        self._groups.append(self._open)
+        self._open = []
+
+    def wait(self, left: int) -> None:
+        """wgmma.wait_group: all but the last `left` groups are done."""
+        done = self._groups[: len(self._groups) - left]
+        if not done:
+            return
+        products = [product for group in done for product in group]
+        self._make(len(products))
+        self._made -= len(products)
+        self._groups = self._groups[len(done) :]
+        flying = [product for group in self._groups for product in group] + self._open
+        order = self._warp.cta.order
+        if order is not None:
+            for product in products:
+                order.async_read_done(self._warp.index, product.chunks)
+            for product in flying:
+                order.async_read_again(self._warp.index, product.chunks)
+        self._written = frozenset[Register]().union(*(p.form.written for p in flying))
+        self._read = frozenset[Register]().union(*(p.form.read for p in flying))
+
+    def _make(self, count: int) -> None:
+        """Computes the first `count` outstanding products, except those that are made."""
+        everything = [product for group in self._groups for product in group] + self._open
+        todo = everything[self._made : count]
+        self._made = max(self._made, count)
+        while todo:
+            same = 1
+            while same < len(todo) and np.array_equal(
+                todo[same].form.accumulators, todo[0].form.accumulators
+            ):
+                same += 1
+            self._compute(todo[:same])
+            todo = todo[same:]
+
+    def _compute(self, products: list[Product]) -> None:
+        """Products into the same accumulators, one after the other."""
+        form, registers = products[0].form, self._warp.b32
+        rows = registers[form.accumulators].view(np.float32)
+        blocks = form.columns // 8
+        shape = (blocks, 2, 2, 8, 4)  # column block, upper rows, column, row, column pair
+        total = rows.reshape(shape).transpose(1, 3, 0, 4, 2).reshape(16, form.columns)
+        for product in products:
+            a, b = self._a(product), self._decoded(product.b, product.form.dtype)
+            sign = np.float32(product.form.signs[0] * product.form.signs[1])
+            update = (a @ b.T) * sign
+            total = total + update if product.accumulate else update
+        back = total.reshape(2, 8, blocks, 4, 2).transpose(2, 0, 4, 1, 3)
+        registers[form.accumulators] = np.ascontiguousarray(back).reshape(-1, LANES).view(np.uint32)
+
+    def _a(self, product: Product) -> np.ndarray:
+        if product.a is not None:
+            return self._decoded(product.a, product.form.dtype)
+        words = self._warp.b32[product.form.a_registers].view(np.uint16)
+        values = words.reshape(2, 2, 8, 4, 2)  # upper k, upper rows, row, k pair, k
+        values = values.transpose(1, 2, 0, 3, 4).reshape(16, _K)
+        return _widen(values, product.form.dtype)
+
+    def _decoded(self, tile: Tile, dtype: str) -> np.ndarray:
+        """Values of a tile; the four warps of a warpgroup share them while memory is unchanged."""
+        cta = self._warp.cta
+        if cta.decoded_version != cta.shared_version:
+            cta.decoded_version = cta.shared_version
+            cta.decoded.clear()
+        values = cta.decoded.get((tile, dtype))
+        if values is None:
+            words = cta.shared.data[: cta.shared.data.size // 2 * 2].view(np.uint16)
+            values = cta.decoded[tile, dtype] = _widen(words[tile_elements(tile)], dtype)
+        return values
+
+
+def _first_touching(step: Run | Single, touched: frozenset[Register]) -> Instruction:
+    if isinstance(step, Single):
+        return step.instruction
+    return next(
+        instruction
+        for instruction in step.instructions
+        if any(r in touched for operand in instruction.operands for r in registers(operand))
+    )
+
+
+def _widen(words: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "f16":
+        return np.ascontiguousarray(words).view(np.float16).astype(np.float32)
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    """The effect of a wgmma instruction, or None if it is none."""
+    words = instruction.words
+    if words[0] != "wgmma":
+        return None
+    if words[1] == "fence":
+        return _fence
+    if words[1] == "commit_group":
+        return _commit
+    if words[1] == "wait_group":
+        (count,) = instruction.operands
+        assert isinstance(count, Immediate)
+        return functools.partial(_wait, count.value)
+    if words[:4] == ("wgmma", "mma_async", "sync", "aligned"):
+        return _product(instruction)
+    return None
+
+
+def _whole(warp: Warp, mask: np.ndarray) -> None:
+    if not mask.all():
+        raise Fault("convergence", "some lanes of the warp are elsewhere")
+
+
+def _fence(warp: Warp, mask: np.ndarray) -> None:
+    _whole(warp, mask)
+    warp.products.unfenced.clear()
+
+
+def _commit(warp: Warp, mask: np.ndarray) -> None:
+    _whole(warp, mask)
+    warp.products.commit()
+
+
+def _wait(count: int, warp: Warp, mask: np.ndarray) -> None:
+    _whole(warp, mask)
+    warp.products.wait(count)
+
+
+def _product(instruction: Instruction) -> Effect | None:
+    shape, *types = instruction.words[4:]
+    columns = int(shape.removeprefix("m64n").removesuffix("k16"))
+    if shape != f"m64n{columns}k16" or types not in (
+        ["f32", "bf16", "bf16"],
+        ["f32", "f16", "f16"],
+    ):
+        return None
+    accumulators, a, b, accumulate, *constants = instruction.operands
+    assert isinstance(accumulators, Vector)
+    assert isinstance(b, Register)
+    signs, majors = _constants(constants)
+    in_registers = isinstance(a, Vector)
+    if len(accumulators.elements) != columns // 2 or len(majors) != (1 if in_registers else 2):
+        return None
+    form = Form(
+        columns=columns,
+        dtype=types[1],
+        accumulators=_rows(accumulators),
+        a_registers=_rows(a) if isinstance(a, Vector) else None,
+        a_mn_major=not in_registers and bool(majors[0]),
+        b_mn_major=bool(majors[-1]),
+        signs=signs,
+        written=frozenset(_registers(accumulators)),
+        read=frozenset(_registers(a)) if isinstance(a, Vector) else frozenset(),
+    )
+    a_index = a.index if isinstance(a, Register) else None
+    b_index = b.index
+    assert isinstance(accumulate, Register)
+    flag_index = accumulate.index
+
+    def effect(warp: Warp, mask: np.ndarray) -> None:
+        _whole(warp, mask)
+        flag = warp.pred[flag_index]
+        if (flag != flag[0]).any():
+            raise Fault("convergence", "lanes disagree whether to accumulate")
+        warp.products.check_fenced(form, warp.cta.machine.program.steps)
+        b_tile = Tile(_uniform(warp, b_index), form.b_mn_major, 0, columns)
+        chunks, a_tile = tile_chunks(b_tile), None
+        if a_index is not None:
+            first = 16 * (warp.index % _WARPGROUP)
+            a_tile = Tile(_uniform(warp, a_index), form.a_mn_major, first, 16)
+            chunks = np.concatenate([tile_chunks(a_tile), chunks])
+        if (chunks.max() + 1) * CHUNK > warp.cta.shared.end:
+            raise Fault("out-of-bounds", "an operand ends behind shared memory")
+        warp.products.issue(Product(form, a_tile, b_tile, bool(flag[0]), chunks, instruction))
+
+    return effect
+
+
+def _constants(operands: list[Operand]) -> tuple[tuple[int, int], list[int]]:
+    values = [operand.value for operand in operands if isinstance(operand, Immediate)]
+    return (values[0], values[1]), values[2:]
+
+
+def _registers(operand: Vector) -> list[Register]:
+    return [element for element in operand.elements if isinstance(element, Register)]
+
+
+def _rows(operand: Vector) -> np.ndarray:
+    return np.array([register.index for register in _registers(operand)])
+
+
+def _uniform(warp: Warp, index: int) -> int:
+    descriptors = warp.u64[index]
+    if (descriptors != descriptors[0]).any():
+        raise Fault("convergence", "lanes give different matrix descriptors")
+    return int(descriptors[0])
