@@ -20,6 +20,7 @@ from kernels.emulator.warp import (
 )
 
 _CACHE_HINTS = {"nc", "relaxed", "weak", "gpu", "cta", "sys"}
+_ATTEMPTS = 8
 _COUNTS = {"v2": 2, "v4": 4, "v8": 8}
 
 
@@ -103,20 +104,27 @@ def _load(
         for column, (result, view) in enumerate(zip(results, views, strict=True)):
             assert isinstance(result, Register)
             getattr(warp, view)[result.index][mask] = words[:, column]
-        return _polled(warp, instruction, words) if polls else None
+        return _polled(warp, instruction, addresses, words) if polls else None
 
     return effect
 
 
-def _polled(warp: Warp, instruction: Instruction, words: np.ndarray) -> Yield | Wait:
-    """Who reads the same value again and again sleeps until global memory changes."""
-    memory, seen = warp.cta.machine.memory, (instruction.line, words.tobytes())
+def _polled(
+    warp: Warp, instruction: Instruction, addresses: np.ndarray, words: np.ndarray
+) -> Yield | Wait:
+    """Who reads the same value again and again sleeps until global memory changes.
+
+    It might be no loop that waits for another value, so the sleeper gets a few more attempts when
+    nothing else can run.
+    """
+    memory = warp.cta.machine.memory
+    seen = (instruction.line, addresses.tobytes(), words.tobytes(), memory.version)
     version = memory.version
     if warp.polled != seen:
-        warp.polled = seen
+        warp.polled, warp.attempts = seen, _ATTEMPTS
         return YIELD
     return Wait(
-        lambda: memory.version != version,
+        lambda: memory.version != version or warp.wakes(),
         lambda: None,
         lambda: f"another value than {words[0, 0]} in global memory",
     )

@@ -76,6 +76,7 @@ class Machine:
         self.rng = np.random.default_rng(seed)
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
         self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
+        self.stuck = False
         self._ctas: list[Cta] = []
 
     def coin(self) -> bool:
@@ -100,9 +101,8 @@ class Machine:
             self._ctas += [Cta(self, index) for index in itertools.islice(indices, new)]
             if not self._ctas:
                 return
-            warp = self._choose()
+            warp = self._choose() or self._unblock()
             if warp is None:
-                self._unblock()
                 continue
             self._advance(warp)
             if all(other.done for other in warp.cta.warps):
@@ -146,8 +146,14 @@ class Machine:
         except Fault as fault:
             raise self._error(fault, transfer.warp, transfer.instruction, transfer.lane) from None
 
-    def _unblock(self) -> None:
-        if not self._perform_any():
+    def _unblock(self) -> Warp | None:
+        """Makes a copy, or wakes a polling warp; if neither is left, that is a deadlock."""
+        if self._perform_any():
+            return None
+        self.stuck = True
+        warp = self._choose()
+        self.stuck = False
+        if warp is None:
             first = next(warp for cta in self._ctas for warp in cta.warps if not warp.done)
             lines = [
                 f"CTA {cta.index} warp {warp.index} at line {self._line(warp)}: "
@@ -158,6 +164,7 @@ class Machine:
             ]
             message = "no warp can go on\n  " + "\n  ".join(lines) + "\n"
             raise self._error(Fault("deadlock", message), first, None)
+        return warp
 
     def _line(self, warp: Warp) -> str:
         step = self.program.steps[warp.step - 1]

@@ -71,7 +71,8 @@ class Warp:
         self.exited = np.zeros(LANES, bool)
         self.waiting: Wait | None = None
         self.retrying: tuple[int, int] | None = None
-        self.polled: tuple[int, bytes] | None = None
+        self.polled: tuple[int, bytes, bytes, int] | None = None
+        self.attempts = 0
         self.lanes = np.arange(index * LANES, (index + 1) * LANES)
         self.products = Products(self)
         self._divergences: list[_Divergence] = []
@@ -103,6 +104,13 @@ class Warp:
     def done(self) -> bool:
         """All lanes have exited."""
         return bool(self.exited.all())
+
+    def wakes(self) -> bool:
+        """Whether this polling warp, which sleeps, is to try again because nothing else can run."""
+        if not self.cta.machine.stuck or not self.attempts:
+            return False
+        self.attempts -= 1
+        return True
 
     def split(self, taken: np.ndarray, target: int, meet: int) -> None:
         """Executes a branch that lanes `taken` of the active ones take."""
