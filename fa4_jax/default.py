@@ -138,7 +138,18 @@ def _dense_block(x: Array, tiling: _Tiling, row_block: Any, key_block: Any) -> A
 
 def _dot(equation: str, x: Array, y: Array) -> Array:
     """Product with fp32 accumulation and result."""
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    def product(x: Array, y: Array) -> Array:
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    # The CPU of jaxlib 0.8.0 refuses some of these products of narrow types when it runs them.
+    if jax.__version_info__ > (0, 8, 0) or x.dtype == jnp.float32:
+        return product(x, y)
+
+    def widened(x: Array, y: Array) -> Array:
+        return product(x.astype(jnp.float32), y.astype(jnp.float32))
+
+    return lax.platform_dependent(x, y, cpu=widened, default=product)
 
 
 def _confined(equation: str, weights: Array, visible: Array | None, x: Array) -> Array:
@@ -323,10 +334,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
     if problem.has_lengths:
         rows = jnp.arange(problem.query_length)[None, :] < operands.extents[:, 0:1]
         query, output_bar = (jnp.where(rows[:, :, None, None], x, 0) for x in (query, output_bar))
-    delta = (
-        jnp.einsum("btnh,btnh->bnt", output_bar, output, preferred_element_type=jnp.float32)
-        - cotangents.lse_bar
-    )
+    delta = _dot("btnh,btnh->bnt", output_bar, output) - cotangents.lse_bar
     # Rows that see nothing have weights exp(s - inf) = 0.
     lse = jnp.where(cotangents.lse == -jnp.inf, jnp.inf, cotangents.lse)
     delta = jnp.where(cotangents.lse == -jnp.inf, 0, delta)
