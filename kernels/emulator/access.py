@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from kernels.emulator.cta import Reduction
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES, PARAMETER_BASE, Effect
 from kernels.emulator.syntax import Address, Instruction, Operand, Register, Vector
@@ -44,7 +45,8 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return None
     (where,) = space
     if words[0] == "ld" and modifiers <= {"acquire"}:
-        return _load(instruction, symbols, where, count, polls="acquire" in modifiers)
+        polls = not {"acquire", "relaxed"}.isdisjoint(words)
+        return _load(instruction, symbols, where, count, polls)
     if words[0] == "st" and not modifiers and where != "param":
         return _store(instruction, symbols, where, count)
     if words[0] == "red" and modifiers <= {"add", "release"} and where == "global":
@@ -68,7 +70,10 @@ def _size(instruction: Instruction) -> int:
 def _shared_addresses(warp: Warp, mask: np.ndarray, address_of: Reader, size: int) -> np.ndarray:
     addresses = address_of(warp)[mask]
     warp.cta.shared.check(addresses, np.flatnonzero(mask), size)
+    low, high = addresses.min() - 8, addresses.max() + size
     for barrier in warp.cta.barriers:
+        if not low < barrier < high:
+            continue
         inside = (addresses < barrier + 8) & (addresses + size > barrier)
         if inside.any():
             lane = int(np.flatnonzero(mask)[np.argmax(inside)])
@@ -180,11 +185,8 @@ def _reduce(
             memory.version += 1
             return YIELD if releases else None
         for region, held in parts:
-            for thread, address, value in zip(
-                threads[held], addresses[held], values[held], strict=True
-            ):
-                add = functools.partial(region.add, np.array([address]), value[None])
-                cta.reductions[thread].append(add)
+            reduction = Reduction(region, threads[held], addresses[held], values[held])
+            cta.reductions[warp.index].append(reduction)
         return None
 
     return effect

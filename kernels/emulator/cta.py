@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,25 @@ if TYPE_CHECKING:
 
 SHARED_BASE = 1024
 """Hardware keeps the first KiB of the shared window for itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """Additions to global memory that have been issued and not made."""
+
+    region: Region
+    threads: np.ndarray
+    addresses: np.ndarray
+    values: np.ndarray
+
+    def perform(self, chosen: np.ndarray) -> list[Reduction]:
+        """Makes those of the chosen threads; returns what is left."""
+        self.region.add(self.addresses[chosen], self.values[chosen])
+        rest = ~chosen
+        if not rest.any():
+            return []
+        left = (self.threads[rest], self.addresses[rest], self.values[rest])
+        return [Reduction(self.region, *left)]
 
 
 class Cta:
@@ -40,7 +59,7 @@ class Cta:
         self.bulk_open: dict[int, list[Transfer]] = {}
         counts = machine.program.kernel.registers
         self.warps = [Warp(self, i, counts) for i in range(threads // LANES)]
-        self.reductions: list[list[Callable[[], None]]] = [[] for _ in range(threads)]
+        self.reductions: list[list[Reduction]] = [[] for _ in self.warps]
         self.free_registers = machine.registers_per_sm - machine.registers * threads
         self.register_budget = [machine.registers] * len(self.warps)
         self.starved = int(machine.rng.integers(len(self.warps)))
@@ -58,10 +77,11 @@ class Cta:
             self.transfers.remove(transfer)
             transfer.perform()
 
-    def flush_reductions(self, lanes: np.ndarray) -> None:
-        """Makes the reductions of these threads, which order something after them."""
-        for lane in lanes:
-            if self.reductions[lane]:
-                for reduction in self.reductions[lane]:
-                    reduction()
-                self.reductions[lane] = []
+    def flush_reductions(self, threads: np.ndarray) -> None:
+        """Makes the reductions of these threads of one warp: they order something after them."""
+        warp = int(threads[0]) // LANES
+        waiting, self.reductions[warp] = self.reductions[warp], []
+        for reduction in waiting:
+            chosen = np.isin(reduction.threads, threads)
+            self.reductions[warp] += reduction.perform(chosen)
+            self.machine.memory.version += 1

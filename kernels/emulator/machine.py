@@ -22,6 +22,7 @@ from kernels.emulator.warp import Wait, Warp
 REGISTERS_PER_SM = 65536
 _MOST_REGISTERS = 255
 _BINDERS = (access, lanes, synchronise, tma, products)
+_STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
 _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
 
 
@@ -77,6 +78,7 @@ class Machine:
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
         self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
         self.stuck = False
+        self._steps = 0
         self._ctas: list[Cta] = []
 
     def coin(self) -> bool:
@@ -183,10 +185,13 @@ class Machine:
     def _advance(self, warp: Warp) -> None:
         """Runs a warp to its next synchronising instruction."""
         steps, counts, produced = self.program.steps, self.counts[warp.index], warp.products
+        self._steps += 1
+        if self._steps > self.policy.most_steps:
+            raise self._error(Fault("livelock", "too many steps: stuck in a loop"), warp, None)
         if warp.waiting is not None:
             finish, warp.waiting = warp.waiting.finish, None
             finish()
-        while True:
+        for _ in range(_STEPS_AT_ONCE):
             warp.meet()
             number = warp.step
             if number >= len(steps):
@@ -215,6 +220,7 @@ class Machine:
             except Fault as fault:
                 instruction = step.instructions[0] if isinstance(step, Run) else step.instruction
                 raise self._error(fault, warp, instruction) from None
+        self._steps += _STEPS_AT_ONCE
 
     def _effect(self, warp: Warp, step: Single, number: int) -> bool:
         """Executes an instruction with an effect; True if another warp may run now."""
@@ -222,7 +228,7 @@ class Machine:
         warp.products.check_step(step)
         warp.products.unfenced.add(number)
         warp.step = number + 1
-        if not mask.any():
+        if mask is not warp.active and not mask.any():
             return False
         outcome = step.effect(warp, mask)
         if isinstance(outcome, Wait):

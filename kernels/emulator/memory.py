@@ -31,12 +31,11 @@ class Region:
 
     def check(self, addresses: np.ndarray, lanes: np.ndarray, size: int) -> None:
         """Faults unless `size` aligned bytes at every address lie inside."""
-        wrong = (addresses < self.base) | (addresses + size > self.end)
-        if wrong.any():
+        if addresses.min() < self.base or addresses.max() + size > self.end:
+            wrong = (addresses < self.base) | (addresses + size > self.end)
             self._fail("out-of-bounds", addresses, lanes, size, wrong)
-        wrong = addresses % size != 0
-        if wrong.any():
-            self._fail("misaligned", addresses, lanes, size, wrong)
+        if np.bitwise_or.reduce(addresses) & (size - 1):
+            self._fail("misaligned", addresses, lanes, size, addresses % size != 0)
 
     def _fail(
         self, rule: str, addresses: np.ndarray, lanes: np.ndarray, size: int, wrong: np.ndarray
@@ -98,6 +97,11 @@ class GlobalMemory:
     ) -> Iterator[tuple[Region, np.ndarray]]:
         """The regions of `size` aligned bytes at every address, and which addresses they hold."""
         left = np.ones(len(addresses), bool)
+        region = self.holding(int(addresses[0]))
+        if region is not None and region.base <= addresses.min() and addresses.max() < region.end:
+            region.check(addresses, lanes, size)
+            yield region, left
+            return
         while left.any():
             first = int(np.argmax(left))
             region = self.holding(int(addresses[first]))

@@ -49,6 +49,8 @@ class Order:
         self.clock = np.zeros((threads, agents), np.int32)
         self.clock[np.arange(threads), np.arange(threads)] = 1
         self.fenced = np.zeros((threads, agents), np.int32)
+        # Until a thread knows of a barrier's initialisation, it knows less than phase 0 of it.
+        self.clock[:, threads:] = self.fenced[:, threads:] = -1
         self.now = np.ones(threads // LANES, np.int32)
         fine, coarse = -(-shared_bytes // _FINE), -(-shared_bytes // _COARSE)
         fine = coarse * (_COARSE // _FINE)

@@ -17,9 +17,11 @@ class Policy:
         something needs them or nothing else can run, "early" is at once, "random" either.
       resident_ctas: CTAs that run at a time; they start in the order of their index.
       races: check that accesses to shared memory are ordered and fenced.
+      most_steps: a launch that takes more is stuck in a loop.
     """
 
     schedule: Literal["in_order", "random", "starve"] = "random"
     asynchronous: Literal["late", "early", "random"] = "late"
     resident_ctas: int = 4
     races: bool = True
+    most_steps: int = 20_000_000

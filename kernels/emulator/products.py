@@ -103,6 +103,7 @@ class Products:
         self._groups: list[list[Product]] = []
         self._made = 0
         self.unfenced: set[int] = set()
+        self.fenced = False
         self._written: frozenset[Register] = frozenset()
         self._read: frozenset[Register] = frozenset()
 
@@ -131,14 +132,17 @@ class Products:
         )
 
     def check_fenced(self, form: Form, steps: tuple[Step, ...]) -> None:
-        """Faults if registers of a product were written after the last wgmma.fence."""
+        """Faults if registers of a product were used after the last wgmma.fence."""
+        if not self.fenced:
+            raise Fault("wgmma-fence", "no wgmma.fence comes before the first product")
         for number in self.unfenced:
             step = steps[number]
-            if isinstance(step, Run | Single):
-                loose = step.writes & (form.written | form.read)
-                if loose and not (isinstance(step, Single) and step.instruction.opcode == "wgmma"):
-                    names = ", ".join(sorted(register.name for register in loose)[:4])
-                    raise Fault("wgmma-fence", f"{names} were written after the last wgmma.fence")
+            if not isinstance(step, Run | Single):
+                continue
+            loose = step.writes & form.read | (step.reads | step.writes) & form.written
+            if loose and not (isinstance(step, Single) and step.instruction.opcode == "wgmma"):
+                names = ", ".join(sorted(register.name for register in loose)[:4])
+                raise Fault("wgmma-fence", f"{names} were used after the last wgmma.fence")
 
     def issue(self, product: Product) -> None:
         """Takes a product."""
@@ -260,13 +264,14 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
 
 
 def _whole(warp: Warp, mask: np.ndarray) -> None:
-    if not mask.all():
+    if not (mask is warp.active and warp.full) and not mask.all():
         raise Fault("convergence", "some lanes of the warp are elsewhere")
 
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:
     _whole(warp, mask)
     warp.products.unfenced.clear()
+    warp.products.fenced = True
 
 
 def _commit(warp: Warp, mask: np.ndarray) -> None:

@@ -76,9 +76,7 @@ def _init(address_of: Reader, count_of: Reader) -> Effect:
         if cta.order is not None:
             slot = cta.order.new_slot()
             cta.order.thread_writes(threads, addresses, 8)
-            cta.order.clock[:, slot] = -1
             cta.order.clock[threads, slot] = 0
-            cta.order.fenced[:, slot] = -1
         cta.barriers[address] = TransactionBarrier(address, int(count_of(warp)[mask][0]), slot)
 
     return effect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 
@@ -74,12 +75,12 @@ class Instruction:
     line: int
     text: str
 
-    @property
+    @functools.cached_property
     def words(self) -> tuple[str, ...]:
         """Opcode and modifiers."""
         return tuple(self.mnemonic.replace("::", ":").split("."))
 
-    @property
+    @functools.cached_property
     def opcode(self) -> str:
         """The first word of the mnemonic."""
         return self.words[0]

@@ -69,6 +69,7 @@ class Warp:
         self.active = np.ones(LANES, bool)
         self.full = True
         self.exited = np.zeros(LANES, bool)
+        self.done = False
         self.waiting: Wait | None = None
         self.retrying: tuple[int, int] | None = None
         self.polled: tuple[int, bytes, bytes, int] | None = None
@@ -100,11 +101,6 @@ class Warp:
             ):
                 self.special[f"%{register}.{name}"] = np.full(LANES, value, np.uint32)
 
-    @property
-    def done(self) -> bool:
-        """All lanes have exited."""
-        return bool(self.exited.all())
-
     def wakes(self) -> bool:
         """Whether this polling warp, which sleeps, is to try again because nothing else can run."""
         if not self.cta.machine.stuck or not self.attempts:
@@ -135,6 +131,7 @@ class Warp:
     def leave(self, lanes: np.ndarray) -> None:
         """Lanes exit."""
         self.exited = self.exited | lanes
+        self.done = bool(self.exited.all())
         self._set(self.active & ~lanes)
         if not self.active.any():
             if self._divergences:
