@@ -167,7 +167,7 @@ def _bits(operand: Operand, size: int, symbols: dict[str, int]) -> Reader:
 def _reduce(
     instruction: Instruction, symbols: dict[str, int], view: str, count: int, releases: bool
 ) -> Effect:
-    """red.add: happens now, or when something that the thread does later is ordered behind it."""
+    """red.add: a relaxed one happens now, or when a release to the device is ordered behind it."""
     size = _size(instruction)
     address_of = address_reader(instruction.operands[0], symbols)
     sources = [reader(x, view, symbols) for x in _elements(instruction.operands[1])]
@@ -176,18 +176,17 @@ def _reduce(
         cta, threads, memory = warp.cta, warp.lanes[mask], warp.cta.machine.memory
         values = np.stack([source(warp)[mask] for source in sources], 1)
         addresses = address_of(warp)[mask]
-        parts = list(memory.split(addresses, np.flatnonzero(mask), size * count))
         if releases:
-            cta.flush_reductions(threads)
-        if releases or cta.machine.early():
-            for region, held in parts:
-                region.add(addresses[held], values[held])
-            memory.version += 1
-            return YIELD if releases else None
-        for region, held in parts:
-            reduction = Reduction(region, threads[held], addresses[held], values[held])
-            cta.reductions[warp.index].append(reduction)
-        return None
+            cta.release_reductions(threads)
+        moment = 0 if cta.order is None else int(cta.order.now[warp.index])
+        for region, held in memory.split(addresses, np.flatnonzero(mask), size * count):
+            reduction = Reduction(region, threads[held], moment, addresses[held], values[held])
+            if releases:
+                reduction.perform(np.ones(len(reduction.threads), bool))
+            else:
+                cta.reduce(reduction)
+        memory.version += 1
+        return YIELD if releases else None
 
     return effect
 

@@ -116,6 +116,16 @@ def shift_right(a: np.ndarray, count: np.ndarray, out: np.ndarray) -> None:
     out[...] = np.where(count < width, shifted, over)
 
 
+def minimum(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """min; NaN where either is."""
+    np.minimum(a, b, out=out)
+
+
+def maximum(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """max; NaN where either is."""
+    np.maximum(a, b, out=out)
+
+
 def minimum_relu(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """min.relu"""
     np.maximum(np.minimum(a, b), 0, out=out)
@@ -248,8 +258,8 @@ def _integers() -> dict[str, Operation]:
             ("add", np.add),
             ("sub", np.subtract),
             ("mul.lo", np.multiply),
-            ("min", np.minimum),
-            ("max", np.maximum),
+            ("min", minimum),
+            ("max", maximum),
             ("div", divide),
             ("rem", remainder),
         ):
@@ -306,8 +316,8 @@ def _floats() -> dict[str, Operation]:
     table["abs.f32"] = Operation(np.absolute, one, one)
     table["max.f32"] = Operation(np.fmax, two, one)
     table["min.f32"] = Operation(np.fmin, two, one)
-    table["max.NaN.f32"] = Operation(np.maximum, two, one)
-    table["min.NaN.f32"] = Operation(np.minimum, two, one)
+    table["max.NaN.f32"] = Operation(maximum, two, one)
+    table["min.NaN.f32"] = Operation(minimum, two, one)
     return table
 
 

@@ -22,7 +22,6 @@ DTYPES: dict[str, Any] = {
 }
 _FIRST_ADDRESS = 0x1_0000_0000
 _GAP = 1 << 20
-_MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +39,15 @@ class Arguments:
 
 
 def pack(
-    launch: Launch, operands: Mapping[str, np.ndarray], attributes: Mapping[str, float]
+    launch: Launch,
+    operands: Mapping[str, np.ndarray],
+    attributes: Mapping[str, float],
+    multiprocessors: int,
 ) -> Arguments:
     """Places copies of the operands and fresh results in memory and packs every parameter.
 
     Results that share an operand's name start as that operand; others as NaN patterns.
+    `multiprocessors` is the device's number of them, which a persistent kernel's grid depends on.
     """
     shapes = {name: operands[name].shape for name in launch.operands}
     arrays = {name: _placed(operands[name]) for name in launch.operands}
@@ -58,10 +61,10 @@ def pack(
     for name, array in arrays.items():
         addresses[name], memory[address] = address, array.reshape(-1).view(np.uint8)
         address += -(-array.nbytes // _GAP) * _GAP + _GAP
-    values = _Values(arrays, addresses, shapes, attributes)
+    values = _Values(arrays, addresses, shapes, attributes, multiprocessors)
     grid = tuple(evaluate_size(size, shapes) for size in launch.grid)
     if launch.persistent:
-        grid = (min(grid[0], _MULTIPROCESSORS), *grid[1:])
+        grid = (min(grid[0], multiprocessors), *grid[1:])
     return Arguments(
         (grid[0], grid[1], grid[2]),
         tuple(values.bytes_of(param) for param in launch.params),
@@ -80,6 +83,7 @@ class _Values:
     addresses: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
     attributes: Mapping[str, float]
+    multiprocessors: int
 
     def bytes_of(self, param: Param) -> bytes:
         """The bytes of one parameter."""
@@ -94,7 +98,7 @@ class _Values:
         if param.kind == "size":
             return struct.pack("<i", evaluate_size(param.size, self.shapes))
         if param.kind == "sm_count":
-            return struct.pack("<i", _MULTIPROCESSORS)
+            return struct.pack("<i", self.multiprocessors)
         return struct.pack("<i", int(self.attributes[param.name]))
 
     def _tensor_map(self, param: Param) -> bytes:

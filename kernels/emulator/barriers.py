@@ -14,7 +14,7 @@ MOST_TRANSACTIONS = (1 << 20) - 1
 class TransactionBarrier:
     """An mbarrier. `phase` counts completed phases; the current one's parity is its lowest bit.
 
-    `slot` is its agent in the happens-before order.
+    `slot` is its agent in the happens-before order, `copied` the last phase that a copy completes.
     """
 
     def __init__(self, address: int, expected: int, slot: int):
@@ -23,6 +23,7 @@ class TransactionBarrier:
         self.address, self.expected, self.slot = address, expected, slot
         self.pending, self.transactions, self.phase = expected, 0, 0
         self.arrived: list[str] = []
+        self.copied = 0
         self._given: Knowledge | None = None
         self._published: dict[int, Knowledge | None] = {}
 

@@ -24,20 +24,21 @@ SHARED_BASE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Additions to global memory that have been issued and not made."""
+    """Additions to global memory that have been issued and not made, at one moment of a warp."""
 
     region: Region
     threads: np.ndarray
+    moment: int
     addresses: np.ndarray
     values: np.ndarray
 
     def perform(self, chosen: np.ndarray) -> list[Reduction]:
-        """Makes those of the chosen threads; returns what is left."""
+        """Makes the chosen ones; returns what is left."""
         self.region.add(self.addresses[chosen], self.values[chosen])
         rest = ~chosen
         if not rest.any():
             return []
-        left = (self.threads[rest], self.addresses[rest], self.values[rest])
+        left = self.threads[rest], self.moment, self.addresses[rest], self.values[rest]
         return [Reduction(self.region, *left)]
 
 
@@ -59,7 +60,7 @@ class Cta:
         self.bulk_open: dict[int, list[Transfer]] = {}
         counts = machine.program.kernel.registers
         self.warps = [Warp(self, i, counts) for i in range(threads // LANES)]
-        self.reductions: list[list[Reduction]] = [[] for _ in self.warps]
+        self.reductions: list[Reduction] = []
         self.free_registers = machine.registers_per_sm - machine.registers * threads
         self.register_budget = [machine.registers] * len(self.warps)
         self.starved = int(machine.rng.integers(len(self.warps)))
@@ -77,11 +78,21 @@ class Cta:
             self.transfers.remove(transfer)
             transfer.perform()
 
-    def flush_reductions(self, threads: np.ndarray) -> None:
-        """Makes the reductions of these threads of one warp: they order something after them."""
-        warp = int(threads[0]) // LANES
-        waiting, self.reductions[warp] = self.reductions[warp], []
-        for reduction in waiting:
-            chosen = np.isin(reduction.threads, threads)
-            self.reductions[warp] += reduction.perform(chosen)
+    def reduce(self, reduction: Reduction) -> None:
+        """Takes additions, which are made now or later, as the policy says."""
+        if self.order is None or self.machine.early():
+            reduction.perform(np.ones(len(reduction.threads), bool))
             self.machine.memory.version += 1
+        else:
+            self.reductions.append(reduction)
+
+    def release_reductions(self, threads: np.ndarray) -> None:
+        """Makes what these threads know to come before their release to the whole device."""
+        if self.order is None:
+            return
+        known = self.order.clock[threads].max(0)
+        waiting, self.reductions = self.reductions, []
+        for reduction in waiting:
+            chosen = known[reduction.threads] >= reduction.moment
+            self.reductions += reduction.perform(chosen) if chosen.any() else [reduction]
+        self.machine.memory.version += 1

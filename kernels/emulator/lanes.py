@@ -122,7 +122,6 @@ def _warp_sync(instruction: Instruction, symbols: dict[str, int]) -> Effect:
     def effect(warp: Warp, mask: np.ndarray) -> None:
         wanted = members(warp, mask, _uniform_mask(member_mask(warp)))
         threads = warp.lanes[wanted]
-        warp.cta.flush_reductions(threads)
         if warp.cta.order is not None:
             warp.cta.order.acquire(threads, warp.cta.order.release(threads))
 

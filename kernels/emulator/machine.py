@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from kernels.emulator import access, lanes, products, synchronise, tma
-from kernels.emulator.cta import SHARED_BASE, Cta
-from kernels.emulator.errors import EmulationError, Place
+from kernels.emulator.cta import SHARED_BASE, Cta, Reduction
+from kernels.emulator.errors import EmulationError, Place, PtxError
 from kernels.emulator.memory import Fault, GlobalMemory
 from kernels.emulator.parser import parameter_offsets
 from kernels.emulator.policy import Policy
@@ -39,7 +39,11 @@ def bind_program(kernel: Kernel) -> tuple[Program, int]:
 
     def bind(instruction: Instruction) -> Effect | None:
         effects = (binder.bind(instruction, symbols) for binder in _BINDERS)
-        return next((effect for effect in effects if effect is not None), None)
+        try:
+            return next((effect for effect in effects if effect is not None), None)
+        except (AssertionError, IndexError, TypeError, ValueError) as error:
+            message = f"line {instruction.line}: operands of another kind: {instruction.text}"
+            raise PtxError(message) from error
 
     return make_program(kernel, symbols, bind), position - SHARED_BASE
 
@@ -79,6 +83,7 @@ class Machine:
         self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
         self.stuck = False
         self._steps = 0
+        self._leftover: list[Reduction] = []
         self._ctas: list[Cta] = []
 
     def coin(self) -> bool:
@@ -102,6 +107,7 @@ class Machine:
             new = self.policy.resident_ctas - len(self._ctas)
             self._ctas += [Cta(self, index) for index in itertools.islice(indices, new)]
             if not self._ctas:
+                self._reduce_leftover()
                 return
             warp = self._choose() or self._unblock()
             if warp is None:
@@ -111,6 +117,12 @@ class Machine:
                 self._finish(warp.cta)
             elif self.policy.asynchronous == "random" and self.rng.random() < _LATE_CHANCE:
                 self._perform_any()
+
+    def _reduce_leftover(self) -> None:
+        """The end of the launch makes every reduction that nobody released, in any order."""
+        for index in self.rng.permutation(len(self._leftover)):
+            reduction = self._leftover[index]
+            reduction.perform(np.ones(len(reduction.threads), bool))
 
     def _indices(self) -> Iterator[tuple[int, int, int]]:
         width, height, depth = self.grid
@@ -241,7 +253,6 @@ class Machine:
             warp.step += 1
             return
         cta, threads = warp.cta, warp.lanes[mask]
-        cta.flush_reductions(threads)
         if warp.products.outstanding:
             raise Fault("outstanding", f"exits with {warp.products.outstanding} products in flight")
         for thread in threads:
@@ -268,7 +279,11 @@ class Machine:
             if barrier.transactions:
                 message = f"the CTA ends, but {barrier.describe(barrier.phase & 1)}"
                 raise self._error(Fault("outstanding", message), cta.warps[0], None)
+            if cta.order is not None and not cta.order.seen(barrier.slot, barrier.copied):
+                message = f"the CTA ends, but nobody waits for the copies to {barrier.address:#x}"
+                raise self._error(Fault("outstanding", message), cta.warps[0], None)
         self._ctas.remove(cta)
+        self._leftover += cta.reductions
 
 
 def _guarded(instruction: Instruction, warp: Warp) -> np.ndarray:

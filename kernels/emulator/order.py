@@ -88,6 +88,10 @@ class Order:
         """These threads have seen a barrier complete this many phases."""
         self.clock[threads, slot] = np.maximum(self.clock[threads, slot], phase)
 
+    def seen(self, slot: int, phase: int) -> bool:
+        """Whether any thread has seen a barrier complete this many phases."""
+        return bool(self.clock[:, slot].max() >= phase)
+
     def fence_proxy(self, threads: np.ndarray) -> None:
         """fence.proxy.async"""
         self.fenced[threads] = self.clock[threads]

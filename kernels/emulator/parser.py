@@ -47,6 +47,7 @@ _TOKEN = re.compile(
     r"\s*(0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|-?\d+U?"
     r"|%?[A-Za-z_$][\w$]*(?:\.[xyzw])?|%[\w.]+|[][{},+|!])"
 )
+_SPECIAL = re.compile(r"%laneid|%(tid|ntid|ctaid|nctaid)\.[xyz]")
 _BANKS = {"pred": "pred"} | {
     f"{kind}{bits}": f"b{bits}" for kind in "busf" for bits in (16, 32, 64)
 }
@@ -288,8 +289,10 @@ class _Operands:
         register = self._body._find(token)
         if register is not None:
             return register
-        if token.startswith("%"):
+        if _SPECIAL.fullmatch(token):
             return SpecialRegister(token)
+        if token.startswith("%"):
+            raise PtxError(f"line {self._line}: unknown register {token} in {self._text!r}")
         if not re.match(r"[A-Za-z_$]", token):
             raise PtxError(f"line {self._line}: unknown syntax {token!r} in {self._text!r}")
         return Symbol(token)

@@ -88,7 +88,6 @@ def _arrive(address_of: Reader, amount_of: Reader, expects: bool) -> Effect:
         address = uniform(address_of(warp)[mask], "the mbarrier's address")
         barrier = barrier_at(warp, address, threads)
         cta = warp.cta
-        cta.flush_reductions(threads)
         amounts = amount_of(warp)[mask].astype(np.int64)
         if cta.order is not None:
             barrier.give(cta.order.release(threads))
@@ -150,7 +149,6 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         if not 0 <= number < _NAMED_BARRIERS or count % LANES or not count:
             raise Fault("participants", f"barrier {number} of {count} threads")
         barrier = cta.named.setdefault(number, NamedBarrier(number))
-        cta.flush_reductions(threads)
         order = cta.order
         joined = barrier.arrive(
             warp.index, count, None if order is None else order.release(threads)

@@ -215,6 +215,7 @@ def _issue_load(transfer: Transfer, barrier_address: int) -> None:
                 "between its initialisation and its use by a copy",
             )
         order.async_writes(thread, transfer.chunks, barrier.slot, barrier.phase + 1)
+    barrier.copied = barrier.phase + 1
     make, size, phase = transfer.perform, transfer.chunks.size * CHUNK, barrier.phase
 
     def perform() -> None:

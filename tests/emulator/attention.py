@@ -1,0 +1,170 @@
+"""Runs conformance cases through the kernels' PTX on the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import multiprocessing
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import Inputs
+from fa4_jax.key import KernelKey, Pass, head_dim_tile
+from fa4_jax.manifest import Launch
+from kernels import emulator
+from kernels.build import compile
+from kernels.emulator import Policy, arguments
+
+UNBOUNDED = 1 << 30
+MULTIPROCESSORS = 2
+"""So few that the CTAs of a persistent kernel get several tiles each."""
+_RESULTS = {"output": "o", "lse": "lse", "dq": "dq", "dk": "dk", "dv": "dv", "dq_acc": "dq_acc"}
+"""The oracle's names of results, and the kernels'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ptx:
+    """A kernel's text and how it is launched."""
+
+    text: str
+    symbol: str
+    launch: Launch
+
+
+@functools.cache
+def ptx(key: KernelKey) -> Ptx:
+    """Compiles a kernel to PTX, in the one process that may import cutlass."""
+    return _compiler().submit(_compile, key).result()
+
+
+@functools.cache
+def _compiler() -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    pool.submit(compile.prepare_process, "sm_90a").result()
+    return pool
+
+
+def _compile(key: KernelKey) -> Ptx:
+    import tempfile
+
+    import cutlass.cute as cute
+
+    from kernels import sources
+
+    source = sources.source(key)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {key.arch} --keep-ptx --dump-dir {folder}"
+        compiled = cute.compile(source.host, *source.arguments, options=options)
+        text: str = compiled.__ptx__
+    symbol = re.search(r"\.entry (\w+)", text)
+    assert symbol is not None
+    return Ptx(text, symbol[1], source.launch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Launches of one case, in order, sharing their arrays by name."""
+
+    arrays: dict[str, np.ndarray]
+    attributes: dict[str, float]
+    keys: tuple[KernelKey, ...]
+
+    def run(
+        self,
+        policy: Policy,
+        seed: int = 0,
+        text_of: Callable[[KernelKey, str], str] = lambda key, text: text,
+    ) -> dict[str, np.ndarray]:
+        """Results by name; `text_of` may replace the text of a kernel."""
+        arrays = dict(self.arrays)
+        for key in self.keys:
+            arrays |= self._launch(key, arrays, policy, seed, text_of)
+        return {name: arrays[short] for name, short in _RESULTS.items() if short in arrays}
+
+    def only(self, kernel: Pass) -> Attention:
+        """The launch of one kernel, behind those that come before it."""
+        arrays = dict(self.arrays)
+        for key in self.keys:
+            if key.kernel == kernel:
+                return Attention(arrays, self.attributes, (key,))
+            arrays |= self._launch(key, arrays, Policy(), 0, lambda key, text: text)
+        raise KeyError(kernel)
+
+    def _launch(
+        self,
+        key: KernelKey,
+        arrays: dict[str, np.ndarray],
+        policy: Policy,
+        seed: int,
+        text_of: Callable[[KernelKey, str], str],
+    ) -> dict[str, np.ndarray]:
+        code = ptx(key)
+        packed = arguments.pack(code.launch, arrays, self.attributes, MULTIPROCESSORS)
+        emulator.launch(
+            text_of(key, code.text),
+            code.symbol,
+            grid=packed.grid,
+            block=code.launch.block,
+            cluster=code.launch.cluster,
+            dynamic_smem=code.launch.dynamic_smem_bytes,
+            params=packed.params,
+            memory=packed.memory,
+            policy=policy,
+            seed=seed,
+        )
+        return packed.results
+
+
+def attention(case: Case, inputs: Inputs, gradients: bool = True) -> Attention:
+    """The launches of a case, as `fa4_jax.attention` makes them."""
+    batch, (left, right) = case.batch, _window(case)
+    offsets = np.broadcast_to(np.asarray(case.query_offset), (batch,))
+    lengths = (
+        case.query_lengths or (case.query_length,) * batch,
+        case.key_lengths or (case.key_length,) * batch,
+    )
+    extents = np.stack([*map(np.asarray, lengths), offsets, np.zeros(batch)], 1).astype(np.int32)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    tile = head_dim_tile(case.head_dim)
+    assert tile is not None
+    band = left != UNBOUNDED or right != UNBOUNDED
+
+    def key(kernel: Pass, **flags: bool) -> KernelKey:
+        return KernelKey("sm_90a", kernel, case.dtype, tile, **flags)
+
+    keys = [key(Pass.FORWARD, band=band)]
+    if gradients:
+        keys += [
+            key(Pass.BACKWARD_PRE, deterministic=case.deterministic),
+            key(Pass.BACKWARD, band=band, deterministic=case.deterministic),
+            key(Pass.BACKWARD_POST),
+        ]
+    return Attention(
+        arrays={
+            "q": inputs.query,
+            "k": inputs.key,
+            "v": inputs.value,
+            "do": inputs.output_bar,
+            "dlse": inputs.lse_bar,
+            "extents": extents,
+        },
+        attributes={
+            "scale_log2": scale * math.log2(math.e),
+            "scale": scale,
+            "rescale_threshold_log2": 8.0 if case.numerics == "fast" else 0.0,
+            "window_left": left,
+            "window_right": right,
+        },
+        keys=tuple(keys),
+    )
+
+
+def _window(case: Case) -> tuple[int, int]:
+    left, right = case.window if isinstance(case.window, tuple) else (case.window, case.window)
+    left, right = (UNBOUNDED if side is None else side for side in (left, right))
+    return left, min(right, 0) if case.is_causal else right

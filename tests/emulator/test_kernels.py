@@ -1,0 +1,105 @@
+"""The project's Hopper kernels on the emulator: right by the oracle, whatever the timing."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
+from kernels.emulator import Policy
+from tests.emulator.attention import attention
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+POLICIES = (
+    Policy("random", "late"),
+    Policy("starve", "random"),
+    Policy("random", "early"),
+    Policy("in_order", "late", resident_ctas=1),
+    Policy("starve", "late"),
+)
+
+CASES = (
+    Case(batch=1, heads=(1, 1), query_length=200, key_length=300),
+    Case(batch=1, heads=(1, 1), query_length=200, key_length=300, growing=True, is_causal=True),
+    Case(batch=1, heads=(2, 1), query_length=130, key_length=275, window=(50, 70)),
+    Case(batch=1, heads=(1, 1), query_length=1, key_length=129, head_dim=128),
+    Case(
+        batch=2,
+        heads=(1, 1),
+        query_length=150,
+        key_length=190,
+        query_lengths=(70, 149),
+        key_lengths=(0, 130),
+        poison=True,
+    ),
+    Case(batch=1, heads=(2, 1), query_length=129, key_length=257, head_dim=128, is_causal=True),
+    Case(
+        batch=1,
+        heads=(1, 1),
+        query_length=100,
+        key_length=260,
+        head_dim=128,
+        is_causal=True,
+        query_offset=160,
+        dtype="fp16",
+        numerics="exact",
+        deterministic=True,
+    ),
+    Case(batch=1, heads=(1, 1), query_length=150, key_length=190, head_dim=72),
+    Case(batch=1, heads=(1, 1), query_length=140, key_length=140, head_dim=96, is_causal=True),
+    Case(batch=1, heads=(1, 1), query_length=129, key_length=200, head_dim=192),
+    Case(batch=1, heads=(1, 1), query_length=129, key_length=130, head_dim=256, is_causal=True),
+    Case(
+        batch=1,
+        heads=(1, 1),
+        query_length=70,
+        key_length=140,
+        head_dim=256,
+        key_lengths=(100,),
+        poison=True,
+        deterministic=True,
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    list(zip(CASES, itertools.cycle(POLICIES), strict=False)),
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    results = attention(case, inputs).run(policy, seed)
+    with np.errstate(all="ignore"):
+        expected = oracle(case, inputs)
+        usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
+        verdicts = [
+            compare(name, case.dtype, results[name], value, [some[name] for some in usual])
+            for name, value in expected.items()
+        ]
+    assert len(verdicts) == 5
+    assert not [verdict for verdict in verdicts if verdict.failure]
+
+
+def test_deterministic_backward_ignores_timing(seed: int) -> None:
+    """The order in which dQ is summed over key tiles is the kernel's, not the schedule's."""
+    case = Case(
+        batch=1,
+        heads=(2, 1),
+        query_length=130,
+        key_length=300,
+        is_causal=True,
+        query_offset=100,
+        deterministic=True,
+    )
+    launches = attention(case, make_inputs(case, seed))
+    first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(POLICIES))
+    for other, (name, value) in itertools.product(others, first.items()):
+        assert np.array_equal(value, other[name]), name

@@ -1,0 +1,289 @@
+"""Two accesses and what lies between them: legal, or the error that names the rule.
+
+Each row is a small program; `rule` is None where the order is proven, else what is broken: one rule
+or, where it depends on who comes first, two. Every row runs under several
+schedules: whether a row is legal must not depend on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kernels.emulator import EmulationError, Policy
+from kernels.emulator.tensor_map import TensorMap, encode
+from tests.emulator import programs
+
+POLICIES = (
+    Policy("in_order", "late"),
+    Policy("random", "early"),
+    Policy("starve", "random"),
+)
+
+INIT = """
+setp.ne.u32 %p1, %r1, 0;
+@%p1 bra INITIALISED;
+mbarrier.init.shared.b64 [%r2], 1;
+{fence}
+INITIALISED:
+bar.sync 0;
+"""
+INIT_FENCED = INIT.format(fence="fence.mbarrier_init.release.cluster;")
+
+WAIT = """
+{{
+.reg .pred done;
+AGAIN:
+mbarrier.try_wait.parity.shared.b64 done, [%r2], {parity}, 1000;
+@done bra.uni PASSED;
+bra.uni AGAIN;
+PASSED:
+}}
+"""
+WAIT_0 = WAIT.format(parity=0)
+
+COPY = """
+setp.ne.u32 %p2, %r1, 0;
+@%p2 bra COPIED;
+mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r2], {expected};
+add.s32 %r9, %r2, 1024;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r9], [%rd1], 256, [%r2];
+COPIED:
+"""
+COPY_256 = COPY.format(expected=256)
+READ_COPY = "shl.b32 %r10, %r1, 2; add.s32 %r11, %r2, %r10; ld.shared.b32 %r12, [%r11+1024];\n"
+WRITE_COPY = "shl.b32 %r10, %r1, 2; add.s32 %r11, %r2, %r10; st.shared.b32 [%r11+1024], %r1;\n"
+"""Every thread's own word, so that a neighbour's is another thread's."""
+READ_NEXT = """
+add.s32 %r20, %r1, 1; and.b32 %r20, %r20, 63; shl.b32 %r20, %r20, 2; add.s32 %r20, %r2, %r20;
+ld.shared.b32 %r21, [%r20+1024];
+"""
+STORE = """
+setp.ne.u32 %p3, %r1, 0;
+@%p3 bra STORED;
+add.s32 %r9, %r2, 1024;
+mov.b64 %rd20, test_param_0;
+add.s64 %rd21, %rd1, 1024;
+mov.b32 %r30, 0;
+cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd21, {{%r30, %r30}}], [%r9];
+{end}
+STORED:
+"""
+STORE_WAITED = STORE.format(end="cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;")
+
+
+@dataclasses.dataclass(frozen=True)
+class Litmus:
+    """A program of 64 threads."""
+
+    name: str
+    rule: str | None
+    body: str
+
+
+ROWS = (
+    Litmus("store, barrier, load", None, WRITE_COPY + "bar.sync 0;" + READ_NEXT),
+    Litmus("store, load", "race", WRITE_COPY + READ_NEXT),
+    Litmus(
+        "store, barrier of the wrong half, load",
+        "race",
+        WRITE_COPY + "shr.u32 %r5, %r1, 5; add.s32 %r5, %r5, 1; bar.sync %r5, 32;" + READ_NEXT,
+    ),
+    Litmus(
+        "load, store of another thread",
+        "race",
+        WRITE_COPY + "bar.sync 0;" + READ_NEXT + WRITE_COPY,
+    ),
+    Litmus(
+        "load, barrier, store of another thread",
+        None,
+        WRITE_COPY + "bar.sync 0;" + READ_NEXT + "bar.sync 0;" + WRITE_COPY,
+    ),
+    Litmus("copy, wait, load", None, INIT_FENCED + COPY_256 + WAIT_0 + READ_COPY),
+    Litmus("copy, load", "race", INIT_FENCED + COPY_256 + READ_COPY),
+    Litmus("copy, barrier, load", "race", INIT_FENCED + COPY_256 + "bar.sync 0;" + READ_COPY),
+    Litmus(
+        "copy, wait of one warp, barrier, load",
+        None,
+        INIT_FENCED
+        + COPY_256
+        + "setp.gt.u32 %p4, %r1, 31; @%p4 bra BEHIND;"
+        + WAIT_0
+        + "BEHIND: bar.sync 0;"
+        + READ_COPY,
+    ),
+    Litmus(
+        "initialisation without fence, copy",
+        "proxy-fence",
+        INIT.format(fence="") + COPY_256 + WAIT_0,
+    ),
+    Litmus(
+        "initialisation, no barrier, arrival",
+        "race|phase-misuse",
+        INIT_FENCED.replace("bar.sync 0;", "") + "mbarrier.arrive.shared.b64 %rd9, [%r2], 1;",
+    ),
+    Litmus(
+        "store, barrier, copy over it",
+        "proxy-fence",
+        WRITE_COPY + INIT_FENCED + COPY_256 + WAIT_0,
+    ),
+    Litmus(
+        "store, fence, barrier, copy over it",
+        None,
+        WRITE_COPY + "fence.proxy.async.shared::cta;" + INIT_FENCED + COPY_256 + WAIT_0,
+    ),
+    Litmus(
+        "store, barrier, fence of the copying thread, copy over it",
+        None,
+        WRITE_COPY + INIT_FENCED + "fence.proxy.async.shared::cta;" + COPY_256 + WAIT_0,
+    ),
+    Litmus(
+        "copy, wait, load, copy over it",
+        "race",
+        INIT_FENCED
+        + COPY_256
+        + WAIT_0
+        + READ_COPY
+        + COPY_256.replace("COPIED", "TWICE")
+        + WAIT.format(parity=1),
+    ),
+    Litmus(
+        "copy, wait, load, barrier, copy over it",
+        None,
+        INIT_FENCED
+        + COPY_256
+        + WAIT_0
+        + READ_COPY
+        + "bar.sync 0;"
+        + COPY_256.replace("COPIED", "TWICE")
+        + WAIT.format(parity=1),
+    ),
+    Litmus("copy, nobody waits", "outstanding", INIT_FENCED + COPY_256),
+    Litmus(
+        "too few bytes expected",
+        "deadlock",
+        INIT_FENCED + COPY.format(expected=128) + WAIT_0,
+    ),
+    Litmus("too many bytes expected", "deadlock", INIT_FENCED + COPY.format(expected=512) + WAIT_0),
+    Litmus("wait for a phase that never comes", "deadlock", INIT_FENCED + WAIT_0),
+    Litmus(
+        "an arrival too many",
+        "arrival-overflow",
+        INIT_FENCED.replace("], 1;", "], 3;") + "mbarrier.arrive.shared.b64 %rd9, [%r2], 1;",
+    ),
+    Litmus("arrival without initialisation", "phase-misuse", COPY_256),
+    Litmus(
+        "ordinary store to an mbarrier", "phase-misuse", INIT_FENCED + "st.shared.b32 [%r2], %r1;"
+    ),
+    Litmus(
+        "store, fence, barrier, TMA store, wait",
+        None,
+        WRITE_COPY + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE_WAITED,
+    ),
+    Litmus(
+        "store, barrier, TMA store, wait",
+        "proxy-fence",
+        WRITE_COPY + "bar.sync 0;" + STORE_WAITED,
+    ),
+    Litmus(
+        "TMA store, exit",
+        "outstanding",
+        WRITE_COPY
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + STORE.format(end="cp.async.bulk.commit_group;"),
+    ),
+    Litmus(
+        "TMA store, overwrite",
+        "race",
+        WRITE_COPY
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + STORE.format(
+            end="cp.async.bulk.commit_group; st.shared.b32 [%r9], %r1;cp.async.bulk.wait_group 0;"
+        ),
+    ),
+    Litmus(
+        "barrier that half of the threads reach",
+        "deadlock",
+        "setp.gt.u32 %p1, %r1, 31; @%p1 ret; bar.sync 0;",
+    ),
+    Litmus(
+        "barrier in a divergent warp",
+        "convergence",
+        "setp.eq.u32 %p1, %r1, 7; @%p1 bra SKIP; bar.sync 0; SKIP:",
+    ),
+    Litmus(
+        "barrier for different counts",
+        "participants",
+        "shr.u32 %r5, %r1, 5; shl.b32 %r5, %r5, 5; add.s32 %r5, %r5, 96; bar.sync 1, %r5;",
+    ),
+    Litmus("arrivals that nobody waits for", "participants", "bar.arrive 1, 96;"),
+    Litmus(
+        "shuffle in a divergent warp",
+        "convergence",
+        "setp.eq.u32 %p1, %r1, 7; @%p1 bra SKIP; shfl.sync.idx.b32 %r5, %r1, 0, 31, -1; SKIP:",
+    ),
+    Litmus("store behind shared memory", "out-of-bounds", "st.shared.b32 [%r2+4096], %r1;"),
+    Litmus("misaligned store", "misaligned", "st.shared.b32 [%r2+2], %r1;"),
+    Litmus("load before global memory", "out-of-bounds", "ld.global.b32 %r5, [%rd1+-4];"),
+    Litmus("loop without end", "livelock", "FOREVER: add.s32 %r5, %r5, 1; bra FOREVER;"),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_litmus(row: Litmus, policy: Policy, seed: int) -> None:
+    data = np.zeros(2048, np.uint8)
+    tensor = TensorMap(programs.ADDRESS, "f32", (4, 4), (16,), (4, 4))
+    data[1024:1152] = np.frombuffer(encode(tensor), np.uint8)
+    policy = dataclasses.replace(policy, most_steps=200_000)
+    launch = programs.Launch(threads=64, policy=policy, seed=seed)
+    if row.rule is None:
+        programs.run(row.body, data, launch)
+        return
+    with pytest.raises(EmulationError) as caught:
+        programs.run(row.body, data, launch)
+    assert caught.value.rule in row.rule.split("|"), caught.value
+    assert "test, CTA (0, 0, 0), warp" in str(caught.value)
+
+
+def test_deadlock_names_what_is_missing() -> None:
+    """Who waits for what, which phase, who has arrived."""
+    body = INIT_FENCED.replace("], 1;", "], 2;") + (
+        "setp.ne.u32 %p4, %r1, 0; @%p4 bra BEHIND;"
+        "mbarrier.arrive.shared.b64 %rd9, [%r2], 1; BEHIND:" + WAIT_0
+    )
+    with pytest.raises(EmulationError) as caught:
+        programs.run(body, np.zeros(1024, np.uint8), programs.Launch(threads=64))
+    text = str(caught.value)
+    assert "warp 0 at line" in text and "warp 1 at line" in text
+    assert "phase 0 lacks 1 of 2 arrivals and 0 bytes (arrived: warp 0)" in text
+
+
+def test_shared_memory_starts_as_nan() -> None:
+    data = np.zeros(64, np.float32)
+    body = """
+    ld.shared.b32 %r5, [%r2];
+    shl.b32 %r6, %r1, 2; cvt.u64.u32 %rd2, %r6; add.s64 %rd3, %rd1, %rd2;
+    st.global.b32 [%rd3], %r5;
+    """
+    programs.run(body, data, programs.Launch(threads=64))
+    assert np.isnan(data).all()
+
+
+def test_register_file_is_shared_by_all_warps() -> None:
+    """16 warps have 128 registers a thread; more for all of them there is only if some give."""
+    launch = programs.Launch(threads=512)
+    with pytest.raises(EmulationError, match=r"(?s)deadlock.*of which 0 are free"):
+        programs.run("setmaxnreg.inc.sync.aligned.u32 136;", np.zeros(64, np.uint8), launch)
+    body = """
+    shr.u32 %r5, %r1, 8;
+    setp.ne.u32 %p1, %r5, 0;
+    @%p1 bra MORE;
+    setmaxnreg.dec.sync.aligned.u32 120;
+    ret;
+    MORE:
+    setmaxnreg.inc.sync.aligned.u32 136;
+    """
+    programs.run(body, np.zeros(64, np.uint8), launch)

@@ -1,0 +1,75 @@
+"""How many single changes to a kernel's synchronisation are noticed.
+
+Some changes are harmless: a wait or fence that another one implies, a last release that nobody
+waits for, a commit that the next one makes up for. docs/notes/emulator.md explains the survivors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.key import Pass
+from kernels.emulator import EmulationError, Policy
+from tests.emulator.attention import Attention, attention, ptx
+from tests.emulator.mutations import Mutation, mutations
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+POLICIES = (
+    Policy("random", "late", most_steps=300_000),
+    Policy("starve", "random", most_steps=300_000),
+)
+
+CASES = (
+    Case(batch=1, heads=(1, 1), query_length=330, key_length=300, deterministic=True),
+    Case(
+        batch=1,
+        heads=(1, 1),
+        query_length=200,
+        key_length=300,
+        key_lengths=(290,),
+        deterministic=True,
+        poison=True,
+    ),
+)
+
+
+def notices(launch: Attention, expected: dict[str, np.ndarray], mutation: Mutation) -> str:
+    """The rule that a mutation breaks, "result" if it computes something else, or ""."""
+    for seed, policy in enumerate(POLICIES):
+        try:
+            results = launch.run(policy, seed, lambda key, text: mutation.text)
+        except EmulationError as error:
+            return error.rule
+        if not all(np.array_equal(results[name], expected[name], True) for name in expected):
+            return "result"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "least"),
+    [(Pass.FORWARD, 0.85), (Pass.BACKWARD, 0.85), (Pass.BACKWARD_POST, 1.0)],
+)
+def test_broken_kernels_are_noticed(kernel: Pass, least: float) -> None:
+    launches = [attention(case, make_inputs(case, 0)).only(kernel) for case in CASES]
+    expected = [launch.run(Policy()) for launch in launches]
+    (key,) = launches[0].keys
+    broken = list(mutations(ptx(key).text))
+    survivors = [
+        mutation
+        for mutation in broken
+        if not any(
+            notices(launch, results, mutation)
+            for launch, results in zip(launches, expected, strict=True)
+        )
+    ]
+    share = 1 - len(survivors) / len(broken)
+    print(f"{key.name}: {len(broken) - len(survivors)} of {len(broken)} noticed ({share:.0%})")
+    print(*(f"survives: line {m.line}, {m.change}" for m in survivors), sep="\n")
+    assert share >= least
