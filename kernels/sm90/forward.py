@@ -1,11 +1,12 @@
-"""Hopper forward: O = softmax(scale * Q K^T) V and LSE, one query tile per CTA.
+"""Hopper forward: O = softmax(scale * Q K^T) V and LSE, by query tiles.
 
-    load warp      TMA:   Q once, then K_n, V_n into two rings, last block first
+    load warp      TMA:   per tile Q, then K_n, V_n into two rings, last block first; it runs ahead
+                          into the next tile while the warpgroups finish this one
     MMA warpgroup w, 64 query rows, registers S, P, O; per key block (i counts from the last one):
         S(i)  = Q K(i)^T        wgmma, both operands from shared memory
         O    += P(i-1) V(i-1)   wgmma, P from registers; runs while softmax works on S(i)
         P(i)  = exp2(S(i) * scale_log2 - reference * scale_log2),  row sums alongside
-    then O / sum through shared memory (Q's) to global memory by TMA, LSE by ordinary stores.
+    then O / sum through shared memory to global memory by TMA, LSE by ordinary stores.
 
 Overlap inside a warpgroup: softmax of block i runs under the PV product of block i - 1. Overlap
 across warpgroups: they issue their products in turn (Note [turns]), so that one's softmax runs
@@ -17,10 +18,10 @@ Not here: bias, dense masks, dropout, value head dim other than the query's.
 
 Note [turns]: warpgroup w waits on named barrier TURN + w before it issues the products of a block
 and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn; the
-first one closes the last turn, so that every arrival is matched when the CTA exits.
+first one closes the last turn, so that every arrival is matched when the CTA exits. No warpgroup
+opens the next tile's turns before this one's are closed: it first waits for that tile's Q, which is
+loaded only after every warp, and so the first warpgroup past its last turn, has released this one.
 """
-
-import dataclasses
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,52 +30,15 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Launch, Result
+from fa4_jax.manifest import Factor, Launch, Param, Result
 from kernels.common import bands, launches, softmax, tensors
+from kernels.sm90.forward_data import Maps, Schedule, Shared, Work, allocate
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
 from kernels.sources import KernelSource
 
 TURN = 1  # first of the named barriers of Note [turns]; 0 is the CTA's own
 EPILOGUE = 8  # first of one named barrier per MMA warpgroup
 PADDING = 12  # named barrier of all MMA warpgroups
-
-
-@dataclasses.dataclass(frozen=True)
-class Maps:
-    """TMA descriptors, boxes (rows, head_dim) of [B, length, heads, head_dim] tensors."""
-
-    q: cute.CopyAtom
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    o: cute.CopyAtom
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one CTA does: a query tile of one head of one batch element."""
-
-    first_row: Int32
-    head: Int32
-    kv_head: Int32
-    batch: Int32
-    band: bands.Band
-    blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Shared memory. q also stages o; k and v are rings; *_full / *_empty guard them."""
-
-    q: cute.Tensor  # (m, head_dim)
-    k: cute.Tensor  # (n, head_dim, stage)
-    v: cute.Tensor  # (n, head_dim, stage)
-    vt: cute.Tensor  # (head_dim, n, stage), the same memory as v
-    q_full: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    v_full: cute.Pointer
-    v_empty: cute.Pointer
 
 
 class Forward:
@@ -107,6 +71,7 @@ class Forward:
         rescale_threshold_log2: Float32,
         window_left: Int32,
         window_right: Int32,
+        sm_count: Int32,
         stream: cuda.CUstream,
     ):
         tile, d = self.tile, self.head_dim
@@ -124,7 +89,9 @@ class Forward:
         k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
         v_map, _ = cpasync.make_tiled_tma_atom(load, v_tensor, layout(tile.n), (tile.n, d))
         o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(64), (64, d))
-        tiles = cute.ceil_div(query_length, tile.m)
+        ctas = cute.ceil_div(query_length, tile.m) * heads * batch
+        if cutlass.const_expr(tile.persistent):
+            ctas = cutlass.min(ctas, sm_count)
         self.kernel(
             q_map,
             k_map,
@@ -142,7 +109,7 @@ class Forward:
             window_left,
             window_right,
         ).launch(
-            grid=[tiles * heads * batch, 1, 1],
+            grid=[ctas, 1, 1],
             block=[tile.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -168,7 +135,7 @@ class Forward:
         window_right: Int32,
     ):
         maps = Maps(q_map, k_map, v_map, o_map)
-        shared = self.allocate()
+        shared = allocate(self.dtype, self.head_dim, self.tile)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             for descriptor in (maps.q, maps.k, maps.v, maps.o):
@@ -176,6 +143,7 @@ class Forward:
             with cute.arch.elect_one():
                 mma_warps = self.tile.mma_warpgroups * 4
                 cute.arch.mbarrier_init(shared.q_full, 1)
+                cute.arch.mbarrier_init(shared.q_empty, mma_warps)
                 for stage in cutlass.range_constexpr(self.tile.kv_stages):
                     cute.arch.mbarrier_init(shared.k_full + stage, 1)
                     cute.arch.mbarrier_init(shared.v_full + stage, 1)
@@ -184,63 +152,31 @@ class Forward:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        work = self.assign(
-            extents, (batch, query_length, key_length, heads, kv_heads), (window_left, window_right)
-        )
+        sizes = (batch, query_length, key_length, heads, kv_heads)
+        tiles = (query_length + self.tile.m - 1) // self.tile.m * heads * batch
+        ctas, _, _ = cute.arch.grid_dim()
+        rounds = (tiles + ctas - 1) // ctas
+        schedule = Schedule(extents, sizes, (window_left, window_right), tiles, rounds)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp_index == 0:
-                self.load(maps, shared, work)
+                self.load(maps, shared, schedule)
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
-            row_lse = cute.make_tensor(
-                lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
-                cute.make_layout(query_length),
-            )
-            self.multiply(maps, shared, work, row_lse, scale_log2, rescale_threshold_log2)
+            self.multiply(maps, shared, schedule, lse, scale_log2, rescale_threshold_log2)
 
-    def allocate(self) -> Shared:
-        """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
-        tile, d = self.tile, self.head_dim
-        q_layout = tensors.tile_layout(self.dtype, tile.m, d, 1, tile.span_bytes)
-        kv_layout = tensors.tile_layout(self.dtype, tile.n, d, tile.kv_stages, tile.span_bytes)
-
-        @cute.struct
-        class Storage:
-            q_full: cute.struct.MemRange[cutlass.Int64, 1]
-            k_full: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
-            v_full: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
-            v_empty: cute.struct.MemRange[cutlass.Int64, tile.kv_stages]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        return Shared(
-            q=tensors.smem_tensor(storage.q, q_layout)[None, None, 0],
-            k=tensors.smem_tensor(storage.k, kv_layout),
-            v=tensors.smem_tensor(storage.v, kv_layout),
-            vt=tensors.smem_tensor(storage.v, tensors.transposed(kv_layout)),
-            q_full=storage.q_full.data_ptr(),
-            k_full=storage.k_full.data_ptr(),
-            k_empty=storage.k_empty.data_ptr(),
-            v_full=storage.v_full.data_ptr(),
-            v_empty=storage.v_empty.data_ptr(),
-        )
-
-    def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
-        """The tile of this CTA: longest first within groups of heads whose K and V fill the L2.
+    def assign(self, index: Int32, schedule: Schedule) -> Work:
+        """A tile's work: longest first within groups of heads whose K and V fill the L2.
 
         Heads count over batches; those of one group are visited row tile by row tile, so that equal
         tiles of neighbouring heads run together and share K and V where heads share them.
         """
-        batch, query_length, key_length, heads, kv_heads = sizes
+        batch, query_length, key_length, heads, kv_heads = schedule.sizes
+        window = schedule.window
         group = heads // kv_heads
         rows_in_l2 = L2_BUDGET_BYTES // (2 * self.head_dim * 2)
         section = cutlass.max(rows_in_l2 // key_length, 1) * group
         tiles = (query_length + self.tile.m - 1) // self.tile.m
-        index, _, _ = cute.arch.block_idx()
         first_head = index // (section * tiles) * section
         in_section = index - first_head * tiles
         section = cutlass.min(section, heads * batch - first_head)
@@ -249,7 +185,7 @@ class Forward:
         tile = tiles - 1 - tile if cutlass.const_expr(self.band) else tile
         batch_index = head_and_batch // heads
         head = head_and_batch - batch_index * heads
-        limits = cute.make_tensor(extents + batch_index * 4, cute.make_layout(4))
+        limits = cute.make_tensor(schedule.extents + batch_index * 4, cute.make_layout(4))
         band = bands.Band(
             query_length=limits[0],
             key_length=limits[1],
@@ -263,8 +199,18 @@ class Forward:
         return Work(first_row, head, head // group, batch_index, band, blocks, padded)
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, work: Work):
-        """Load warp: Q, then K and V of each block, last block first."""
+    def load(self, maps: Maps, shared: Shared, schedule: Schedule):
+        """Load warp: of every tile Q, then K and V of each block, last block first."""
+        used = Int32(0)
+        for turn in cutlass.range(schedule.rounds, unroll=1):
+            if schedule.tile(turn) < schedule.tiles:
+                work = self.assign(schedule.tile(turn), schedule)
+                self.load_tile(maps, shared, work, turn, used)
+                used += work.blocks.end - work.blocks.begin
+
+    @cute.jit
+    def load_tile(self, maps: Maps, shared: Shared, work: Work, turn: Int32, used: Int32):
+        """Loads of the tile of a round, after `used` blocks in earlier ones."""
         tile, d = self.tile, self.head_dim
         coordinates = tensors.bthd_coordinates()
         q = coordinates[None, None, work.head, work.batch]
@@ -272,19 +218,18 @@ class Forward:
         q_tile = cute.local_tile(cute.domain_offset((work.first_row, 0), q), (tile.m, d), (0, 0))
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         block_bytes = tile.n * d * 2
-        count = work.blocks.end - work.blocks.begin
-        if count > 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, tile.m * d * 2)
-            tensors.tma_load(maps.q, q_tile, shared.q, shared.q_full)
-        for step in cutlass.range(count, unroll=1):
+        # The first pass over a ring finds it empty: parity 1 passes on a new barrier.
+        cute.arch.mbarrier_wait(shared.q_empty, (turn & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, tile.m * d * 2)
+        tensors.tma_load(maps.q, q_tile, shared.q, shared.q_full)
+        for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.end - 1 - step
-            slot, phase = tensors.ring_slot(step, tile.kv_stages)
+            slot, phase = tensors.ring_slot(used + step, tile.kv_stages)
             for operand in cutlass.range_constexpr(2):
                 full = (shared.k_full, shared.v_full)[operand] + slot
                 empty = (shared.k_empty, shared.v_empty)[operand] + slot
                 target = (shared.k, shared.v)[operand]
-                # The first pass over the ring finds it empty: parity 1 passes on a new barrier.
                 cute.arch.mbarrier_wait(empty, phase ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, block_bytes)
@@ -300,12 +245,40 @@ class Forward:
         self,
         maps: Maps,
         shared: Shared,
-        work: Work,
-        row_lse: cute.Tensor,
+        schedule: Schedule,
+        lse: cute.Pointer,
         scale_log2: Float32,
         rescale_threshold_log2: Float32,
     ):
-        """MMA warpgroup: 64 query rows from scores to the output tile."""
+        """MMA warpgroup: all tiles of this CTA."""
+        _, query_length, _, heads, _ = schedule.sizes
+        scales = (scale_log2, rescale_threshold_log2 / scale_log2)
+        used = Int32(0)
+        for turn in cutlass.range(schedule.rounds, unroll=1):
+            if schedule.tile(turn) < schedule.tiles:
+                work = self.assign(schedule.tile(turn), schedule)
+                row_lse = cute.make_tensor(
+                    lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
+                    cute.make_layout(query_length),
+                )
+                self.multiply_tile(maps, shared, work, row_lse, scales, (turn, used))
+                used += work.blocks.end - work.blocks.begin
+        # Shared memory and the CTA outlive the last store.
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def multiply_tile(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        row_lse: cute.Tensor,
+        scales: tuple,
+        position: tuple,
+    ):
+        """64 query rows of the tile of a round, from scores to the output."""
+        scale_log2, lag_limit = scales
+        turn, used = position
         tile, d = self.tile, self.head_dim
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
@@ -336,32 +309,33 @@ class Forward:
             limits = bands.row_limits(work.band, first_row + 8 * row, tensors.INT32)
             low[row], high[row] = limits
             reference[row], row_sum[row] = -Float32.inf, Float32(0.0)
-        lag_limit = rescale_threshold_log2 / scale_log2
         first_column = (lane % 4) * 2
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
+        cute.arch.mbarrier_wait(shared.q_full, turn & 1)
         if count > 0:
             if cutlass.const_expr(self.turns):
                 if group == tile.mma_warpgroups - 1:
                     self.pass_turn(group)
             # First block: no output yet to multiply under its softmax.
-            cute.arch.mbarrier_wait(shared.q_full, 0)
-            cute.arch.mbarrier_wait(shared.k_full, 0)
-            qk_product.issue(scores, q, k[None, None, None, 0], accumulate=False)
+            slot, phase = tensors.ring_slot(used, tile.kv_stages)
+            cute.arch.mbarrier_wait(shared.k_full + slot, phase)
+            qk_product.issue(scores, q, k[None, None, None, slot], accumulate=False)
             warpgroup.wait_group(0)
-            self.release(shared.k_empty)
+            self.release(shared.k_empty + slot)
             if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
                 softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
             self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
             tensors.round_fragment(scores, probabilities)
             if work.padded_keys:
-                self.clear_padding(shared, work, thread)
+                cute.arch.mbarrier_wait(shared.v_full + slot, phase)
+                self.clear_padding(shared.v[None, None, slot], work, thread)
 
             operands = (q, k, vt, scores, probabilities, acc)
             products = (qk_product, pv_product)
             rows = (low, high, reference, row_sum)
-            scalars = (scale_log2, lag_limit, first_column, group)
+            scalars = (scale_log2, lag_limit, first_column, group, used + end - 1)
             # Then blocks masked on the right edge, unmasked ones, those masked on the left edge.
             right = cutlass.max(cutlass.min(work.blocks.full_end, end - 1), begin)
             left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
@@ -371,15 +345,20 @@ class Forward:
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-                    self.step(shared, products, operands, rows, scalars, block, end, masked)
+                    self.step(shared, products, operands, rows, scalars, block, masked)
 
-            slot, phase = tensors.ring_slot(count - 1, tile.kv_stages)
+            slot, phase = tensors.ring_slot(used + count - 1, tile.kv_stages)
             cute.arch.mbarrier_wait(shared.v_full + slot, phase)
             pv_product.issue(acc, probabilities, vt[None, None, None, slot], accumulate=True)
             if cutlass.const_expr(self.turns):
                 if group == 0:
                     self.await_turn(group)
+            if cutlass.const_expr(tile.own_output):
+                self.release(shared.q_empty)
             warpgroup.wait_group(0)
+            self.release(shared.v_empty + slot)
+        elif cutlass.const_expr(tile.own_output):
+            self.release(shared.q_empty)
         self.write_output(maps, shared, work, (acc, reference, row_sum), row_lse, scale_log2, pv)
 
     @cute.jit
@@ -391,15 +370,14 @@ class Forward:
         rows: tuple,
         scalars: tuple,
         block: Int32,
-        end: Int32,
         masked: cutlass.Constexpr[bool],
     ):
         """One key block: its scores, the previous block's output product, its softmax."""
         qk_product, pv_product = products
         q, k, vt, scores, probabilities, acc = operands
         low, high, reference, row_sum = rows
-        scale_log2, lag_limit, first_column, group = scalars
-        now = end - 1 - block
+        scale_log2, lag_limit, first_column, group, ring_end = scalars
+        now = ring_end - block
         slot, phase = tensors.ring_slot(now, self.tile.kv_stages)
         last_slot, last_phase = tensors.ring_slot(now - 1, self.tile.kv_stages)
         cute.arch.mbarrier_wait(shared.k_full + slot, phase)
@@ -421,12 +399,11 @@ class Forward:
         tensors.round_fragment(scores, probabilities)
 
     @cute.jit
-    def clear_padding(self, shared: Shared, work: Work, thread: Int32):
+    def clear_padding(self, v: cute.Tensor, work: Work, thread: Int32):
         """Values of the last block past the key length, which may hold anything, to 0."""
-        cute.arch.mbarrier_wait(shared.v_full, 0)
         first_row = work.band.key_length - (work.blocks.end - 1) * self.tile.n
         threads = self.tile.mma_warpgroups * WARPGROUP
-        tensors.zero_rows(shared.v[None, None, 0], first_row, thread, threads)
+        tensors.zero_rows(v, first_row, thread, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=PADDING, number_of_threads=threads)
 
@@ -482,7 +459,7 @@ class Forward:
         scale_log2: Float32,
         pv: cute.TiledMma,
     ):
-        """O / sum to global memory through the query's shared memory, and LSE.
+        """O / sum to global memory through shared memory, and LSE.
 
         Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
         """
@@ -506,20 +483,28 @@ class Forward:
                 acc[index] = softmax.select(valid, acc[index] * inverse, Float32(0.0))
         output = cute.make_rmem_tensor(acc.shape, self.dtype)
         tensors.round_fragment(acc, output)
-        # A warpgroup overwrites its own 64 rows of q: it alone has read them, and has waited.
+        # Where o is q's memory, a warpgroup overwrites its own rows, which it alone has read.
+        first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
+        if cutlass.const_expr(self.tile.own_output):
+            if first_warp:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=EPILOGUE + group, number_of_threads=WARPGROUP)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
-        cute.copy(atom, copy.retile(output), copy.partition_D(shared.q))
+        cute.copy(atom, copy.retile(output), copy.partition_D(shared.o))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=EPILOGUE + group, number_of_threads=WARPGROUP)
-        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+        if first_warp:
             o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
             o = cute.domain_offset((work.first_row + group * 64, 0), o)
             target = cute.local_tile(o, (64, self.head_dim), (0, 0))
-            source = cute.local_tile(shared.q, (64, self.head_dim), (group, 0))
+            source = cute.local_tile(shared.o, (64, self.head_dim), (group, 0))
             tensors.tma_store(maps.o, source, target)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0)
+            if cutlass.const_expr(not self.tile.own_output):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(not self.tile.own_output):
+            self.release(shared.q_empty)
 
 
 Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -564,12 +549,14 @@ def source(key: KernelKey) -> KernelSource:
         ),
         block=(tile.threads, 1, 1),
         dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
+        persistent=tile.persistent,
     )
     host_arguments = (
         *launches.pointers("q", "k", "v", "extents", "o", "lse"),
         *launches.SIZES,
         launches.dim("head_dim", "q", 3),
         *scalars,
+        Param("sm_count", "sm_count"),
     )
     return KernelSource(
         host=kernel,

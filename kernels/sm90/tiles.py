@@ -35,24 +35,33 @@ class ForwardTile:
       n: keys of a block.
       kv_stages: depth of the K ring and of the V ring.
       span_bytes: swizzle span of all operand tiles.
+      own_output: the output tile has memory of its own, so that the next query tile can be loaded
+        while it is stored; otherwise it takes the query tile's.
     """
 
     m: int
     n: int
     kv_stages: int
     span_bytes: int = 128
+    own_output: bool = True
 
     @property
     def mma_warpgroups(self) -> int:
         return self.m // 64
 
     @property
+    def persistent(self) -> bool:
+        """One CTA per SM takes tile after tile: pays where the next one's loads can start early."""
+        return self.own_output
+
+    @property
     def threads(self) -> int:
         return (self.mma_warpgroups + 1) * WARPGROUP
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Barriers (1 KiB with padding), the query tile, the K ring and the V ring."""
-        return 1024 + (self.m + 2 * self.kv_stages * self.n) * head_dim * 2
+        """Barriers (1 KiB with padding), the query tile, the output tile, the K and V rings."""
+        rows = self.m * (2 if self.own_output else 1) + 2 * self.kv_stages * self.n
+        return 1024 + rows * head_dim * 2
 
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
@@ -63,10 +72,10 @@ FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     (96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
     (128, False): ForwardTile(m=128, n=128, kv_stages=2),
     (128, True): ForwardTile(m=128, n=128, kv_stages=2),
-    (192, False): ForwardTile(m=128, n=96, kv_stages=2),
-    (192, True): ForwardTile(m=128, n=96, kv_stages=2),
-    (256, False): ForwardTile(m=128, n=64, kv_stages=2),
-    (256, True): ForwardTile(m=128, n=64, kv_stages=2),
+    (192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
+    (192, True): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
+    (256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
+    (256, True): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
 }
 
 
