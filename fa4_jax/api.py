@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, types, validate
+from fa4_jax import autodiff, partition, types, validate
 from fa4_jax.default import Operands
 from fa4_jax.plan import Plan, make_plan
 from fa4_jax.problem import UNBOUNDED, Problem
@@ -98,7 +98,7 @@ def attention(
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     plan = make_plan(problem, current_target(), implementation)
     _report(plan)
-    output, lse = _attend(plan, operands)
+    output, lse = partition.in_mesh(_attend, plan, operands)
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
@@ -191,7 +191,7 @@ def _extents(problem: Problem, call: Call) -> jax.Array:
         jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), low, high), (problem.batch,))
         for x, low, high in columns
     ]
-    return jnp.stack(clipped, axis=1)
+    return jnp.stack(types.sharded_alike(clipped), axis=1)
 
 
 def _attend(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:

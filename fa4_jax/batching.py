@@ -6,7 +6,6 @@ program is lowered and the platform is known.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from fa4_jax import default, kernels
+from fa4_jax import default, partition
 from fa4_jax.default import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 
@@ -62,19 +61,14 @@ def _run_forward(plan: Plan, operands: Operands) -> ForwardResult:
     xla = functools.partial(default.forward, plan.problem)
     if not plan.forward:
         return xla(operands)
-    return _choose(plan, functools.partial(kernels.forward, plan), xla, operands)
+    return _choose(plan, functools.partial(partition.forward, plan), xla, operands)
 
 
 def _run_backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
     xla = functools.partial(default.backward, plan.problem)
     if not plan.backward:
         return xla(operands, cotangents)
-    return _choose(plan, functools.partial(kernels.backward, plan), xla, operands, cotangents)
-
-
-def _with(plan: Plan, **sizes: int) -> Plan:
-    """The same launches on another batch size or number of heads, which no key depends on."""
-    return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, **sizes))
+    return _choose(plan, functools.partial(partition.backward, plan), xla, operands, cotangents)
 
 
 def _fold(tree: Any, batched: Any, size: int) -> Any:
@@ -129,7 +123,7 @@ def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
         if plan.problem.has_bias or plan.problem.has_mask:
             out = _native(run, (flags,), (operands,))
         elif flags.query and flags.key and flags.value:
-            folded = _with(plan, batch=size * plan.problem.batch)
+            folded = plan.resized(batch=size * plan.problem.batch)
             out = _unfold(forward(folded)(_fold(operands, flags, size)), size)
         elif flags.query and not (flags.key or flags.value or flags.extents):
             out = _forward_in_heads(plan, size, operands)
@@ -152,7 +146,7 @@ def _forward_in_heads(plan: Plan, size: int, operands: Operands) -> ForwardResul
     )
     q = operands.query.reshape(size, b, t, k, g, h).transpose(1, 2, 3, 4, 0, 5)
     q = q.reshape(b, t, k * g * size, h)
-    o, lse = forward(_with(plan, query_heads=k * g * size))(operands._replace(query=q))
+    o, lse = forward(plan.resized(query_heads=k * g * size))(operands._replace(query=q))
     o = o.reshape(b, t, k * g, size, h).transpose(3, 0, 1, 2, 4)
     return o, lse.reshape(b, k * g, size, t).transpose(2, 0, 1, 3)
 
@@ -170,7 +164,7 @@ def backward(plan: Plan) -> Callable[[Operands, Cotangents], Gradients]:
         if plan.problem.has_bias or plan.problem.has_mask:
             out = _native(run, flags, args)
         elif flags[0].query and flags[0].key and flags[0].value:
-            folded = _with(plan, batch=size * plan.problem.batch)
+            folded = plan.resized(batch=size * plan.problem.batch)
             out = _unfold(backward(folded)(*_fold(args, flags, size)), size)
         else:
             # Each instance has a gradient of its own for an operand that all of them share.

@@ -60,6 +60,10 @@ class Plan:
     insist: bool = False
     platforms: tuple[str, ...] = ("cuda",)
 
+    def resized(self, **sizes: int) -> Plan:
+        """The same launches on another batch size or number of heads, which no key depends on."""
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes))
+
 
 def kernel_keys(problem: Problem, arch: str) -> tuple[tuple[KernelKey, ...], tuple[KernelKey, ...]]:
     """Keys of the forward and of the backward launches.

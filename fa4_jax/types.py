@@ -1,4 +1,6 @@
-"""Mesh types of traced arrays: which manual axes they vary over, in old and new JAX spellings."""
+"""Mesh types of traced arrays: manual axes that they vary over (in old and new JAX spellings),
+Explicit axes that they are sharded over.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -24,12 +27,14 @@ def union_varying(arrays: Iterable[Any]) -> frozenset[str]:
 def cast_varying(x: Any, axes: frozenset[str]) -> Any:
     """x, typed as varying over `axes` too.
 
-    Its transpose is a sum over the added axes: what makes the gradient of a replicated key right
-    when the queries are sharded.
+    Its transpose is a sum over the added axes (in float32, whatever the type): what makes the
+    gradient of a replicated key right when the queries are sharded.
     """
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+        return cast_varying(x.astype(jnp.float32), axes).astype(x.dtype)
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, missing, to="varying")
     return jax.lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
@@ -46,3 +51,28 @@ def struct(shape: tuple[int, ...], dtype: Any, operands: Iterable[Any]) -> jax.S
     manual = getattr(aval, "manual_axis_type", None)
     kind: dict[str, Any] = {"vma": axes} if manual is None else {"manual_axis_type": manual}
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, **kind)
+
+
+def explicit_mesh(tree: Any) -> Any:
+    """The mesh of the first array that has Explicit axes, without devices; None if none has."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def explicit_axes(x: jax.Array | None) -> list[tuple[str, ...]]:
+    """Explicit mesh axes that each dimension of x is sharded over; nothing for None."""
+    if x is None:
+        return []
+    entries = [*jax.typeof(x).sharding.spec]
+    entries += [None] * (x.ndim - len(entries))
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def sharded_alike(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays, on Explicit axes all sharded as that one which is sharded over the most."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return arrays
+    finest = max(arrays, key=lambda x: sum(map(len, explicit_axes(x))))
+    sharding = NamedSharding(mesh, jax.typeof(finest).sharding.spec)
+    return [jax.sharding.reshard(x, sharding) for x in arrays]
