@@ -1,23 +1,17 @@
-"""A small decoder-only transformer over bytes in Flax NNX, with `fa4_jax.attention`."""
+"""A small decoder-only transformer over bytes in Flax NNX; its attention is the caller's choice."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
-
-import fa4_jax
 
 VOCABULARY = 256
 
-Implementation = Literal["kernel", "xla"] | None
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -33,21 +27,6 @@ class Sizes:
     def head_dim(self) -> int:
         """Features of one head."""
         return self.width // self.heads
-
-
-def make_attend(implementation: Implementation, mesh: Mesh | None) -> Attend:
-    """Causal attention of query, key and value [B, T, heads, head_dim].
-
-    Args:
-      implementation: as for `fa4_jax.attention`.
-      mesh: its axis "data" splits the batch. Each device attends to its own part: the kernels do
-        not know about meshes, shard_map keeps them apart.
-    """
-    attend = functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
-    if mesh is None:
-        return attend
-    rows = PartitionSpec("data")
-    return jax.shard_map(attend, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
 
 
 def rotate(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ if either is not as it should be. With --mesh data=2 two devices share each batc
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import sysconfig
 import time
@@ -30,7 +31,7 @@ import fa4_jax
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, oracle, ordinary
-from language_model import Attend, LanguageModel, Sizes, attention_operands, loss, make_attend
+from language_model import Attend, LanguageModel, Sizes, attention_operands, loss
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -238,10 +239,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{count} x {device.device_kind}, JAX {jax.__version__}")
     sizes = Sizes(options.layers, options.width, options.heads)
     model = LanguageModel(sizes, nnx.Rngs(options.seed))
-    losses = train(model, training, make_attend(implementation, options.mesh), options)
+    attend = functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
+    losses = train(model, training, attend, options)
     # Evaluation and the check are one device's work: the trained weights go to the first.
     nnx.update(model, jax.device_put(nnx.state(model), device))
-    attend = make_attend(implementation, None)
     loss_there, unigram = evaluate(model, held_out, attend, options)
     bits = np.log(2)
     print(
