@@ -27,13 +27,23 @@ POLICIES = (
 )
 
 CASES = (
-    Case(batch=1, heads=(1, 1), query_length=330, key_length=300, deterministic=True),
+    # Every ring slot is used again, every CTA of a persistent kernel gets two tiles.
+    Case(batch=1, heads=(2, 1), query_length=330, key_length=300, deterministic=True),
     Case(
         batch=1,
         heads=(1, 1),
         query_length=200,
         key_length=300,
         key_lengths=(290,),
+        deterministic=True,
+        poison=True,
+    ),
+    Case(
+        batch=1,
+        heads=(1, 1),
+        query_length=130,
+        key_length=130,
+        query_lengths=(120,),
         deterministic=True,
         poison=True,
     ),

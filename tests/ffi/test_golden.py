@@ -1,7 +1,7 @@
 """Golden test: the handler's launch of every kernel equals that of CuTe-DSL's own host code.
 
 Grid, block, cluster, shared memory and every parameter byte, for several shapes. Tensor maps are
-compared field by field; they differ by design in one flag bit alone (tensor_map_bits.DSL_FLAG),
+compared field by field; they differ by design in one flag bit alone (tensor_map.DSL_FLAG),
 and in the 64 bytes after the encoded ones, which are undefined.
 """
 
@@ -23,8 +23,9 @@ from fa4_jax import runtime
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from kernels.build import cache, compile, cubin_info
+from kernels.emulator import tensor_map
 from tests.build import remote
-from tests.ffi import compiler, stand_in, tensor_map_bits
+from tests.ffi import compiler, stand_in
 from tests.ffi.stand_in import Array, Call
 
 if importlib.util.find_spec("cutlass") is None:
@@ -148,8 +149,8 @@ def comparable(param: Param, text: str) -> Any:
     data = bytes.fromhex(text)
     if param.kind != "tensor_map":
         return data
-    fields = tensor_map_bits.decode(data)
-    return dataclasses.replace(fields, other_flags=fields.other_flags & ~tensor_map_bits.DSL_FLAG)
+    fields = tensor_map.decode(data)
+    return dataclasses.replace(fields, other_flags=fields.other_flags & ~tensor_map.DSL_FLAG)
 
 
 def make_call(

@@ -15,7 +15,8 @@ import pytest
 
 from fa4_jax import runtime
 from fa4_jax.manifest import Factor
-from tests.ffi import compiler, made_up, stand_in, tensor_map_bits
+from kernels.emulator import tensor_map
+from tests.ffi import compiler, made_up, stand_in
 from tests.ffi.made_up import LAUNCH
 from tests.ffi.stand_in import Array, Outcome
 
@@ -39,7 +40,7 @@ def test_packs_every_kind_of_parameter(run: Run, tmp_path: pathlib.Path) -> None
     assert launch["cluster"] == [2, 1, 1]
     assert launch["smem"] == 102_400
     params = [bytes.fromhex(text) for text in launch["params"]]
-    x_map, padded_map = tensor_map_bits.decode(params[0]), tensor_map_bits.decode(params[3])
+    x_map, padded_map = tensor_map.decode(params[0]), tensor_map.decode(params[3])
     at = outcome.addresses
     assert (x_map.address, x_map.sizes, x_map.byte_strides) == (at["x"], (72, 40), (144,))
     assert (x_map.dtype, x_map.box, x_map.swizzle_bytes) == ("bf16", (64, 16), 128)
@@ -260,7 +261,7 @@ def test_concurrent_calls(stand_in_process: ProcessPoolExecutor, tmp_path: pathl
     grids = [launch["grid"][0] for launch in outcome.launches]
     assert sorted(grids) == sorted([n // 16 * 3 for n in rows] * repeats)
     sizes = {
-        (launch["grid"][0], tensor_map_bits.decode(bytes.fromhex(launch["params"][0])).sizes[1])
+        (launch["grid"][0], tensor_map.decode(bytes.fromhex(launch["params"][0])).sizes[1])
         for launch in outcome.launches
     }
     assert sizes == {(n // 16 * 3, n) for n in rows}
