@@ -85,6 +85,7 @@ def _load(
     instruction: Instruction, symbols: dict[str, int], space: str, count: int, polls: bool
 ) -> Effect:
     results, size = _elements(instruction.operands[0]), _size(instruction)
+    acquires = "acquire" in instruction.words
     views = [f"u{result.bank[1:]}" for result in results if isinstance(result, Register)]
     address_of = address_reader(instruction.operands[1], symbols)
     if space == "param":
@@ -109,6 +110,9 @@ def _load(
         for column, (result, view) in enumerate(zip(results, views, strict=True)):
             assert isinstance(result, Register)
             getattr(warp, view)[result.index][mask] = words[:, column]
+        device = cta.machine.device_order
+        if acquires and device is not None and cta.order is not None:
+            device.acquire(cta.order, warp.lanes[mask], addresses)
         return _polled(warp, instruction, addresses, words) if polls else None
 
     return effect
@@ -176,11 +180,16 @@ def _reduce(
         cta, threads, memory = warp.cta, warp.lanes[mask], warp.cta.machine.memory
         values = np.stack([source(warp)[mask] for source in sources], 1)
         addresses = address_of(warp)[mask]
+        device = cta.machine.device_order
         if releases:
             cta.release_reductions(threads)
+            if device is not None and cta.order is not None:
+                device.release(cta.number, cta.order, threads, addresses)
         moment = 0 if cta.order is None else int(cta.order.now[warp.index])
         for region, held in memory.split(addresses, np.flatnonzero(mask), size * count):
             reduction = Reduction(region, threads[held], moment, addresses[held], values[held])
+            if device is not None and cta.order is not None and not releases:
+                device.add(cta.number, cta.order, region, threads[held], addresses[held])
             if releases:
                 reduction.perform(np.ones(len(reduction.threads), bool))
             else:

@@ -47,6 +47,7 @@ class Cta:
 
     def __init__(self, machine: Machine, index: tuple[int, int, int]):
         self.machine, self.index = machine, index
+        self.number = index[0] + machine.grid[0] * (index[1] + machine.grid[1] * index[2])
         size = SHARED_BASE + machine.shared_bytes
         self.shared = Region("shared memory", 0, uninitialised(size))
         self.shared_version = self.decoded_version = 0

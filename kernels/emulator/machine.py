@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels.emulator import access, lanes, products, synchronise, tma
 from kernels.emulator.cta import SHARED_BASE, Cta, Reduction
+from kernels.emulator.device_order import DeviceOrder
 from kernels.emulator.errors import EmulationError, Place, PtxError
 from kernels.emulator.memory import Fault, GlobalMemory
 from kernels.emulator.parser import parameter_offsets
@@ -81,6 +82,7 @@ class Machine:
         self.rng = np.random.default_rng(seed)
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
         self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
+        self.device_order = DeviceOrder() if policy.ordered_reductions else None
         self.stuck = False
         self._steps = 0
         self._leftover: list[Reduction] = []
@@ -146,12 +148,25 @@ class Machine:
         return ready[int(self.rng.integers(len(ready)))]
 
     def _perform_any(self) -> bool:
-        """Makes one of the outstanding copies; False if there is none."""
+        """Makes one of the outstanding copies or, without any, reductions; False without either."""
         waiting = [transfer for cta in self._ctas for transfer in cta.transfers]
         if not waiting:
-            return False
+            return self._reduce_any()
         chosen = waiting[int(self.rng.integers(len(waiting)))]
         self._perform(chosen)
+        return True
+
+    def _reduce_any(self) -> bool:
+        """Makes one of the outstanding reductions; False if there is none."""
+        waiting = [
+            pool for pool in (*(cta.reductions for cta in self._ctas), self._leftover) if pool
+        ]
+        if not waiting:
+            return False
+        reductions = waiting[int(self.rng.integers(len(waiting)))]
+        reduction = reductions.pop(int(self.rng.integers(len(reductions))))
+        reduction.perform(np.ones(len(reduction.threads), bool))
+        self.memory.version += 1
         return True
 
     def _perform(self, transfer: Transfer) -> None:

@@ -28,16 +28,21 @@ _FINE, _COARSE = 2, 16  # bytes per shadow entry of threads' and of asynchronous
 
 @dataclasses.dataclass(frozen=True)
 class Knowledge:
-    """What a releasing thread hands over."""
+    """What a releasing thread hands over; `events` are other CTAs' (see device_order)."""
 
     clock: np.ndarray
     fenced: np.ndarray
+    events: int = 0
 
     def merged(self, other: Knowledge | None) -> Knowledge:
         """Both together."""
         if other is None:
             return self
-        return Knowledge(np.maximum(self.clock, other.clock), np.maximum(self.fenced, other.fenced))
+        return Knowledge(
+            np.maximum(self.clock, other.clock),
+            np.maximum(self.fenced, other.fenced),
+            self.events | other.events,
+        )
 
 
 class Order:
@@ -56,6 +61,7 @@ class Order:
         fine = coarse * (_COARSE // _FINE)
         self._writer, self._written = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
         self._reader, self._read = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
+        self._events: dict[int, int] = {}
         self._warp_read: dict[int, np.ndarray] = {}
         self._touched = np.zeros(coarse, bool)
         self._async_writer = np.zeros(coarse, np.int16)
@@ -72,7 +78,10 @@ class Order:
 
     def release(self, threads: np.ndarray) -> Knowledge:
         """What these threads know now; their warps' next moments begin."""
-        given = Knowledge(self.clock[threads].max(0), self.fenced[threads].max(0))
+        events = 0
+        for thread in threads.tolist() if self._events else ():
+            events |= self._events.get(thread, 0)
+        given = Knowledge(self.clock[threads].max(0), self.fenced[threads].max(0), events)
         for warp in np.unique(threads // LANES):
             lanes = np.arange(warp * LANES, (warp + 1) * LANES)
             self.now[warp] += 1
@@ -83,6 +92,17 @@ class Order:
         """These threads learn what others handed over."""
         self.clock[threads] = np.maximum(self.clock[threads], given.clock)
         self.fenced[threads] = np.maximum(self.fenced[threads], given.fenced)
+        for thread in threads.tolist() if given.events else ():
+            self.learn(thread, given.events)
+
+    def learn(self, thread: int, events: int) -> None:
+        """A thread learns of events of other CTAs."""
+        if events:
+            self._events[thread] = self._events.get(thread, 0) | events
+
+    def events_of(self, thread: int) -> int:
+        """The events that a thread knows of."""
+        return self._events.get(thread, 0)
 
     def see_phase(self, threads: np.ndarray, slot: int, phase: int) -> None:
         """These threads have seen a barrier complete this many phases."""

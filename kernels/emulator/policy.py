@@ -17,6 +17,8 @@ class Policy:
         something needs them or nothing else can run, "early" is at once, "random" either.
       resident_ctas: CTAs that run at a time; they start in the order of their index.
       races: check that accesses to shared memory are ordered and fenced.
+      ordered_reductions: all additions to an address must happen in one order; for kernels that
+        promise it. Needs `races`.
       most_steps: a launch that takes more is stuck in a loop.
     """
 
@@ -24,4 +26,5 @@ class Policy:
     asynchronous: Literal["late", "early", "random"] = "late"
     resident_ctas: int = 4
     races: bool = True
+    ordered_reductions: bool = False
     most_steps: int = 20_000_000

@@ -287,3 +287,43 @@ def test_register_file_is_shared_by_all_warps() -> None:
     setmaxnreg.inc.sync.aligned.u32 136;
     """
     programs.run(body, np.zeros(64, np.uint8), launch)
+
+
+TURNS = """
+setp.ne.u32 %p1, %r1, 0;
+@%p1 bra DONE;
+mov.u32 %r5, %ctaid.x;
+setp.eq.u32 %p2, %r5, 0;
+@%p2 bra ADD;
+TURN:
+ld.{load}.gpu.global.s32 %r6, [%rd1+64];
+setp.ne.u32 %p3, %r6, %r5;
+@%p3 bra TURN;
+ADD:
+mov.b32 %r7, 0f3F800000;
+red.relaxed.gpu.global.add.f32 [%rd1], %r7;
+red.{reduce}.gpu.global.add.s32 [%rd1+64], 1;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
+@pytest.mark.parametrize(
+    ("load", "reduce", "legal"),
+    [("acquire", "release", True), ("relaxed", "release", False), ("acquire", "relaxed", False)],
+)
+def test_order_of_reductions(
+    load: str, reduce: str, legal: bool, policy: Policy, seed: int
+) -> None:
+    """CTAs that add in turn: only a release that the next one acquires orders the additions."""
+    policy = dataclasses.replace(policy, ordered_reductions=True)
+    launch = programs.Launch(grid=3, policy=policy, seed=seed)
+    data = np.zeros(64, np.uint32)
+    body = TURNS.format(load=load, reduce=reduce)
+    if legal:
+        programs.run(body, data, launch)
+        assert data.view(np.float32)[0] == 3
+        return
+    with pytest.raises(EmulationError) as caught:
+        programs.run(body, data, launch)
+    assert caught.value.rule == "reduction-order"
