@@ -162,7 +162,7 @@ class Products:
 
     def wait(self, left: int) -> None:
         """wgmma.wait_group: all but the last `left` groups are done."""
-        done = self._groups[: len(self._groups) - left]
+        done = self._groups[: max(len(self._groups) - left, 0)]
         if not done:
             return
         products = [product for group in done for product in group]
