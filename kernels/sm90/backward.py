@@ -48,6 +48,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Result
 from kernels.common import bands, launches, ptx, softmax, tensors
+from kernels.common.schedule import batch_band, nth_tile
 from kernels.sm90.backward_data import Maps, Rows, Shared, Work, allocate, make_products
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
@@ -197,7 +198,7 @@ class Backward:
             self.multiply(maps, shared, work, rows, scale_log2, scale)
 
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
-        """The key tile of this CTA, within groups of heads whose Q, dO and dQ fill the L2.
+        """The key tile of this CTA, within sections of heads whose Q, dO and dQ fill the L2.
 
         Key tiles of a causal band shrink with their index, so the longest start first.
         """
@@ -208,21 +209,10 @@ class Backward:
         section = cutlass.max(rows_in_l2 // (query_length * group), least)
         tiles = (key_length + self.tile.n - 1) // self.tile.n
         index, _, _ = cute.arch.block_idx()
-        first_head = index // (section * tiles) * section
-        in_section = index - first_head * tiles
-        section = cutlass.min(section, kv_heads * batch - first_head)
-        tile = in_section // section
-        head_and_batch = first_head + in_section - tile * section
+        tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
         batch_index = head_and_batch // kv_heads
         kv_head = head_and_batch - batch_index * kv_heads
-        limits = cute.make_tensor(extents + batch_index * 4, cute.make_layout(4))
-        band = bands.Band(
-            query_length=limits[0],
-            key_length=limits[1],
-            offset=limits[2],
-            window_left=window[0] if self.band else bands.UNBOUNDED,
-            window_right=window[1] if self.band else bands.UNBOUNDED,
-        )
+        band = batch_band(extents, batch_index, window if self.band else None)
         first_key = tile * self.tile.n
         blocks = bands.visited_blocks(
             band.transposed(), first_key, self.tile.n, self.tile.m, tensors.INT32

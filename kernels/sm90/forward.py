@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Param, Result
 from kernels.common import bands, launches, softmax, tensors
+from kernels.common.schedule import batch_band, nth_tile
 from kernels.sm90.forward_data import Maps, Schedule, Shared, Work, allocate
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
 from kernels.sources import KernelSource
@@ -166,33 +167,18 @@ class Forward:
             self.multiply(maps, shared, schedule, lse, scale_log2, rescale_threshold_log2)
 
     def assign(self, index: Int32, schedule: Schedule) -> Work:
-        """A tile's work: longest first within groups of heads whose K and V fill the L2.
-
-        Heads count over batches; those of one group are visited row tile by row tile, so that equal
-        tiles of neighbouring heads run together and share K and V where heads share them.
-        """
+        """A tile's work: longest first within sections of heads whose K and V fill the L2."""
         batch, query_length, key_length, heads, kv_heads = schedule.sizes
-        window = schedule.window
         group = heads // kv_heads
         rows_in_l2 = L2_BUDGET_BYTES // (2 * self.head_dim * 2)
         section = cutlass.max(rows_in_l2 // key_length, 1) * group
         tiles = (query_length + self.tile.m - 1) // self.tile.m
-        first_head = index // (section * tiles) * section
-        in_section = index - first_head * tiles
-        section = cutlass.min(section, heads * batch - first_head)
-        tile = in_section // section
-        head_and_batch = first_head + in_section - tile * section
+        tile, head_and_batch = nth_tile(index, section, heads * batch, tiles)
         tile = tiles - 1 - tile if cutlass.const_expr(self.band) else tile
         batch_index = head_and_batch // heads
         head = head_and_batch - batch_index * heads
-        limits = cute.make_tensor(schedule.extents + batch_index * 4, cute.make_layout(4))
-        band = bands.Band(
-            query_length=limits[0],
-            key_length=limits[1],
-            offset=limits[2],
-            window_left=window[0] if self.band else bands.UNBOUNDED,
-            window_right=window[1] if self.band else bands.UNBOUNDED,
-        )
+        window = schedule.window if self.band else None
+        band = batch_band(schedule.extents, batch_index, window)
         first_row = tile * self.tile.m
         blocks = bands.visited_blocks(band, first_row, self.tile.m, self.tile.n, tensors.INT32)
         padded = (blocks.end * self.tile.n > band.key_length) & (band.key_length < key_length)
