@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import numpy as np
 
 from kernels.emulator.cta import Reduction
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES, PARAMETER_BASE, Effect
-from kernels.emulator.syntax import Address, Instruction, Operand, Register, Vector
+from kernels.emulator.syntax import Address, Instruction, Operand, Register, Symbol, Vector
 from kernels.emulator.warp import (
     YIELD,
     Reader,
@@ -87,13 +87,7 @@ def _load(
     results, size = _elements(instruction.operands[0]), _size(instruction)
     acquires = "acquire" in instruction.words
     views = [f"u{result.bank[1:]}" for result in results if isinstance(result, Register)]
-    address_of = address_reader(instruction.operands[1], symbols)
-    if space == "param":
-        address = instruction.operands[1]
-        assert isinstance(address, Address)
-        base = 0 if isinstance(address.base, Register) else PARAMETER_BASE
-        plain = address_of
-        address_of = functools.partial(lambda base, warp: plain(warp) + base, base)
+    address_of = address_reader(_generic(instruction.operands[1], space), symbols)
 
     def effect(warp: Warp, mask: np.ndarray) -> Yield | Wait | None:
         cta, whole = warp.cta, size * count
@@ -116,6 +110,14 @@ def _load(
         return _polled(warp, instruction, addresses, words) if polls else None
 
     return effect
+
+
+def _generic(operand: Operand, space: str) -> Operand:
+    """A parameter that is named lies in the parameter block; a register holds its own address."""
+    assert isinstance(operand, Address)
+    if space == "param" and isinstance(operand.base, Symbol):
+        return dataclasses.replace(operand, offset=operand.offset + PARAMETER_BASE)
+    return operand
 
 
 def _polled(

@@ -21,6 +21,7 @@ from kernels.emulator.syntax import (
     Instruction,
     Kernel,
     Operand,
+    Pair,
     Register,
     SpecialRegister,
     Symbol,
@@ -99,51 +100,62 @@ def make_program(
     Raises:
       PtxError: an instruction is not implemented.
     """
-    starts = sorted({*kernel.labels.values(), 0})
-    pieces: list[list[Instruction] | Instruction] = []
-    first_piece: dict[int, int] = {}
     compiler = _Compiler(symbols)
-    calls: dict[int, _Call] = {}
-    effects: dict[int, Effect] = {}
+    pieces: list[_Piece] = []
+    positions: dict[int, int] = {}
     for index, instruction in enumerate(kernel.instructions):
-        if index in starts:
-            first_piece[index] = len(pieces)
-        call = compiler.call(instruction)
-        if call is None and instruction.opcode not in ("bra", "ret", "exit"):
-            effect = bind(instruction)
-            if effect is None:
-                raise PtxError(f"line {instruction.line}: not implemented: {instruction.text}")
-            effects[len(pieces)] = effect
-        fresh = index in starts or not pieces or not isinstance(pieces[-1], list)
-        if call is None or instruction.guard is not None:
-            pieces.append(instruction if call is None else [instruction])
-            if call is not None:
-                calls[id(instruction)] = call
-                effects[len(pieces) - 1] = compiler.guarded(call)
-                pieces[-1] = instruction
-            continue
-        calls[id(instruction)] = call
-        if fresh:
-            pieces.append([instruction])
+        piece = _piece(instruction, compiler, bind)
+        starts = index == 0 or index in kernel.labels.values()
+        if starts:
+            positions[index] = len(pieces)
+        if piece.calls and not starts and pieces and pieces[-1].calls:
+            pieces[-1] = pieces[-1].followed_by(piece)
         else:
-            last = pieces[-1]
-            assert isinstance(last, list)
-            last.append(instruction)
+            pieces.append(piece)
     end = len(pieces)
-    targets = {name: first_piece.get(index, end) for name, index in kernel.labels.items()}
+    targets = {name: positions.get(index, end) for name, index in kernel.labels.items()}
     meets = _meeting_points(pieces, targets)
     steps = []
-    for position, piece in enumerate(pieces):
-        if isinstance(piece, list):
-            steps.append(compiler.run(tuple(piece), [calls[id(i)] for i in piece]))
-        elif piece.opcode == "bra":
-            steps.append(Branch(piece, targets[_label(piece)], meets[position]))
-        elif piece.opcode in ("ret", "exit"):
-            steps.append(Exit(piece))
+    for piece, meet in zip(pieces, meets, strict=True):
+        first = piece.instructions[0]
+        if piece.calls:
+            steps.append(compiler.run(piece.instructions, piece.calls))
+        elif piece.effect is not None:
+            steps.append(Single(first, piece.effect, *_used(first)))
+        elif first.opcode == "bra":
+            steps.append(Branch(first, targets[_label(first)], meet))
         else:
-            used = _used(piece)
-            steps.append(Single(piece, effects[position], *used))
+            steps.append(Exit(first))
     return Program(kernel, tuple(steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What becomes one step: arithmetic if it has calls, control flow if it has nothing."""
+
+    instructions: tuple[Instruction, ...]
+    calls: tuple[_Call, ...] = ()
+    effect: Effect | None = None
+
+    def followed_by(self, other: _Piece) -> _Piece:
+        """Both runs of arithmetic as one."""
+        return _Piece(self.instructions + other.instructions, self.calls + other.calls)
+
+
+def _piece(
+    instruction: Instruction,
+    compiler: _Compiler,
+    bind: Callable[[Instruction], Effect | None],
+) -> _Piece:
+    if instruction.opcode in ("bra", "ret", "exit"):
+        return _Piece((instruction,))
+    call = compiler.call(instruction)
+    if call is not None and instruction.guard is None:
+        return _Piece((instruction,), calls=(call,))
+    effect = bind(instruction) if call is None else compiler.guarded(call)
+    if effect is None:
+        raise PtxError(f"line {instruction.line}: not implemented: {instruction.text}")
+    return _Piece((instruction,), effect=effect)
 
 
 def _label(branch: Instruction) -> str:
@@ -159,28 +171,22 @@ def _used(instruction: Instruction) -> tuple[frozenset[Register], frozenset[Regi
     if instruction.guard is not None:
         everything |= {instruction.guard[0]}
     first = instruction.operands[0] if instruction.operands else None
-    writes = named[0] if isinstance(first, Register | Vector) or _is_pair(first) else frozenset()
+    writes = named[0] if isinstance(first, Register | Vector | Pair) else frozenset()
     return everything, frozenset(writes)
 
 
-def _is_pair(operand: Operand | None) -> bool:
-    return type(operand).__name__ == "Pair"
-
-
-def _meeting_points(
-    pieces: list[list[Instruction] | Instruction], targets: dict[str, int]
-) -> list[int]:
+def _meeting_points(pieces: list[_Piece], targets: dict[str, int]) -> list[int]:
     """Immediate post-dominator of every piece; the end is the number of pieces."""
     end = len(pieces)
     following: list[list[int]] = []
     for position, piece in enumerate(pieces):
-        if isinstance(piece, list) or piece.opcode not in ("bra", "ret", "exit"):
+        first = piece.instructions[0]
+        falls = [] if first.guard is None else [position + 1]
+        if piece.calls or piece.effect is not None:
             following.append([position + 1])
-        elif piece.opcode == "bra":
-            falls = [position + 1] if piece.guard is not None else []
-            following.append([targets[_label(piece)], *falls])
         else:
-            following.append([end] if piece.guard is None else [end, position + 1])
+            target = targets[_label(first)] if first.opcode == "bra" else end
+            following.append([target, *falls])
     meets: list[int | None] = [None] * end + [end]
     order = _postorder(following, end)
     rank = {node: i for i, node in enumerate(order)}
@@ -337,7 +343,7 @@ class _Compiler:
             self._namespace[self._names[function]] = function
         return self._names[function]
 
-    def run(self, instructions: tuple[Instruction, ...], calls: list[_Call]) -> Run:
+    def run(self, instructions: tuple[Instruction, ...], calls: tuple[_Call, ...]) -> Run:
         """A run; its two functions are compiled when they are first called."""
 
         def later(masked: bool) -> Callable[..., None]:
@@ -360,14 +366,14 @@ class _Compiler:
 
     def guarded(self, call: _Call) -> Effect:
         """One arithmetic instruction under a guard."""
-        masked = self._compile([call], True)
+        masked = self._compile((call,), True)
 
         def effect(warp: Warp, mask: np.ndarray) -> None:
             masked(warp, mask)
 
         return effect
 
-    def _compile(self, calls: list[_Call], masked: bool) -> Callable[..., None]:
+    def _compile(self, calls: tuple[_Call, ...], masked: bool) -> Callable[..., None]:
         lines = [f"def run(w{', m' if masked else ''}):"]
         lines += [f" {view} = w.{view}" for view in (*alu.DTYPES, "special")]
         for call in calls:

@@ -49,6 +49,13 @@ def _compiler() -> ProcessPoolExecutor:
     return pool
 
 
+def close() -> None:
+    """Ends the compiling process, if there is one."""
+    if _compiler.cache_info().currsize:
+        _compiler().shutdown()
+        _compiler.cache_clear()
+
+
 def _compile(key: KernelKey) -> Ptx:
     import tempfile
 
