@@ -27,9 +27,12 @@ TARGET = "fa4_jax_launch"
 STAND_IN_VARIABLE = "FA4_JAX_LIBCUDA"
 """Environment variable with the path of a stand-in for libcuda; JAX's CPU then runs the kernels."""
 
+KERNELS_VARIABLE = "FA4_JAX_KERNELS"
+"""Environment variable with the folder of other kernels than the installed ones."""
+
 _PACKAGE = pathlib.Path(__file__).absolute().parent
 _LIBRARY = _PACKAGE / "libfa4_jax.so"
-_MANIFEST = _PACKAGE / "_cubins" / "manifest.json"
+_MANIFEST = pathlib.Path(os.environ.get(KERNELS_VARIABLE, _PACKAGE / "_cubins")) / "manifest.json"
 
 
 def has_stand_in() -> bool:

@@ -42,6 +42,8 @@ DriverOrError Open() {
   loader.Find("cuKernelGetFunction", &driver.cuKernelGetFunction);
   loader.Find("cuKernelSetAttribute", &driver.cuKernelSetAttribute);
   loader.Find("cuTensorMapEncodeTiled", &driver.cuTensorMapEncodeTiled);
+  loader.Find("cuMemHostRegister_v2", &driver.cuMemHostRegister_v2);
+  loader.Find("cuMemHostUnregister", &driver.cuMemHostUnregister);
   loader.Find("cuLaunchKernelEx", &driver.cuLaunchKernelEx);
   if (!result.error.empty()) result.error += std::string(" (") + path + ")";
   return result;

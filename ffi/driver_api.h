@@ -28,6 +28,8 @@ inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
 
 inline constexpr uint32_t kLaunchClusterDimension = 4;
 
+inline constexpr unsigned kHostMemoryReadOnly = 8;
+
 struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
@@ -72,6 +74,8 @@ struct Driver {
                                    const uint64_t* sizes, const uint64_t* byte_strides,
                                    const uint32_t* box, const uint32_t* element_strides,
                                    int interleave, int swizzle, int l2_promotion, int oob_fill);
+  Result (*cuMemHostRegister_v2)(void* address, size_t bytes, unsigned flags);
+  Result (*cuMemHostUnregister)(void* address);
   // Takes a Kernel in a Function's place, as the driver documents.
   Result (*cuLaunchKernelEx)(const LaunchConfig*, Function, void** params, void** extra);
 };

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "errors.h"
+#include "host_memory.h"
 #include "launch.h"
 #include "registry.h"
 
@@ -73,19 +74,31 @@ ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary at
   return Resolve(attributes, &call);
 }
 
+// What both variants do before they launch.
+ffi::Error Prepare(ffi::RemainingArgs operands, ffi::RemainingRets results,
+                   const ffi::Dictionary& attributes, Call* call, Buffers* buffers) {
+  FA4_JAX_RETURN_IF_ERROR(Resolve(attributes, call));
+  FA4_JAX_RETURN_IF_ERROR(CollectBuffers(call->kernel->spec(), operands, results, buffers));
+  return CheckBuffers(call->kernel->spec(), *buffers);
+}
+
 ffi::Error Execute(cuda::Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
   Call call;
-  FA4_JAX_RETURN_IF_ERROR(Resolve(attributes, &call));
   Buffers buffers;
-  FA4_JAX_RETURN_IF_ERROR(CollectBuffers(call.kernel->spec(), operands, results, &buffers));
-  FA4_JAX_RETURN_IF_ERROR(CheckBuffers(call.kernel->spec(), buffers));
+  FA4_JAX_RETURN_IF_ERROR(Prepare(operands, results, attributes, &call, &buffers));
   return Launch(*call.kernel, buffers, attributes, {*call.driver, call.device, stream});
 }
 
+// The stand-in's launch has ended when it returns: the buffers are the host's again.
 ffi::Error ExecuteOnHost(ffi::RemainingArgs operands, ffi::RemainingRets results,
                          ffi::Dictionary attributes) {
-  return Execute(nullptr, operands, results, attributes);
+  Call call;
+  Buffers buffers;
+  FA4_JAX_RETURN_IF_ERROR(Prepare(operands, results, attributes, &call, &buffers));
+  HostMemory memory(*call.driver);
+  FA4_JAX_RETURN_IF_ERROR(memory.Register(call.kernel->spec(), buffers));
+  return Launch(*call.kernel, buffers, attributes, {*call.driver, call.device, nullptr});
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
 // A stand-in for libcuda that runs nothing and records every launch, for tests on a CPU.
 //
 // Point FA4_JAX_LIBCUDA at it. Tests steer it and read its log through the mock_cuda_* functions.
-// Tensor maps are encoded in the bit layout that drivers use (found by comparing with a driver's
-// own output), under the restrictions that the driver documents for its arguments.
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "../driver_api.h"
+#include "encode_tensor_map.h"
 #include "launch_log.h"
 
 namespace {
@@ -60,51 +59,6 @@ void Log(const std::string& event) {
 std::string Params(const std::string& symbol, void** params) {
   std::lock_guard<std::mutex> lock(Mock().mutex);
   return fa4_jax::LogParams(Mock().params[symbol], params);
-}
-
-struct TensorMapArguments {
-  int type;
-  uint32_t rank;
-  const uint64_t* sizes;
-  const uint64_t* strides;
-  const uint32_t* box;
-  int swizzle;
-  int l2_promotion;
-};
-
-bool Valid(const TensorMapArguments& map, const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || map.rank < 1 || map.rank > 5) return false;
-  for (uint32_t i = 0; i < map.rank; ++i) {
-    if (map.sizes[i] == 0 || map.sizes[i] > uint64_t{1} << 32) return false;
-    if (map.box[i] == 0 || map.box[i] > 256) return false;
-  }
-  for (uint32_t i = 0; i + 1 < map.rank; ++i) {
-    if (map.strides[i] % 16 != 0 || map.strides[i] >= uint64_t{1} << 40) return false;
-  }
-  const uint32_t inner = map.box[0] * (map.type == fa4_jax::cuda::kFloat32 ? 4 : 2);
-  return inner % 16 == 0 && (map.swizzle == 0 || inner <= (16u << map.swizzle));
-}
-
-uint32_t EncodedType(int type) { return type == fa4_jax::cuda::kBfloat16 ? 10 : type; }
-
-void Encode(const TensorMapArguments& map, void* address, TensorMap* out) {
-  std::memset(out, 0, sizeof(*out));
-  uint8_t* bytes = reinterpret_cast<uint8_t*>(out);
-  uint32_t words[16] = {};
-  uint64_t span = map.sizes[0];
-  if (map.rank > 1) span = map.sizes[map.rank - 1] * map.strides[map.rank - 2];
-  words[2] = (map.rank - 1) << 4 | EncodedType(map.type) << 7 |
-             static_cast<uint32_t>(map.swizzle) << 13 |
-             static_cast<uint32_t>(map.l2_promotion) << 17 |
-             static_cast<uint32_t>(span >= 128 * 1024) << 21;
-  for (uint32_t i = 0; i + 1 < map.rank; ++i) {
-    words[3 + i] = static_cast<uint32_t>(map.strides[i] / 16);
-    words[7] |= static_cast<uint32_t>(map.strides[i] >> 36) << (4 * i);
-  }
-  for (uint32_t i = 0; i < map.rank; ++i) words[8 + i] = static_cast<uint32_t>(map.sizes[i] - 1);
-  std::memcpy(bytes, words, sizeof(words));
-  std::memcpy(bytes, &address, sizeof(address));
-  for (uint32_t i = 0; i < map.rank; ++i) bytes[55 + i] = static_cast<uint8_t>(map.box[i] - 1);
 }
 
 }  // namespace
@@ -215,10 +169,25 @@ Result cuTensorMapEncodeTiled(TensorMap* map, int type, uint32_t rank, void* add
                               const uint32_t* box, const uint32_t*, int, int swizzle,
                               int l2_promotion, int) {
   if (Result result = Failure("cuTensorMapEncodeTiled")) return result;
-  const TensorMapArguments arguments = {type, rank,    sizes,       byte_strides,
-                                        box,  swizzle, l2_promotion};
-  if (!Valid(arguments, address)) return kInvalidValue;
-  Encode(arguments, address, map);
+  const fa4_jax::TensorMapArguments arguments = {type,         rank, address, sizes,
+                                                 byte_strides, box,  swizzle, l2_promotion};
+  if (!fa4_jax::Valid(arguments)) return kInvalidValue;
+  fa4_jax::Encode(arguments, map);
+  return 0;
+}
+
+Result cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
+  if (Result result = Failure("cuMemHostRegister_v2")) return result;
+  Log("{\"event\": \"register\", \"address\": " +
+      std::to_string(reinterpret_cast<uintptr_t>(address)) +
+      ", \"bytes\": " + std::to_string(bytes) + ", \"flags\": " + std::to_string(flags) + "}");
+  return 0;
+}
+
+Result cuMemHostUnregister(void* address) {
+  if (Result result = Failure("cuMemHostUnregister")) return result;
+  Log("{\"event\": \"unregister\", \"address\": " +
+      std::to_string(reinterpret_cast<uintptr_t>(address)) + "}");
   return 0;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -36,13 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (package.KernelError, NotImplementedError) as error:
         console.print(f"[red]{error}")
         return 1
-    others = (cache.find(key) for key in keys if key not in set(selected))
-    package.package([*entries, *(entry for entry in others if entry is not None)])
+    if options.ptx is None:
+        others = (cache.find(key) for key in keys if key not in set(selected))
+        package.package([*entries, *(entry for entry in others if entry is not None)])
+    else:
+        package.package_ptx(entries, options.ptx)
     console.print(_table(entries))
     total = sum(len(entry.code) for entry in entries)
     console.print(
         f"{len(entries)} kernels, {total / 2**20:.1f} MB, {time.perf_counter() - start:.1f} s, "
-        f"in {os.path.relpath(package.OUTPUT)}"
+        f"in {os.path.relpath(options.ptx or package.OUTPUT)}"
     )
     return 0
 
@@ -58,6 +62,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="kernels compiled at a time"
+    )
+    parser.add_argument(
+        "--ptx",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="write the selected kernels' PTX and its manifest there instead, for the emulator",
     )
     return parser.parse_args(arguments)
 

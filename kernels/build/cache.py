@@ -1,4 +1,4 @@
-"""Compiled kernels that need not be compiled again: build/kernels/<key name>.{cubin,o,json}.
+"""Compiled kernels that need not be compiled again: build/kernels/<key name>.{cubin,ptx,o,json}.
 
 Each entry keeps a digest of everything that its cubin depends on: the text of the modules that its
 kernel's module imports, directly or not, and the versions of the compiler's packages.
@@ -33,6 +33,7 @@ class Entry:
 
     cubin: Cubin
     code: bytes
+    ptx: str
     host: HostCode
     seconds: float
 
@@ -49,6 +50,7 @@ def find(key: KernelKey) -> Entry | None:
     try:
         record = json.loads(path.with_suffix(".json").read_text())
         code = path.with_suffix(".cubin").read_bytes()
+        ptx = path.with_suffix(".ptx").read_text()
         object_file = path.with_suffix(".o").read_bytes()
     except FileNotFoundError:
         return None
@@ -58,7 +60,7 @@ def find(key: KernelKey) -> Entry | None:
         return None
     arguments = tuple(_param_from_json(param) for param in record["host"]["arguments"])
     host = HostCode(object_file, record["host"]["entry"], record["host"]["module"], arguments)
-    return Entry(cubin, code, host, record["seconds"])
+    return Entry(cubin, code, ptx, host, record["seconds"])
 
 
 def store(entry: Entry) -> None:
@@ -66,6 +68,7 @@ def store(entry: Entry) -> None:
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     path = DIRECTORY / entry.cubin.key.name
     path.with_suffix(".cubin").write_bytes(entry.code)
+    path.with_suffix(".ptx").write_text(entry.ptx)
     path.with_suffix(".o").write_bytes(entry.host.object_file)
     host = {
         "module": entry.host.module,

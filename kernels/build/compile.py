@@ -1,4 +1,4 @@
-"""Compiles one kernel: KernelKey -> cubin and what it uses.
+"""Compiles one kernel: KernelKey -> cubin, PTX and what it uses.
 
 Runs in a process of its own architecture: CuTe-DSL reads CUTE_DSL_ARCH when it is imported, so
 cutlass and the kernel sources are imported inside the functions here.
@@ -54,6 +54,7 @@ class Compiled:
       key: what was compiled.
       source: where it came from.
       cubin: the device code.
+      ptx: the text that the device code was assembled from; the emulator runs it.
       host: code that launches it.
       info: registers, local memory and parameters.
       spill_bytes: bytes of registers that are spilled: local memory per thread.
@@ -64,6 +65,7 @@ class Compiled:
     key: KernelKey
     source: KernelSource
     cubin: bytes
+    ptx: str
     host: HostCode
     info: cubin_info.KernelInfo
     spill_bytes: int
@@ -107,6 +109,7 @@ def compile_source(key: KernelKey, source: KernelSource) -> Compiled:
         key=key,
         source=source,
         cubin=cubin,
+        ptx=compiled.__ptx__,
         host=_host_code(compiled, source),
         info=info,
         # Each of these tells of spills on its own; a change of ptxas might silence one of them.
@@ -121,7 +124,7 @@ def _run_compiler(source: KernelSource, arch: str) -> tuple[Any, str]:
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {arch} --keep-cubin --dump-dir {folder} remarks{{ptx}}"
+        options = f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {folder} remarks{{ptx}}"
         with _captured_output() as read:
             compiled = cute.compile(source.host, *source.arguments, options=options)
         return compiled, read()

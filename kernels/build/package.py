@@ -1,8 +1,9 @@
-"""Builds kernels in parallel processes and packages them in fa4_jax/_cubins."""
+"""Builds kernels in parallel processes and packages them: cubins for GPUs, or PTX to emulate."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import hashlib
 import multiprocessing
 import os
@@ -78,7 +79,7 @@ def entry(compiled: compile.Compiled) -> cache.Entry:
         spill_bytes=compiled.spill_bytes,
         tile=compiled.source.tile,
     )
-    return cache.Entry(cubin, compiled.cubin, compiled.host, compiled.seconds)
+    return cache.Entry(cubin, compiled.cubin, compiled.ptx, compiled.host, compiled.seconds)
 
 
 def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> None:
@@ -94,6 +95,22 @@ def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> No
     for file in output.glob("*.cubin"):
         if file.name not in current:
             file.unlink()
+
+
+def package_ptx(entries: Iterable[cache.Entry], output: pathlib.Path) -> None:
+    """Writes the kernels' PTX and its manifest: what a driver loads that runs PTX itself.
+
+    The records are those of the cubins, but for the file and its SHA-256.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    cubins = {}
+    for kernel in entries:
+        key, text = kernel.cubin.key, kernel.ptx.encode()
+        digest = hashlib.sha256(text).hexdigest()
+        cubins[key] = dataclasses.replace(kernel.cubin, file=f"{key.name}.ptx", sha256=digest)
+        _replace(output / cubins[key].file, text)
+    document = Manifest(cubins, cache.toolchain(), output)
+    _replace(output / "manifest.json", manifest.dump(document).encode())
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:

@@ -61,7 +61,7 @@ def launch(
       kernel: name of one of its entries.
       dynamic_smem: bytes of dynamic shared memory.
       params: value of each parameter, as the driver would get it.
-      memory: writable buffers by their address on the device.
+      memory: buffers by their address on the device; the kernel must not write read-only ones.
       policy: how mean the run is.
       seed: of every choice that the policy leaves open.
 
@@ -71,10 +71,8 @@ def launch(
       EmulationError: the kernel broke a rule.
     """
     start = time.perf_counter()
-    module = parse(ptx)
-    if kernel not in module.kernels:
-        raise PtxError(f"no kernel {kernel}; there are {', '.join(module.kernels) or 'none'}")
-    entry = module.kernels[kernel]
+    prepare(ptx, kernel)
+    entry = parse(ptx).kernels[kernel]
     program, static_bytes = _program(ptx, kernel)
     _check_launch(entry, grid, block, cluster, static_bytes + dynamic_smem)
     block_of_parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
@@ -89,6 +87,17 @@ def launch(
         machine.run()
     instructions = tuple(_by_mnemonic(program, counts) for counts in machine.counts)
     return Report(kernel, instructions, time.perf_counter() - start)
+
+
+def prepare(ptx: str, kernel: str) -> None:
+    """Does what the first launch of a kernel does before anything runs.
+
+    Raises:
+      PtxError: the text is not PTX that the emulator can run.
+    """
+    if kernel not in parse(ptx).kernels:
+        raise PtxError(f"no kernel {kernel}; there are {', '.join(parse(ptx).kernels) or 'none'}")
+    _program(ptx, kernel)
 
 
 _PROGRAMS: dict[tuple[str, str], tuple[Program, int]] = {}

@@ -21,10 +21,11 @@ class Fault(Exception):
 
 
 class Region:
-    """Consecutive bytes from address `base`."""
+    """Consecutive bytes from address `base`; those of a read-only array must not be written."""
 
     def __init__(self, name: str, base: int, data: np.ndarray):
         self.name, self.base, self.data, self.end = name, base, data, base + data.size
+        self.writable = data.flags.writeable
         self._views = {
             size: data[: data.size // size * size].view(f"u{size}") for size in (1, 2, 4, 8)
         }
@@ -47,6 +48,11 @@ class Region:
             int(lanes[first]),
         )
 
+    def check_writable(self) -> None:
+        """Faults if these bytes were given for reading."""
+        if not self.writable:
+            raise Fault("read-only", f"{self.name} was given for reading, and is written")
+
     def _at(self, addresses: np.ndarray, size: int, count: int) -> tuple[Any, np.ndarray]:
         first = (addresses - self.base) // size
         return self._views[size], first[:, None] + np.arange(count)
@@ -58,11 +64,13 @@ class Region:
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """Stores (addresses, count) words; of equal addresses the last one stays."""
+        self.check_writable()
         words, index = self._at(addresses, values.dtype.itemsize, values.shape[1])
         words[index] = values
 
     def add(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """Adds (addresses, count) words of any numeric type, one after the other."""
+        self.check_writable()
         words, index = self._at(addresses, values.dtype.itemsize, values.shape[1])
         np.add.at(words.view(values.dtype), index, values)
 
@@ -77,8 +85,6 @@ class GlobalMemory:
         regions = [parameters]
         for address, buffer in memory.items():
             view = memoryview(buffer)
-            if view.readonly:
-                raise ValueError(f"memory at {address:#x} is read-only")
             if address % 16:
                 raise ValueError(f"memory at {address:#x} is not aligned to 16 bytes")
             if not view.c_contiguous:

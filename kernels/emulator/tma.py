@@ -81,7 +81,7 @@ def _fetch_map(warp: Warp, address: int) -> TensorMap:
         raise Fault("descriptor", str(error)) from error
 
 
-def _global_view(warp: Warp, tensor: TensorMap) -> np.ndarray:
+def _global_view(warp: Warp, tensor: TensorMap, writes: bool = False) -> np.ndarray:
     """The tensor in global memory, contiguous dimension last."""
     size = tensor_map.ELEMENT_BYTES[tensor.dtype]
     strides = (size, *tensor.byte_strides)
@@ -89,6 +89,8 @@ def _global_view(warp: Warp, tensor: TensorMap) -> np.ndarray:
     region = warp.cta.machine.memory.holding(tensor.address)
     if region is None or tensor.address + last > region.end:
         raise Fault("out-of-bounds", f"{last} bytes at {tensor.address:#x} of {tensor}")
+    if writes:
+        region.check_writable()
     return np.ndarray(
         tensor.sizes[::-1],
         f"u{size}",
@@ -195,7 +197,7 @@ def _load_box(warp: Warp, tensor: TensorMap, at: tuple[int, ...], chunks: np.nda
 
 
 def _store_box(warp: Warp, tensor: TensorMap, at: tuple[int, ...], chunks: np.ndarray) -> None:
-    target = _global_view(warp, tensor)
+    target = _global_view(warp, tensor, writes=True)
     inside, of_box = _window(tensor, at)
     data = np.ascontiguousarray(_shared_chunks(warp)[chunks]).reshape(-1)
     target[inside] = data.view(target.dtype).reshape(tensor.box[::-1])[of_box]

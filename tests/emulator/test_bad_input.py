@@ -58,7 +58,6 @@ def test_text(ptx: str, message: str) -> None:
         ({"grid": (0, 1, 1)}, "at least 1"),
         ({"dynamic_smem": 300_000}, "at most 232448"),
         ({"memory": {8: np.zeros(4, np.uint32)}}, "not aligned"),
-        ({"memory": {16: bytes(64)}}, "read-only"),
         ({"memory": {16: bytearray(64), 64: bytearray(64)}}, "overlaps"),
     ],
 )
@@ -70,6 +69,11 @@ def test_launch(changes: dict[str, Any], message: str) -> None:
 def test_clusters_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="cluster"):
         launch(cluster=(2, 1, 1))
+
+
+def test_read_only_memory_is_not_written() -> None:
+    with pytest.raises(EmulationError, match=r"read-only.*warp 0, PTX line 16: st\.global"):
+        launch(memory={programs.ADDRESS: bytes(256)})
 
 
 def test_pointer_outside_the_memory() -> None:

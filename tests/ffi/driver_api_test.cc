@@ -31,6 +31,7 @@ static_assert(kDeviceMultiprocessorCount == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_C
 static_assert(kDeviceComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(kDeviceComputeCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 static_assert(kFunctionMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(kHostMemoryReadOnly == CU_MEMHOSTREGISTER_READ_ONLY);
 static_assert(kLaunchClusterDimension == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 static_assert(static_cast<int>(kFloat16) == CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
 static_assert(static_cast<int>(kFloat32) == CU_TENSOR_MAP_DATA_TYPE_FLOAT32);

@@ -51,6 +51,25 @@ def test_packs_every_kind_of_parameter(run: Run, tmp_path: pathlib.Path) -> None
     assert struct.unpack("<iiifi", numbers) == (72, 48, -7, 0.125, 132)
 
 
+@pytest.mark.parametrize("steer", [(), [("fail", ("cuLaunchKernelEx", 700))]])
+def test_host_memory_is_registered_for_the_launch(
+    run: Run, tmp_path: pathlib.Path, steer: list[tuple[str, tuple]]
+) -> None:
+    outcome = run(made_up.call(tmp_path), steer)
+    events = [event["event"] for event in outcome.log]
+    buffers = [event for event in outcome.log if event["event"] == "register"]
+    freed = {event["address"] for event in outcome.log if event["event"] == "unregister"}
+    launches = [] if steer else ["launch"]
+    assert events[2:] == ["register"] * 5 + launches + ["unregister"] * 5
+    assert freed == {buffer["address"] for buffer in buffers}
+    # Results, then the operands that share no result's memory, which are for reading only.
+    sizes = [(buffer["bytes"], buffer["flags"]) for buffer in buffers]
+    assert sizes == [(20, 0), (48 * 3 * 4, 0), (40 * 72 * 2, 0), (3 * 4 * 4, 8), (40 * 72 * 2, 8)]
+    if not steer:
+        addresses = [outcome.addresses[name] for name in ("sums", "padded", "y", "table", "x")]
+        assert [buffer["address"] for buffer in buffers] == addresses
+
+
 def test_empty_grid_launches_nothing(run: Run, tmp_path: pathlib.Path) -> None:
     operands = (Array("bf16", (0, 72)), *made_up.OPERANDS[1:])
     outcome = run(made_up.call(tmp_path, operands=operands))
@@ -121,6 +140,7 @@ def test_family_architecture(run: Run, tmp_path: pathlib.Path, minor: int, runs:
         "cuKernelGetFunction",
         "cuKernelSetAttribute",
         "cuTensorMapEncodeTiled",
+        "cuMemHostRegister_v2",
         "cuLaunchKernelEx",
     ],
 )
