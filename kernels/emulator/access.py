@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
-from kernels.emulator.cta import Reduction
+from kernels.emulator.cta import RANK_SHIFT, Cta, Reduction
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES, PARAMETER_BASE, Effect
 from kernels.emulator.syntax import Address, Instruction, Operand, Register, Symbol, Vector
@@ -39,7 +40,7 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return None
     modifiers = set(words[1:-1])
     count = next((_COUNTS[word] for word in modifiers & _COUNTS.keys()), 1)
-    space = modifiers & {"param", "shared", "shared:cta", "global"}
+    space = modifiers & {"param", "shared", "shared:cta", "shared:cluster", "global"}
     modifiers -= {*space, *_COUNTS, *_CACHE_HINTS}
     if len(space) != 1:
         return None
@@ -69,16 +70,35 @@ def _size(instruction: Instruction) -> int:
 
 def _shared_addresses(warp: Warp, mask: np.ndarray, address_of: Reader, size: int) -> np.ndarray:
     addresses = address_of(warp)[mask]
-    warp.cta.shared.check(addresses, np.flatnonzero(mask), size)
+    _check_shared(warp.cta, addresses, mask, size)
+    return addresses
+
+
+def _check_shared(cta: Cta, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
+    """Faults unless the addresses of these lanes are ordinary shared memory of a CTA."""
+    cta.shared.check(addresses, np.flatnonzero(mask), size)
     low, high = addresses.min() - 8, addresses.max() + size
-    for barrier in warp.cta.barriers:
+    for barrier in cta.barriers:
         if not low < barrier < high:
             continue
         inside = (addresses < barrier + 8) & (addresses + size > barrier)
         if inside.any():
             lane = int(np.flatnonzero(mask)[np.argmax(inside)])
             raise Fault("phase-misuse", f"an ordinary access to mbarrier {barrier:#x}", lane)
-    return addresses
+
+
+def _by_cta(
+    warp: Warp, mask: np.ndarray, address_of: Reader, size: int
+) -> Iterator[tuple[Cta, np.ndarray, np.ndarray]]:
+    """The CTAs whose memory shared::cluster addresses name, with their lanes and addresses."""
+    everything = address_of(warp)
+    ranks = everything >> RANK_SHIFT
+    for rank in np.unique(ranks[mask]).tolist():
+        lanes = mask & (ranks == rank)
+        home = warp.cta.cluster.holding(rank << RANK_SHIFT, warp.lanes[lanes])
+        addresses = everything[lanes]
+        _check_shared(home, addresses, lanes, size)
+        yield home, lanes, addresses
 
 
 def _load(
@@ -96,6 +116,12 @@ def _load(
             if cta.order is not None:
                 cta.order.thread_reads(warp.lanes[mask], addresses, whole)
             words = cta.shared.load(addresses, size, count)
+        elif space == "shared:cluster":
+            addresses, words = address_of(warp)[mask], np.empty((mask.sum(), count), f"u{size}")
+            for home, lanes, there in _by_cta(warp, mask, address_of, whole):
+                if home.order is not None:
+                    home.order.thread_reads(warp.lanes[lanes], there, whole)
+                words[lanes[mask]] = home.shared.load(there, size, count)
         else:
             addresses, memory = address_of(warp)[mask], cta.machine.memory
             words = np.empty((len(addresses), count), f"u{size}")
@@ -156,6 +182,13 @@ def _store(instruction: Instruction, symbols: dict[str, int], space: str, count:
             cta.shared.store(addresses, values)
             cta.shared_version += 1
             return
+        if space == "shared:cluster":
+            for home, lanes, there in _by_cta(warp, mask, address_of, whole):
+                if home.order is not None:
+                    home.order.thread_writes(warp.lanes[lanes], there, whole)
+                home.shared.store(there, values[lanes[mask]])
+                home.shared_version += 1
+            return
         addresses, memory = address_of(warp)[mask], cta.machine.memory
         for region, held in memory.split(addresses, np.flatnonzero(mask), whole):
             region.store(addresses[held], values[held])
@@ -186,12 +219,12 @@ def _reduce(
         if releases:
             cta.release_reductions(threads)
             if device is not None and cta.order is not None:
-                device.release(cta.number, cta.order, threads, addresses)
-        moment = 0 if cta.order is None else int(cta.order.now[warp.index])
+                device.release(cta.cluster.number, cta.order, threads, addresses)
+        moment = 0 if cta.order is None else int(cta.order.now[warp.number])
         for region, held in memory.split(addresses, np.flatnonzero(mask), size * count):
             reduction = Reduction(region, threads[held], moment, addresses[held], values[held])
             if device is not None and cta.order is not None and not releases:
-                device.add(cta.number, cta.order, region, threads[held], addresses[held])
+                device.add(cta.cluster.number, cta.order, region, threads[held], addresses[held])
             if releases:
                 reduction.perform(np.ones(len(reduction.threads), bool))
             else:

@@ -14,7 +14,9 @@ MOST_TRANSACTIONS = (1 << 20) - 1
 class TransactionBarrier:
     """An mbarrier. `phase` counts completed phases; the current one's parity is its lowest bit.
 
-    `slot` is its agent in the happens-before order, `copied` the last phase that a copy completes.
+    `slot` is its agent in the happens-before order, `copied` the last phase that a copy completes,
+    `observed` the last one that a wait has seen. `visits` are the last arrivals of threads of other
+    CTAs: the thread's moment and the phase that counts it.
     """
 
     def __init__(self, address: int, expected: int, slot: int):
@@ -23,7 +25,8 @@ class TransactionBarrier:
         self.address, self.expected, self.slot = address, expected, slot
         self.pending, self.transactions, self.phase = expected, 0, 0
         self.arrived: list[str] = []
-        self.copied = 0
+        self.copied = self.observed = 0
+        self.visits: dict[int, tuple[int, int]] = {}
         self._given: Knowledge | None = None
         self._published: dict[int, Knowledge | None] = {}
 
@@ -53,6 +56,12 @@ class TransactionBarrier:
         self.arrived.append(who)
         self._settle()
 
+    def drop(self, count: int) -> None:
+        """Later phases expect fewer arrivals."""
+        if count > self.expected:
+            raise Fault("phase-misuse", f"mbarrier {self.address:#x}: drops {count} arrivals")
+        self.expected -= count
+
     def complete(self, amount: int) -> None:
         """Bytes have come."""
         self.expect(-amount)
@@ -80,6 +89,63 @@ class TransactionBarrier:
             f"mbarrier {self.address:#x}, parity {parity}: phase {self.phase} lacks "
             f"{self.pending} of {self.expected} arrivals and {self.transactions} bytes "
             f"(arrived: {', '.join(self.arrived) or 'nobody'})"
+        )
+
+
+class ClusterBarrier:
+    """The barrier of barrier.cluster.arrive and wait: all threads of a cluster that live."""
+
+    def __init__(self, threads: int):
+        self.phase = 0
+        self._joined = np.full(threads, -1)
+        self._arrived, self._gone = np.zeros(threads, bool), np.zeros(threads, bool)
+        self._given: Knowledge | None = None
+        self._published: Knowledge | None = None
+
+    def arrive(self, threads: np.ndarray, knowledge: Knowledge | None) -> None:
+        """Threads arrive on the current phase."""
+        twice = self._joined[threads] >= 0
+        if twice.any():
+            lane = int(threads[np.argmax(twice)]) % 32
+            message = "barrier.cluster.arrive a second time without barrier.cluster.wait in between"
+            raise Fault("participants", message, lane)
+        self._joined[threads], self._arrived[threads] = self.phase, True
+        if knowledge is not None:
+            self._given = knowledge.merged(self._given)
+        self._settle()
+
+    def leave(self, threads: np.ndarray) -> None:
+        """Threads exit: nobody waits for them any more."""
+        self._gone[threads] = True
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._arrived.any() and (self._arrived | self._gone).all():
+            self._published, self._given = self._given, None
+            self._arrived[:] = False
+            self.phase += 1
+
+    def joined(self, threads: np.ndarray) -> int:
+        """The phase that these threads wait for."""
+        phases = self._joined[threads]
+        if (phases < 0).any():
+            lane = int(threads[np.argmax(phases < 0)]) % 32
+            message = "barrier.cluster.wait without barrier.cluster.arrive before it"
+            raise Fault("participants", message, lane)
+        return int(phases.max())
+
+    def passed(self, threads: np.ndarray) -> Knowledge | None:
+        """Threads leave the barrier; returns what the others handed over."""
+        self._joined[threads] = -1
+        return self._published
+
+    def describe(self) -> str:
+        """What is missing."""
+        missing = np.flatnonzero(~self._arrived & ~self._gone)
+        warps = sorted({int(thread) // 32 for thread in missing})
+        return (
+            f"barrier.cluster, phase {self.phase}: {missing.size} threads have not arrived "
+            f"(of warps {warps}, counted through the cluster)"
         )
 
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kernels.emulator.barriers import NamedBarrier, TransactionBarrier
-from kernels.emulator.memory import Region, uninitialised
+from kernels.emulator.memory import Fault, Region, uninitialised
 from kernels.emulator.order import Order
 from kernels.emulator.products import Tile
 from kernels.emulator.program import LANES
-from kernels.emulator.tma import Transfer
+from kernels.emulator.transfers import Transfer
 from kernels.emulator.warp import Warp
 
 if TYPE_CHECKING:
+    from kernels.emulator.cluster import Cluster
     from kernels.emulator.machine import Machine
 
 SHARED_BASE = 1024
 """Hardware keeps the first KiB of the shared window for itself."""
+RANK_SHIFT = 24
+"""Addresses of shared memory carry the rank of the CTA in its cluster from this bit up."""
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+SHARED_WINDOW = 0x7E00_0000_0000
+"""Generic address of shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +50,28 @@ class Reduction:
 
 
 class Cta:
-    """State of a thread block while it is resident."""
+    """State of a thread block while it is resident. `cluster.ctas` are its peers, by `rank`."""
 
-    def __init__(self, machine: Machine, index: tuple[int, int, int]):
-        self.machine, self.index = machine, index
+    def __init__(self, machine: Machine, cluster: Cluster, rank: int, index: tuple[int, int, int]):
+        self.machine, self.cluster, self.rank, self.index = machine, cluster, rank, index
+        self.base, self.ended = rank << RANK_SHIFT, False
         self.number = index[0] + machine.grid[0] * (index[1] + machine.grid[1] * index[2])
         size = SHARED_BASE + machine.shared_bytes
-        self.shared = Region("shared memory", 0, uninitialised(size))
+        self.shared = Region("shared memory", self.base, uninitialised(size))
         self.shared_version = self.decoded_version = 0
         self.decoded: dict[tuple[Tile, str], np.ndarray] = {}
         threads = machine.threads
-        self.order = Order(threads, self.shared.data.size) if machine.policy.races else None
+        clocks = cluster.clocks
+        self.order = None if clocks is None else Order(clocks, rank, size, self.base)
         self.barriers: dict[int, TransactionBarrier] = {}
+        self.retired: list[TransactionBarrier] = []
         self.named: dict[int, NamedBarrier] = {}
         self.transfers: list[Transfer] = []
+        self.signalled: dict[int, int] = {}
+        """Phases of other CTAs' barriers (by slot) that end copies into this one's memory."""
         self.bulk_groups: dict[int, list[list[Transfer]]] = {}
         self.bulk_open: dict[int, list[Transfer]] = {}
+        self.special = _special(self)
         counts = machine.program.kernel.registers
         self.warps = [Warp(self, i, counts) for i in range(threads // LANES)]
         self.reductions: list[Reduction] = []
@@ -79,6 +92,46 @@ class Cta:
             self.transfers.remove(transfer)
             transfer.perform()
 
+    def check_end(self) -> None:
+        """Faults unless everything that touches this CTA's memory and barriers is over."""
+        for barrier in self.named.values():
+            if barrier.arrived:
+                raise Fault("participants", f"the CTA ends, but {barrier.describe()}")
+        for barrier in (*self.barriers.values(), *self.retired):
+            self._check_barrier(barrier)
+        if self.order is None:
+            return
+        for slot, phase in self.signalled.items():
+            if not self.order.seen(slot, phase):
+                message = "the CTA ends, but does not know of the end of a copy into its memory"
+                raise Fault("outstanding", message)
+        visitor = self.order.unknown_visitor()
+        if visitor is not None:
+            raise Fault(
+                "cluster-exit",
+                f"the CTA ends, but nothing says that thread {visitor} of the cluster is done with "
+                "its shared memory",
+            )
+
+    def _check_barrier(self, barrier: TransactionBarrier) -> None:
+        if barrier.transactions:
+            message = f"the CTA ends, but {barrier.describe(barrier.phase & 1)}"
+            raise Fault("outstanding", message)
+        order = self.order
+        if order is None:
+            return
+        if barrier.observed < barrier.copied and not order.seen(barrier.slot, barrier.copied):
+            message = f"the CTA ends, but nobody waits for the copies to {barrier.address:#x}"
+            raise Fault("outstanding", message)
+        for thread, (moment, phase) in barrier.visits.items():
+            known = order.seen(barrier.slot, phase) or order.knows(thread, moment)
+            if barrier.observed < phase and not known:
+                raise Fault(
+                    "cluster-exit",
+                    f"the CTA ends, but nobody knows of the arrival of thread {thread} of the "
+                    f"cluster on mbarrier {barrier.address:#x}",
+                )
+
     def reduce(self, reduction: Reduction) -> None:
         """Takes additions, which are made now or later, as the policy says."""
         if self.order is None or self.machine.early():
@@ -97,3 +150,28 @@ class Cta:
             chosen = known[reduction.threads] >= reduction.moment
             self.reductions += reduction.perform(chosen) if chosen.any() else [reduction]
         self.machine.memory.version += 1
+
+
+def _special(cta: Cta) -> dict[str, np.ndarray]:
+    """Special registers that are the same in all threads, and the addresses of shared variables."""
+    machine, cluster = cta.machine, cta.cluster
+    values = {
+        "cluster_ctarank": cta.rank,
+        "cluster_nctarank": math.prod(cluster.shape),
+    }
+    within = [at % size for at, size in zip(cta.index, cluster.shape, strict=True)]
+    for name, of_axes in (
+        ("ctaid", cta.index),
+        ("nctaid", machine.grid),
+        ("ntid", machine.block),
+        ("clusterid", cluster.index),
+        ("nclusterid", machine.cluster_grid),
+        ("cluster_ctaid", within),
+        ("cluster_nctaid", cluster.shape),
+    ):
+        values |= {f"{name}.{axis}": value for axis, value in zip("xyz", of_axes, strict=True)}
+    rows = {f"%{name}": np.full(LANES, value, np.uint32) for name, value in values.items()}
+    rows["%is_explicit_cluster"] = np.full(LANES, machine.explicit_cluster)
+    for name, offset in machine.program.shared.items():
+        rows[f"&{name}"] = np.full(LANES, cta.base | offset, np.uint32)
+    return rows

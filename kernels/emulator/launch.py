@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,9 @@ def launch(
     Args:
       ptx: the module's text.
       kernel: name of one of its entries.
+      grid: CTAs.
+      block: threads of a CTA.
+      cluster: CTAs of a cluster.
       dynamic_smem: bytes of dynamic shared memory.
       params: value of each parameter, as the driver would get it.
       memory: buffers by their address on the device; the kernel must not write read-only ones.
@@ -74,11 +78,12 @@ def launch(
     prepare(ptx, kernel)
     entry = parse(ptx).kernels[kernel]
     program, static_bytes = _program(ptx, kernel)
-    _check_launch(entry, grid, block, cluster, static_bytes + dynamic_smem)
+    _check_launch(entry, grid, block, static_bytes + dynamic_smem)
+    _check_cluster(entry, grid, cluster)
     block_of_parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
     machine = Machine(
         program,
-        Geometry(grid, block, static_bytes + dynamic_smem),
+        Geometry(grid, block, cluster, static_bytes + dynamic_smem),
         GlobalMemory(memory or {}, block_of_parameters),
         policy or Policy(),
         seed,
@@ -115,7 +120,6 @@ def _check_launch(
     entry: Kernel,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
-    cluster: tuple[int, int, int],
     shared_bytes: int,
 ) -> None:
     threads = block[0] * block[1] * block[2]
@@ -125,10 +129,19 @@ def _check_launch(
         raise ValueError(f"{block=}: a multiple of 32 threads, at most {_MOST_THREADS}")
     if entry.block is not None and entry.block != block:
         raise ValueError(f"{block=}: {entry.name} was compiled for {entry.block}")
-    if cluster != (1, 1, 1):
-        raise NotImplementedError(f"{cluster=}: clusters are not implemented")
     if shared_bytes > MOST_SHARED_BYTES:
         raise ValueError(f"{shared_bytes} bytes of shared memory: at most {MOST_SHARED_BYTES}")
+
+
+def _check_cluster(
+    entry: Kernel, grid: tuple[int, int, int], cluster: tuple[int, int, int]
+) -> None:
+    if entry.cluster is not None and entry.cluster != cluster:
+        raise ValueError(f"{cluster=}: {entry.name} was compiled for clusters of {entry.cluster}")
+    if min(cluster) < 1 or math.prod(cluster) > entry.most_ctas:
+        raise ValueError(f"{cluster=}: {entry.name} takes 1 to {entry.most_ctas} CTAs")
+    if any(n % size for n, size in zip(grid, cluster, strict=True)):
+        raise ValueError(f"{grid=} is no multiple of {cluster=}")
 
 
 def _pack(entry: Kernel, params: Sequence[bytes]) -> np.ndarray:

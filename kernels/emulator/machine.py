@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from kernels.emulator import access, lanes, products, synchronise, tma
+from kernels.emulator import access, distributed, lanes, products, synchronise, tma
+from kernels.emulator.cluster import Cluster
 from kernels.emulator.cta import SHARED_BASE, Cta, Reduction
 from kernels.emulator.device_order import DeviceOrder
 from kernels.emulator.errors import EmulationError, Place, PtxError
@@ -17,12 +20,12 @@ from kernels.emulator.parser import parameter_offsets
 from kernels.emulator.policy import Policy
 from kernels.emulator.program import LANES, Branch, Effect, Exit, Program, Run, Single, make_program
 from kernels.emulator.syntax import Instruction, Kernel
-from kernels.emulator.tma import Transfer
+from kernels.emulator.transfers import Transfer
 from kernels.emulator.warp import Wait, Warp
 
 REGISTERS_PER_SM = 65536
 _MOST_REGISTERS = 255
-_BINDERS = (access, lanes, synchronise, tma, products)
+_BINDERS = (access, lanes, synchronise, tma, products, distributed)
 _STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
 _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
 
@@ -55,12 +58,19 @@ class Geometry:
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
     shared_bytes: int
 
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return self.block[0] * self.block[1] * self.block[2]
+        return math.prod(self.block)
+
+    @property
+    def cluster_grid(self) -> tuple[int, int, int]:
+        """Clusters of the grid."""
+        (x, y, z), (width, height, depth) = self.grid, self.cluster
+        return x // width, y // height, z // depth
 
 
 class Machine:
@@ -77,7 +87,10 @@ class Machine:
         seed: int,
     ):
         self.program, self.memory, self.policy = program, memory, policy
-        self.grid, self.block = geometry.grid, geometry.block
+        self.grid, self.block, self.cluster = geometry.grid, geometry.block, geometry.cluster
+        self.cluster_grid = geometry.cluster_grid
+        kernel = program.kernel
+        self.explicit_cluster = kernel.cluster is not None or math.prod(self.cluster) > 1
         self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
         self.rng = np.random.default_rng(seed)
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
@@ -104,10 +117,9 @@ class Machine:
         Raises:
           EmulationError: the kernel breaks a rule or no warp can go on.
         """
-        indices = self._indices()
+        pending = collections.deque(self._indices())
         while True:
-            new = self.policy.resident_ctas - len(self._ctas)
-            self._ctas += [Cta(self, index) for index in itertools.islice(indices, new)]
+            self._start(pending)
             if not self._ctas:
                 self._reduce_leftover()
                 return
@@ -120,6 +132,12 @@ class Machine:
             elif self.policy.asynchronous == "random" and self.rng.random() < _LATE_CHANCE:
                 self._perform_any()
 
+    def _start(self, pending: collections.deque[tuple[int, int, int]]) -> None:
+        """Clusters start while there is room for all their CTAs; one runs in any case."""
+        size = math.prod(self.cluster)
+        while pending and (not self._ctas or len(self._ctas) + size <= self.policy.resident_ctas):
+            self._ctas += Cluster(self, pending.popleft()).ctas
+
     def _reduce_leftover(self) -> None:
         """The end of the launch makes every reduction that nobody released, in any order."""
         for index in self.rng.permutation(len(self._leftover)):
@@ -127,7 +145,7 @@ class Machine:
             reduction.perform(np.ones(len(reduction.threads), bool))
 
     def _indices(self) -> Iterator[tuple[int, int, int]]:
-        width, height, depth = self.grid
+        width, height, depth = self.cluster_grid
         for z, y, x in itertools.product(range(depth), range(height), range(width)):
             yield x, y, z
 
@@ -171,7 +189,7 @@ class Machine:
 
     def _perform(self, transfer: Transfer) -> None:
         try:
-            transfer.warp.cta.perform(transfer)
+            transfer.home.perform(transfer)
         except Fault as fault:
             raise self._error(fault, transfer.warp, transfer.instruction, transfer.lane) from None
 
@@ -275,6 +293,7 @@ class Machine:
                 message = "exits before its bulk stores have been waited for"
                 raise Fault("outstanding", message, int(thread) % LANES)
         warp.leave(mask)
+        cta.cluster.barrier.leave(threads)
 
     def _finish(self, cta: Cta) -> None:
         """The end of a CTA: nothing may be left in flight."""
@@ -286,17 +305,11 @@ class Machine:
                 transfer.instruction,
                 transfer.lane,
             )
-        for barrier in cta.named.values():
-            if barrier.arrived:
-                message = f"the CTA ends, but {barrier.describe()}"
-                raise self._error(Fault("participants", message), cta.warps[0], None)
-        for barrier in cta.barriers.values():
-            if barrier.transactions:
-                message = f"the CTA ends, but {barrier.describe(barrier.phase & 1)}"
-                raise self._error(Fault("outstanding", message), cta.warps[0], None)
-            if cta.order is not None and not cta.order.seen(barrier.slot, barrier.copied):
-                message = f"the CTA ends, but nobody waits for the copies to {barrier.address:#x}"
-                raise self._error(Fault("outstanding", message), cta.warps[0], None)
+        try:
+            cta.check_end()
+        except Fault as fault:
+            raise self._error(fault, cta.warps[0], None) from None
+        cta.ended = True
         self._ctas.remove(cta)
         self._leftover += cta.reductions
 

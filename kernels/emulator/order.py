@@ -1,8 +1,10 @@
-"""Happens-before of one CTA's accesses to shared memory, by vector clocks, thread by thread.
+"""Happens-before of a cluster's accesses to shared memory, by vector clocks, thread by thread.
 
-Agents are the CTA's threads and its mbarriers: clock[t, u] says up to which of its moments thread t
-knows what thread u did, and which phases of a barrier it has seen complete. What one elected lane
-signals orders only what that lane knew: warps are no agents, except that
+The CTAs of a cluster share their clocks; each has a shadow of its own shared memory. Threads and
+warps are numbered through the cluster, CTA by CTA. Agents are its threads and its mbarriers:
+clock[t, u] says up to which of its moments thread t knows what thread u did, and which phases of a
+barrier it has seen complete. What one elected lane signals orders only what that lane knew: warps
+are no agents, except that
 
 - a moment lasts until the warp's next release (all lanes of a warp count alike), and
 - what a whole warp reads is known when all of its lanes are known, what a warp's asynchronous
@@ -45,23 +47,50 @@ class Knowledge:
         )
 
 
-class Order:
-    """Clocks of a CTA and the shadow of its shared memory."""
+class Clocks:
+    """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts."""
 
-    def __init__(self, threads: int, shared_bytes: int):
-        agents = threads + BARRIER_SLOTS
-        self.threads, self.slots = threads, 0
+    def __init__(self, ctas: int, threads_per_cta: int):
+        self.threads = threads = ctas * threads_per_cta
+        self.threads_per_cta = threads_per_cta
+        self.first_slot, self.slots = threads + ctas, 0
+        agents = self.first_slot + ctas * BARRIER_SLOTS
         self.clock = np.zeros((threads, agents), np.int32)
-        self.clock[np.arange(threads), np.arange(threads)] = 1
+        everyone = np.arange(threads)
+        self.clock[everyone, everyone] = 1
+        self.clock[everyone, threads + everyone // threads_per_cta] = 1
         self.fenced = np.zeros((threads, agents), np.int32)
         # Until a thread knows of a barrier's initialisation, it knows less than phase 0 of it.
-        self.clock[:, threads:] = self.fenced[:, threads:] = -1
+        self.clock[:, self.first_slot :] = self.fenced[:, self.first_slot :] = -1
         self.now = np.ones(threads // LANES, np.int32)
+        self.events: dict[int, int] = {}
+        self.later: dict[int, Knowledge] = {}
+        self.published: np.ndarray | None = None
+        """What fences have made ready for relaxed operations to carry; none before the first."""
+
+    def new_slot(self) -> int:
+        """An agent for a barrier."""
+        self.slots += 1
+        if self.first_slot + self.slots > self.clock.shape[1]:
+            raise Fault("not implemented", f"more than {BARRIER_SLOTS} mbarriers a CTA")
+        return self.first_slot + self.slots - 1
+
+
+class Order:
+    """Clocks of a cluster and the shadow of one CTA's shared memory, which starts at `base`."""
+
+    def __init__(self, clocks: Clocks, rank: int, shared_bytes: int, base: int = 0):
+        self.clocks, self.rank, self.base = clocks, rank, base
+        self.threads, per_cta = clocks.threads, clocks.threads_per_cta
+        self.own_threads = range(rank * per_cta, (rank + 1) * per_cta)
+        self.own = slice(rank * per_cta, (rank + 1) * per_cta)
+        self.clock, self.fenced, self.now = clocks.clock, clocks.fenced, clocks.now
+        self.visits: np.ndarray | None = None
         fine, coarse = -(-shared_bytes // _FINE), -(-shared_bytes // _COARSE)
         fine = coarse * (_COARSE // _FINE)
         self._writer, self._written = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
         self._reader, self._read = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
-        self._events: dict[int, int] = {}
+        self._events = clocks.events
         self._warp_read: dict[int, np.ndarray] = {}
         self._touched = np.zeros(coarse, bool)
         self._async_writer = np.zeros(coarse, np.int16)
@@ -71,10 +100,7 @@ class Order:
 
     def new_slot(self) -> int:
         """An agent for a barrier."""
-        self.slots += 1
-        if self.slots > BARRIER_SLOTS:
-            raise Fault("not implemented", f"more than {BARRIER_SLOTS} mbarriers in a CTA")
-        return self.threads + self.slots - 1
+        return self.clocks.new_slot()
 
     def release(self, threads: np.ndarray) -> Knowledge:
         """What these threads know now; their warps' next moments begin."""
@@ -82,11 +108,85 @@ class Order:
         for thread in threads.tolist() if self._events else ():
             events |= self._events.get(thread, 0)
         given = Knowledge(self.clock[threads].max(0), self.fenced[threads].max(0), events)
+        self._advance(threads)
+        return given
+
+    def _advance(self, threads: np.ndarray) -> None:
         for warp in np.unique(threads // LANES):
             lanes = np.arange(warp * LANES, (warp + 1) * LANES)
             self.now[warp] += 1
             self.clock[lanes, lanes] = self.now[warp]
-        return given
+
+    def relaxed_release(self, threads: np.ndarray) -> Knowledge | None:
+        """What a relaxed operation of these threads carries: what fences before it released."""
+        if self.clocks.published is None:
+            return None
+        published = self.clocks.published[threads].max(0)
+        return Knowledge(published, np.minimum(self.fenced[threads].max(0), published))
+
+    def publish(self, threads: np.ndarray, only_barriers: bool = False) -> None:
+        """A releasing fence: later relaxed operations of these threads carry what they know now.
+
+        `only_barriers` is fence.mbarrier_init, which releases initialisations alone.
+        """
+        clocks = self.clocks
+        if clocks.published is None:
+            clocks.published = np.zeros_like(self.clock)
+            clocks.published[:, clocks.first_slot :] = -1
+        if only_barriers:
+            rows = np.minimum(self.clock[threads, clocks.first_slot :], 0)
+            own = clocks.published[threads, clocks.first_slot :]
+            clocks.published[threads, clocks.first_slot :] = np.maximum(own, rows)
+        else:
+            clocks.published[threads] = self.clock[threads]
+            self._advance(threads)
+
+    def acquire_later(
+        self, threads: np.ndarray, slot: int, phase: int, given: Knowledge | None
+    ) -> None:
+        """A relaxed wait has seen a phase: a fence behind it will acquire what that hands over."""
+        clock = np.zeros(self.clock.shape[1], np.int32)
+        clock[slot] = phase
+        given = Knowledge(clock, np.zeros_like(clock)).merged(given)
+        for thread in threads.tolist():
+            self.clocks.later[thread] = given.merged(self.clocks.later.get(thread))
+
+    def fence(self, threads: np.ndarray) -> None:
+        """fence.acq_rel: acquires what relaxed waits have seen, releases for relaxed arrivals."""
+        for thread in threads.tolist() if self.clocks.later else ():
+            given = self.clocks.later.pop(thread, None)
+            if given is not None:
+                self.acquire(np.array([thread]), given)
+        self.publish(threads)
+
+    def visit(self, threads: np.ndarray) -> None:
+        """Threads of another CTA access this one's memory: it must have started, and not end."""
+        self.check_started(threads)
+        if self.visits is None:
+            self.visits = np.zeros(self.threads, np.int32)
+        self.visits[threads] = self.now[threads // LANES]
+
+    def check_started(self, threads: np.ndarray) -> None:
+        """Faults unless these threads know that the CTA runs."""
+        if not self.clock[threads, self.threads + self.rank].all():
+            lane = int(threads[np.argmin(self.clock[threads, self.threads + self.rank])]) % LANES
+            message = f"nothing says that CTA {self.rank} of the cluster has started"
+            raise Fault("cluster-start", message, lane)
+
+    def started(self, threads: np.ndarray) -> None:
+        """These threads know that every CTA of the cluster runs."""
+        self.clock[threads, self.threads : self.clocks.first_slot] = 1
+
+    def knows(self, thread: int, moment: int) -> bool:
+        """Whether any of the CTA's threads knows a moment of a thread."""
+        return bool(self.clock[self.own, thread].max() >= moment)
+
+    def unknown_visitor(self) -> int | None:
+        """A thread whose access none of the CTA's own threads knows of, if there is one."""
+        if self.visits is None:
+            return None
+        late = self.visits > self.clock[self.own, : self.threads].max(0)
+        return int(np.argmax(late)) if late.any() else None
 
     def acquire(self, threads: np.ndarray, given: Knowledge) -> None:
         """These threads learn what others handed over."""
@@ -109,8 +209,8 @@ class Order:
         self.clock[threads, slot] = np.maximum(self.clock[threads, slot], phase)
 
     def seen(self, slot: int, phase: int) -> bool:
-        """Whether any thread has seen a barrier complete this many phases."""
-        return bool(self.clock[:, slot].max() >= phase)
+        """Whether any of the CTA's threads has seen a barrier complete this many phases."""
+        return bool(self.clock[self.own, slot].max() >= phase)
 
     def fence_proxy(self, threads: np.ndarray) -> None:
         """fence.proxy.async"""
@@ -180,8 +280,8 @@ class Order:
             at = int(fine[unfenced][0])
             raise Fault(
                 "proxy-fence",
-                f"an asynchronous operation {verb} shared address {at * _FINE:#x}, which thread "
-                f"{self._writer[at]} wrote, without a fence.proxy.async in between",
+                f"an asynchronous operation {verb} shared address {self.base + at * _FINE:#x}, "
+                f"which thread {self._writer[at]} wrote, without a fence.proxy.async in between",
                 int(threads[0]) % LANES if len(threads) == 1 else None,
             )
 
@@ -197,20 +297,21 @@ class Order:
         late = self._written[fine] > clock[rows, self._writer[fine]]
         if late.any():
             at = np.argwhere(late)[0]
-            writer = self._writer[fine[tuple(at)]]
+            entry = int(fine[tuple(at)])
             raise Fault(
                 "race",
-                f"{verb} shared address {int(fine[tuple(at)]) * _FINE:#x}, which thread {writer} "
-                "wrote, and nothing orders the two",
+                f"{verb} shared address {self.base + entry * _FINE:#x}, which thread "
+                f"{self._writer[entry]} wrote, and nothing orders the two",
                 int(threads[at[0]]) % LANES,
             )
         late = self._async_written[coarse] > clock[rows, self._async_writer[coarse]]
         if late.any():
             at = np.argwhere(late)[0]
+            address = self.base + int(coarse[tuple(at)]) * _COARSE
             raise Fault(
                 "race",
-                f"{verb} shared address {int(coarse[tuple(at)]) * _COARSE:#x} without waiting for "
-                "the asynchronous copy that writes it",
+                f"{verb} shared address {address:#x} without waiting for the asynchronous copy "
+                "that writes it",
                 int(threads[at[0]]) % LANES,
             )
 
@@ -227,12 +328,12 @@ class Order:
                 least = known[:, warp * LANES : (warp + 1) * LANES].min(1)
                 late = plane[fine] > least[:, None]
                 if late.any():
-                    self._fail_reading(int(fine[late][0]) * _FINE, warp, "a load")
+                    self._fail_reading(self.base + int(fine[late][0]) * _FINE, warp, "a load")
         for warp, plane in self._async_read.items():
             most = known[:, warp * LANES : (warp + 1) * LANES].max(1)
             late = plane[coarse] > most[:, None]
             if late.any():
-                at = int(coarse[late][0]) * _COARSE
+                at = self.base + int(coarse[late][0]) * _COARSE
                 self._fail_reading(at, warp, "an asynchronous operation")
 
     def _fail_reading(self, address: int, warp: int, what: str) -> None:
@@ -253,12 +354,12 @@ class Order:
         agent = (self._writer if agents is None else agents)[at]
         raise Fault(
             "race",
-            f"{what} thread {agent} {did} at shared address {at * _FINE:#x}, "
+            f"{what} thread {agent} {did} at shared address {self.base + at * _FINE:#x}, "
             "and nothing orders the two",
         )
 
     def _fail_async(self, coarse: np.ndarray, late: np.ndarray, verb: str) -> None:
-        at = int(coarse[late][0]) * _COARSE
+        at = self.base + int(coarse[late][0]) * _COARSE
         raise Fault(
             "race",
             f"an asynchronous operation {verb} shared address {at:#x} without waiting for the "
@@ -266,7 +367,7 @@ class Order:
         )
 
     def _entries(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        fine = addresses[:, None] // _FINE + np.arange(max(size // _FINE, 1))
+        fine = (addresses[:, None] - self.base) // _FINE + np.arange(max(size // _FINE, 1))
         return fine, fine[:, :: _COARSE // _FINE] // (_COARSE // _FINE)
 
     def _fine_of(self, coarse: np.ndarray) -> np.ndarray:

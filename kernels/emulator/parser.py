@@ -39,6 +39,8 @@ _PARAMETER = re.compile(
 )
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;")
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+_REQNCTAPERCLUSTER = re.compile(r"\.reqnctapercluster\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+_MAXCLUSTERRANK = re.compile(r"\.maxclusterrank\s+(\d+)")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _REG_NAME = re.compile(r"([%\w$]+?)(?:<(\d+)>)?$")
 _LABEL = re.compile(r"\s*([$\w]+)\s*:(?!:)")
@@ -47,7 +49,11 @@ _TOKEN = re.compile(
     r"\s*(0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|-?\d+U?"
     r"|%?[A-Za-z_$][\w$]*(?:\.[xyzw])?|%[\w.]+|[][{},+|!])"
 )
-_SPECIAL = re.compile(r"%laneid|%(tid|ntid|ctaid|nctaid)\.[xyz]")
+_SPECIAL = re.compile(
+    r"%laneid|%cluster_n?ctarank|%is_explicit_cluster"
+    r"|%(tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]"
+)
+_PORTABLE_CLUSTER = 8
 _BANKS = {"pred": "pred"} | {
     f"{kind}{bits}": f"b{bits}" for kind in "busf" for bits in (16, 32, 64)
 }
@@ -82,7 +88,7 @@ def parse(text: str) -> Module:
 
 def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...]) -> Kernel:
     body = _Body(text, entry.end())
-    block = _REQNTID.search(entry[3])
+    most_ctas = _MAXCLUSTERRANK.search(entry[3])
     return Kernel(
         name=entry[1],
         parameters=tuple(_parameter(part) for part in entry[2].split(",") if part.strip()),
@@ -90,8 +96,15 @@ def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...])
         instructions=tuple(body.instructions),
         labels=body.labels,
         registers=body.registers,
-        block=None if block is None else (int(block[1]), int(block[2] or 1), int(block[3] or 1)),
+        block=_sizes(_REQNTID.search(entry[3])),
+        cluster=_sizes(_REQNCTAPERCLUSTER.search(entry[3])),
+        explicit_cluster=".explicitcluster" in entry[3],
+        most_ctas=_PORTABLE_CLUSTER if most_ctas is None else int(most_ctas[1]),
     )
+
+
+def _sizes(match: re.Match[str] | None) -> tuple[int, int, int] | None:
+    return None if match is None else (int(match[1]), int(match[2] or 1), int(match[3] or 1))
 
 
 def _parameter(text: str) -> Parameter:

@@ -173,9 +173,9 @@ class Products:
         order = self._warp.cta.order
         if order is not None:
             for product in products:
-                order.async_read_done(self._warp.index, product.chunks)
+                order.async_read_done(self._warp.number, product.chunks)
             for product in flying:
-                order.async_read_again(self._warp.index, product.chunks)
+                order.async_read_again(self._warp.number, product.chunks)
         self._written = frozenset[Register]().union(*(p.form.written for p in flying))
         self._read = frozenset[Register]().union(*(p.form.read for p in flying))
 
@@ -327,7 +327,7 @@ def _product(instruction: Instruction) -> Effect | None:
             first = 16 * (warp.index % _WARPGROUP)
             a_tile = Tile(_uniform(warp, a_index), form.a_mn_major, first, 16)
             chunks = np.concatenate([tile_chunks(a_tile), chunks])
-        if (chunks.max() + 1) * CHUNK > warp.cta.shared.end:
+        if (chunks.max() + 1) * CHUNK > warp.cta.shared.data.size:
             raise Fault("out-of-bounds", "an operand ends behind shared memory")
         warp.products.issue(Product(form, a_tile, b_tile, bool(flag[0]), chunks, instruction))
 

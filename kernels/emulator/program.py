@@ -82,10 +82,11 @@ Step = Run | Branch | Exit | Single
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Steps of a kernel; execution starts at the first."""
+    """Steps of a kernel; execution starts at the first. `shared` are offsets of its variables."""
 
     kernel: Kernel
     steps: tuple[Step, ...]
+    shared: dict[str, int]
 
 
 def make_program(
@@ -100,7 +101,8 @@ def make_program(
     Raises:
       PtxError: an instruction is not implemented.
     """
-    compiler = _Compiler(symbols)
+    shared = {variable.name: symbols[variable.name] for variable in kernel.shared}
+    compiler = _Compiler(symbols, frozenset(shared))
     pieces: list[_Piece] = []
     positions: dict[int, int] = {}
     for index, instruction in enumerate(kernel.instructions):
@@ -126,7 +128,7 @@ def make_program(
             steps.append(Branch(first, targets[_label(first)], meet))
         else:
             steps.append(Exit(first))
-    return Program(kernel, tuple(steps))
+    return Program(kernel, tuple(steps), shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +252,8 @@ class _Call:
 class _Compiler:
     """Turns arithmetic into Python text and that into functions."""
 
-    def __init__(self, symbols: dict[str, int]):
-        self._symbols = symbols
+    def __init__(self, symbols: dict[str, int], shared: frozenset[str]):
+        self._symbols, self._shared = symbols, shared
         self._names: dict[Any, str] = {}
         self._namespace: dict[str, Any] = {"copyto": np.copyto}
         self._constants: dict[tuple[str, int], str] = {}
@@ -316,6 +318,8 @@ class _Compiler:
             return f"{self._view(instruction, operand, view)}[{operand.index}]"
         if isinstance(operand, SpecialRegister):
             return f"special[{operand.name!r}]"
+        if isinstance(operand, Symbol) and operand.name in self._shared:
+            return f"special['&{operand.name}']"
         if isinstance(operand, Symbol) and operand.name in self._symbols:
             operand = Immediate(self._symbols[operand.name])
         if not isinstance(operand, Immediate):

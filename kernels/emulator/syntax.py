@@ -112,6 +112,9 @@ class Kernel:
       labels: index of the instruction that follows each label.
       registers: rows of each bank.
       block: the block size that it was compiled for, or None.
+      cluster: the cluster size that it was compiled for, or None.
+      explicit_cluster: it must be launched as a cluster.
+      most_ctas: CTAs that a cluster may have.
     """
 
     name: str
@@ -121,6 +124,9 @@ class Kernel:
     labels: dict[str, int]
     registers: dict[str, int]
     block: tuple[int, int, int] | None
+    cluster: tuple[int, int, int] | None = None
+    explicit_cluster: bool = False
+    most_ctas: int = 8
 
 
 @dataclasses.dataclass(frozen=True)

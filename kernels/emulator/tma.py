@@ -9,34 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from kernels.emulator import tensor_map
 from kernels.emulator.barriers import TransactionBarrier
+from kernels.emulator.cta import OFFSET_MASK, RANK_SHIFT, Cta
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import Effect
 from kernels.emulator.swizzle import CHUNK, swizzled
 from kernels.emulator.synchronise import barrier_at
-from kernels.emulator.syntax import Address, Immediate, Instruction
+from kernels.emulator.syntax import Address, Immediate, Instruction, Operand
 from kernels.emulator.tensor_map import TensorMap
-from kernels.emulator.warp import YIELD, Warp, Yield, address_reader, reader
+from kernels.emulator.transfers import Transfer
+from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 
-_TO_SHARED = ("shared:cta", "global", "tile", "mbarrier:complete_tx:bytes")
+_TO_SHARED = (("shared:cta", "global"), ("shared:cluster", "global"))
+_COMPLETES = ("mbarrier:complete_tx:bytes",)
+_TILED = ("tile", *_COMPLETES)
 _TO_GLOBAL = ("global", "shared:cta", "tile", "bulk_group")
 
 
-@dataclasses.dataclass
-class Transfer:
-    """An issued copy. `perform` makes it; `warp`, `lane` and `instruction` issued it."""
-
-    warp: Warp
-    lane: int
-    instruction: Instruction
-    perform: Callable[[], None]
-    chunks: np.ndarray
-    made: bool = False
+_PAIR = 2
 
 
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
@@ -44,10 +38,14 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = tuple(word for word in instruction.words if word != "L2:cache_hint")
     if words[:3] != ("cp", "async", "bulk"):
         return None
-    if words[3] == "tensor" and words[5:] in (_TO_SHARED, _TO_GLOBAL):
-        return _tensor(instruction, symbols, int(words[4][0]), loads=words[5:] == _TO_SHARED)
-    if words[3:] == ("shared:cta", "global", "mbarrier:complete_tx:bytes"):
-        return _contiguous(instruction, symbols)
+    if words[3] == "tensor" and words[5:] == _TO_GLOBAL:
+        return _tensor_store(instruction, symbols, int(words[4][0]))
+    if words[3] == "tensor" and words[5:7] in _TO_SHARED and words[7:9] == _TILED:
+        form = LoadForm.of(words, words[9:])
+        return None if form is None else _tensor_load(instruction, symbols, words, form)
+    if words[3:5] in _TO_SHARED and words[5:6] == _COMPLETES:
+        form = LoadForm.of(words, words[6:])
+        return None if form is None else _contiguous(instruction, symbols, form)
     if words[3:] == ("commit_group",):
         return _commit
     if words[3:] in (("wait_group",), ("wait_group", "read")):
@@ -55,6 +53,59 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         assert isinstance(count, Immediate)
         return functools.partial(_wait, count.value)
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadForm:
+    """Where a load may go: into other CTAs, several of them, signalling the pair's barrier."""
+
+    cluster: bool
+    multicast: bool
+    paired: bool
+
+    @classmethod
+    def of(cls, words: tuple[str, ...], rest: tuple[str, ...]) -> LoadForm | None:
+        """By the mnemonic and its last modifiers; None if there are others."""
+        if not set(rest) <= {"multicast:cluster", "cta_group:1", "cta_group:2"}:
+            return None
+        return cls("shared:cluster" in words, "multicast:cluster" in rest, "cta_group:2" in rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Destination:
+    """One CTA's share of a load: where its data goes, and the barrier that it signals."""
+
+    home: Cta
+    address: int
+    barrier: int
+
+
+def _destinations(
+    warp: Warp, form: LoadForm, address: int, barrier: int, mask: int | None
+) -> list[Destination]:
+    """Data and signal go to the same offsets in every CTA of the multicast mask.
+
+    With .cta_group::2 the signal goes to that CTA of each pair whose parity the barrier's has.
+    """
+    cluster = warp.cta.cluster
+    offset, barrier_offset = address & OFFSET_MASK, barrier & OFFSET_MASK
+    rank, barrier_rank = address >> RANK_SHIFT, barrier >> RANK_SHIFT
+    if mask is None:
+        same = rank // _PAIR == barrier_rank // _PAIR if form.paired else rank == barrier_rank
+        if not same or (not form.cluster and rank != warp.cta.rank):
+            message = f"a copy to {address:#x} of CTA {warp.cta.rank} signals mbarrier {barrier:#x}"
+            raise Fault("descriptor", message)
+        return [Destination(cluster.of_rank(rank), address, barrier)]
+    ranks = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
+    if not ranks:
+        raise Fault("descriptor", "a multicast to no CTA")
+    signalled = [r & ~1 | barrier_rank & 1 if form.paired else r for r in ranks]
+    return [
+        Destination(
+            cluster.of_rank(to), offset | to << RANK_SHIFT, barrier_offset | at << RANK_SHIFT
+        )
+        for to, at in zip(ranks, signalled, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,12 +132,12 @@ def _fetch_map(warp: Warp, address: int) -> TensorMap:
         raise Fault("descriptor", str(error)) from error
 
 
-def _global_view(warp: Warp, tensor: TensorMap, writes: bool = False) -> np.ndarray:
+def _global_view(home: Cta, tensor: TensorMap, writes: bool = False) -> np.ndarray:
     """The tensor in global memory, contiguous dimension last."""
     size = tensor_map.ELEMENT_BYTES[tensor.dtype]
     strides = (size, *tensor.byte_strides)
     last = sum((n - 1) * stride for n, stride in zip(tensor.sizes, strides, strict=True)) + size
-    region = warp.cta.machine.memory.holding(tensor.address)
+    region = home.machine.memory.holding(tensor.address)
     if region is None or tensor.address + last > region.end:
         raise Fault("out-of-bounds", f"{last} bytes at {tensor.address:#x} of {tensor}")
     if writes:
@@ -111,104 +162,154 @@ def _window(tensor: TensorMap, at: tuple[int, ...]) -> tuple[tuple[slice, ...], 
     return tuple(inside[::-1]), tuple(of_box[::-1])
 
 
-def _tensor(
-    instruction: Instruction, symbols: dict[str, int], rank: int, loads: bool
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """Readers of the operands that name a box of a tensor."""
+
+    map_of: Reader
+    coordinates: list[Reader]
+
+    @classmethod
+    def of(cls, operand: Operand, symbols: dict[str, int], rank: int) -> _Box | None:
+        """From [map, {coordinates}]; None if the coordinates are not as many as the rank."""
+        assert isinstance(operand, Address)
+        if operand.coordinates is None or len(operand.coordinates.elements) != rank:
+            return None
+        coordinates = [reader(x, "s32", symbols) for x in operand.coordinates.elements]
+        return cls(address_reader(operand, symbols), coordinates)
+
+    def read(self, warp: Warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
+        """The map and the coordinates that a lane gives."""
+        tensor = _fetch_map(warp, int(self.map_of(warp)[lane]))
+        if len(tensor.sizes) != len(self.coordinates):
+            raise Fault("descriptor", f"{len(self.coordinates)} coordinates of {tensor}")
+        return tensor, tuple(int(coordinate(warp)[lane]) for coordinate in self.coordinates)
+
+
+def _tensor_load(
+    instruction: Instruction, symbols: dict[str, int], words: tuple[str, ...], form: LoadForm
 ) -> Effect | None:
     operands = instruction.operands
-    shared, described = (operands[0], operands[1]) if loads else (operands[1], operands[0])
-    assert isinstance(described, Address)
-    if described.coordinates is None or len(described.coordinates.elements) != rank:
+    box = _Box.of(operands[1], symbols, int(words[4][0]))
+    if box is None:
         return None
-    coordinates = [reader(x, "s32", symbols) for x in described.coordinates.elements]
-    shared_of, map_of = address_reader(shared, symbols), address_reader(described, symbols)
-    barrier_of = address_reader(operands[2], symbols) if loads else None
+    shared_of, barrier_of = (address_reader(operands[i], symbols) for i in (0, 2))
+    mask_of = reader(operands[3], "u16", symbols) if form.multicast else None
 
     def effect(warp: Warp, mask: np.ndarray) -> Yield:
-        for lane in np.flatnonzero(mask):
-            tensor = _fetch_map(warp, int(map_of(warp)[lane]))
-            if len(tensor.sizes) != rank:
-                raise Fault("descriptor", f"{rank} coordinates of {tensor}")
-            at = tuple(int(coordinate(warp)[lane]) for coordinate in coordinates)
-            address = int(shared_of(warp)[lane])
+        for lane in np.flatnonzero(mask).tolist():
+            tensor, at = box.read(warp, lane)
+            to = None if mask_of is None else int(mask_of(warp)[lane])
+            address, barrier = int(shared_of(warp)[lane]), int(barrier_of(warp)[lane])
             size = math.prod(tensor.box) * tensor_map.ELEMENT_BYTES[tensor.dtype]
-            chunks = swizzled(_chunks(warp, address, size, 128), tensor.swizzle_bytes)
-            if barrier_of is None:
-                make = functools.partial(_store_box, warp, tensor, at, chunks)
-                _issue_store(Transfer(warp, int(lane), instruction, make, chunks))
-            else:
-                make = functools.partial(_load_box, warp, tensor, at, chunks)
-                transfer = Transfer(warp, int(lane), instruction, make, chunks)
-                _issue_load(transfer, int(barrier_of(warp)[lane]))
+            for destination in _destinations(warp, form, address, barrier, to):
+                home = destination.home
+                chunks = swizzled(
+                    _chunks(home, destination.address, size, 128), tensor.swizzle_bytes
+                )
+                make = functools.partial(_load_box, home, tensor, at, chunks)
+                _issue_load(
+                    Transfer(warp, lane, instruction, home, make, chunks), destination.barrier
+                )
         return YIELD
 
     return effect
 
 
-def _contiguous(instruction: Instruction, symbols: dict[str, int]) -> Effect:
-    target_of, source_of = (address_reader(x, symbols) for x in instruction.operands[:2])
-    size_of = reader(instruction.operands[2], "u32", symbols)
-    barrier_of = address_reader(instruction.operands[3], symbols)
+def _tensor_store(instruction: Instruction, symbols: dict[str, int], rank: int) -> Effect | None:
+    box = _Box.of(instruction.operands[0], symbols, rank)
+    if box is None:
+        return None
+    shared_of = address_reader(instruction.operands[1], symbols)
 
     def effect(warp: Warp, mask: np.ndarray) -> Yield:
-        for lane in np.flatnonzero(mask):
-            size, source = int(size_of(warp)[lane]), source_of(warp)[lane : lane + 1]
-            if size % CHUNK or source[0] % CHUNK:
-                raise Fault("misaligned", f"bulk copy of {size} bytes from {source[0]:#x}")
-            region = warp.cta.machine.memory.holding(int(source[0]))
-            if region is None or source[0] + size > region.end:
-                raise Fault("out-of-bounds", f"{size} bytes at {int(source[0]):#x}")
-            chunks = _chunks(warp, int(target_of(warp)[lane]), size, CHUNK)
-            first = int(source[0]) - region.base
-
-            def make(
-                data: np.ndarray = region.data[first : first + size], to: np.ndarray = chunks
-            ) -> None:
-                _shared_chunks(warp)[to] = data.reshape(-1, CHUNK)
-                warp.cta.shared_version += 1
-
-            transfer = Transfer(warp, int(lane), instruction, make, chunks)
-            _issue_load(transfer, int(barrier_of(warp)[lane]))
+        for lane in np.flatnonzero(mask).tolist():
+            tensor, at = box.read(warp, lane)
+            size = math.prod(tensor.box) * tensor_map.ELEMENT_BYTES[tensor.dtype]
+            chunks = _chunks(warp.cta, int(shared_of(warp)[lane]), size, 128)
+            chunks = swizzled(chunks, tensor.swizzle_bytes)
+            make = functools.partial(_store_box, warp.cta, tensor, at, chunks)
+            _issue_store(Transfer(warp, lane, instruction, warp.cta, make, chunks))
         return YIELD
 
     return effect
 
 
-def _chunks(warp: Warp, address: int, size: int, alignment: int) -> np.ndarray:
-    """Numbers of the 16-byte chunks of a contiguous piece of shared memory."""
+def _contiguous(instruction: Instruction, symbols: dict[str, int], form: LoadForm) -> Effect | None:
+    operands = instruction.operands
+    target_of, source_of = (address_reader(x, symbols) for x in operands[:2])
+    size_of = reader(operands[2], "u32", symbols)
+    barrier_of = address_reader(operands[3], symbols)
+    mask_of = reader(operands[4], "u16", symbols) if form.multicast else None
+    if "global" not in instruction.words:
+        return None
+
+    def effect(warp: Warp, mask: np.ndarray) -> Yield:
+        for lane in np.flatnonzero(mask).tolist():
+            size, source = int(size_of(warp)[lane]), int(source_of(warp)[lane])
+            if size % CHUNK or source % CHUNK:
+                raise Fault("misaligned", f"bulk copy of {size} bytes from {source:#x}")
+            region = warp.cta.machine.memory.holding(source)
+            if region is None or source + size > region.end:
+                raise Fault("out-of-bounds", f"{size} bytes at {source:#x}")
+            data = region.data[source - region.base :][:size]
+            to = None if mask_of is None else int(mask_of(warp)[lane])
+            address, barrier = int(target_of(warp)[lane]), int(barrier_of(warp)[lane])
+            for destination in _destinations(warp, form, address, barrier, to):
+                home = destination.home
+                chunks = _chunks(home, destination.address, size, CHUNK)
+                make = functools.partial(_fill, home, chunks, data)
+                _issue_load(
+                    Transfer(warp, lane, instruction, home, make, chunks), destination.barrier
+                )
+        return YIELD
+
+    return effect
+
+
+def _chunks(home: Cta, address: int, size: int, alignment: int) -> np.ndarray:
+    """Numbers of the 16-byte chunks of a contiguous piece of a CTA's shared memory."""
     if address % alignment:
         raise Fault("misaligned", f"shared address {address:#x}: {alignment} bytes are expected")
-    if address < 0 or address + size > warp.cta.shared.end:
+    first = address - home.base
+    if first < 0 or first + size > home.shared.data.size:
         raise Fault("out-of-bounds", f"{size} bytes at shared address {address:#x}")
-    return np.arange(address // CHUNK, (address + size) // CHUNK)
+    return np.arange(first // CHUNK, (first + size) // CHUNK)
 
 
-def _shared_chunks(warp: Warp) -> np.ndarray:
-    data = warp.cta.shared.data
+def _shared_chunks(home: Cta) -> np.ndarray:
+    data = home.shared.data
     return data[: data.size // CHUNK * CHUNK].reshape(-1, CHUNK)
 
 
-def _load_box(warp: Warp, tensor: TensorMap, at: tuple[int, ...], chunks: np.ndarray) -> None:
-    source = _global_view(warp, tensor)
+def _fill(home: Cta, chunks: np.ndarray, data: np.ndarray) -> None:
+    _shared_chunks(home)[chunks] = data.reshape(-1, CHUNK)
+    home.shared_version += 1
+
+
+def _load_box(home: Cta, tensor: TensorMap, at: tuple[int, ...], chunks: np.ndarray) -> None:
+    source = _global_view(home, tensor)
     inside, of_box = _window(tensor, at)
     box = np.zeros(tensor.box[::-1], source.dtype)
     box[of_box] = source[inside]
-    _shared_chunks(warp)[chunks] = box.reshape(-1).view(np.uint8).reshape(-1, CHUNK)
-    warp.cta.shared_version += 1
+    _fill(home, chunks, box.reshape(-1).view(np.uint8))
 
 
-def _store_box(warp: Warp, tensor: TensorMap, at: tuple[int, ...], chunks: np.ndarray) -> None:
-    target = _global_view(warp, tensor, writes=True)
+def _store_box(home: Cta, tensor: TensorMap, at: tuple[int, ...], chunks: np.ndarray) -> None:
+    target = _global_view(home, tensor)
     inside, of_box = _window(tensor, at)
-    data = np.ascontiguousarray(_shared_chunks(warp)[chunks]).reshape(-1)
+    data = np.ascontiguousarray(_shared_chunks(home)[chunks]).reshape(-1)
     target[inside] = data.view(target.dtype).reshape(tensor.box[::-1])[of_box]
-    warp.cta.machine.memory.version += 1
+    home.machine.memory.version += 1
 
 
 def _issue_load(transfer: Transfer, barrier_address: int) -> None:
-    warp, cta = transfer.warp, transfer.warp.cta
-    thread = int(warp.lanes[transfer.lane])
-    barrier = barrier_at(warp, barrier_address, np.array([thread]))
-    order = cta.order
+    warp, home = transfer.warp, transfer.home
+    threads = warp.lanes[transfer.lane : transfer.lane + 1]
+    thread, order = int(threads[0]), home.order
+    if order is not None and home is not warp.cta:
+        order.check_started(threads)
+    barrier = barrier_at(warp, barrier_address, threads)
     if order is not None:
         if order.fenced[thread, barrier.slot] < 0:
             raise Fault(
@@ -218,14 +319,19 @@ def _issue_load(transfer: Transfer, barrier_address: int) -> None:
             )
         order.async_writes(thread, transfer.chunks, barrier.slot, barrier.phase + 1)
     barrier.copied = barrier.phase + 1
+    if barrier_address >> RANK_SHIFT != home.rank:
+        home.signalled[barrier.slot] = barrier.phase + 1
     make, size, phase = transfer.perform, transfer.chunks.size * CHUNK, barrier.phase
+    owner = warp.cta.cluster.holding(barrier_address)
 
     def perform() -> None:
         make()
+        if owner.ended:
+            raise Fault("cluster-exit", f"{size} bytes come for an mbarrier of an exited CTA")
         _arrived(barrier, phase, size)
 
     transfer.perform = perform
-    cta.issue(transfer)
+    home.issue(transfer)
 
 
 def _arrived(barrier: TransactionBarrier, phase: int, size: int) -> None:
@@ -261,5 +367,5 @@ def _wait(count: int, warp: Warp, mask: np.ndarray) -> Yield:
             for transfer in groups.pop(0):
                 cta.perform(transfer)
                 if cta.order is not None:
-                    cta.order.async_read_done(warp.index, transfer.chunks)
+                    cta.order.async_read_done(warp.number, transfer.chunks)
     return YIELD

@@ -51,7 +51,10 @@ class _Divergence:
 
 
 class Warp:
-    """State of a warp. Views of the register banks are lists of rows: warp.f32[7] is 32 lanes."""
+    """State of a warp. Views of the register banks are lists of rows: warp.f32[7] is 32 lanes.
+
+    `lanes` and `number` count threads and warps through the cluster, `index` through the CTA.
+    """
 
     pred: list[np.ndarray]
     u16: list[np.ndarray]
@@ -74,7 +77,9 @@ class Warp:
         self.retrying: tuple[int, int] | None = None
         self.polled: tuple[int, bytes, bytes, int] | None = None
         self.attempts = 0
-        self.lanes = np.arange(index * LANES, (index + 1) * LANES)
+        first = cta.rank * cta.machine.threads + index * LANES
+        self.lanes = np.arange(first, first + LANES)
+        self.number = first // LANES
         self.products = Products(self)
         self._divergences: list[_Divergence] = []
         self.b16 = np.full((max(counts["b16"], 1), LANES), NAN_WORD >> 16, np.uint16)
@@ -85,21 +90,14 @@ class Warp:
         for view, dtype in alu.DTYPES.items():
             if view != "pred":
                 setattr(self, view, list(banks[view[1:]].view(dtype)))
-        threads = self.lanes.astype(np.uint32)
-        (x, y, _), cta_index, grid = cta.machine.block, cta.index, cta.machine.grid
-        self.special = {
+        threads = np.arange(index * LANES, (index + 1) * LANES, dtype=np.uint32)
+        x, y, _ = cta.machine.block
+        self.special = cta.special | {
             "%tid.x": threads % x,
             "%tid.y": threads // x % y,
             "%tid.z": threads // (x * y),
             "%laneid": threads % LANES,
         }
-        for axis, name in enumerate("xyz"):
-            for register, value in (
-                ("ctaid", cta_index[axis]),
-                ("nctaid", grid[axis]),
-                ("ntid", cta.machine.block[axis]),
-            ):
-                self.special[f"%{register}.{name}"] = np.full(LANES, value, np.uint32)
 
     def wakes(self) -> bool:
         """Whether this polling warp, which sleeps, is to try again because nothing else can run."""
@@ -170,7 +168,9 @@ def reader(operand: Operand, view: str, symbols: dict[str, int] | None = None) -
         index = operand.index
         return lambda warp: getattr(warp, view)[index]
     if isinstance(operand, Symbol) and symbols is not None and operand.name in symbols:
-        operand = Immediate(symbols[operand.name])
+        constant = reader(Immediate(symbols[operand.name]), view)
+        shared = f"&{operand.name}"
+        return lambda warp: warp.special[shared] if shared in warp.special else constant(warp)
     if not isinstance(operand, Immediate):
         raise TypeError(f"not a value: {operand}")
     dtype = alu.DTYPES[view]

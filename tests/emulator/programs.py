@@ -41,18 +41,26 @@ class Launch:
     threads: int = 32
     shared_bytes: int = 4096
     grid: int = 1
+    cluster: int = 1
     policy: Policy = Policy()  # noqa: RUF009 - frozen
     seed: int = 0
 
 
-def run(body: str, data: np.ndarray, launch: Launch | None = None) -> emulator.Report:
-    """Runs a body; what it writes is in `data`."""
+def run(
+    body: str,
+    data: np.ndarray,
+    launch: Launch | None = None,
+    grid: tuple[int, int, int] | None = None,
+    cluster: tuple[int, int, int] | None = None,
+) -> emulator.Report:
+    """Runs a body; what it writes is in `data`. `grid` and `cluster` may have three sizes."""
     launch = launch or Launch()
     return emulator.launch(
         HEAD.format(threads=launch.threads) + body + TAIL,
         "test",
-        grid=(launch.grid, 1, 1),
+        grid=grid or (launch.grid, 1, 1),
         block=(launch.threads, 1, 1),
+        cluster=cluster or (launch.cluster, 1, 1),
         dynamic_smem=launch.shared_bytes,
         params=[ADDRESS.to_bytes(8, "little")],
         memory={ADDRESS: data},

@@ -57,6 +57,8 @@ def test_text(ptx: str, message: str) -> None:
         ({"block": (64, 1, 1)}, "compiled for"),
         ({"grid": (0, 1, 1)}, "at least 1"),
         ({"dynamic_smem": 300_000}, "at most 232448"),
+        ({"cluster": (2, 1, 1)}, "no multiple of"),
+        ({"grid": (16, 1, 1), "cluster": (16, 1, 1)}, "1 to 8 CTAs"),
         ({"memory": {8: np.zeros(4, np.uint32)}}, "not aligned"),
         ({"memory": {16: bytearray(64), 64: bytearray(64)}}, "overlaps"),
     ],
@@ -66,14 +68,16 @@ def test_launch(changes: dict[str, Any], message: str) -> None:
         launch(**changes)
 
 
-def test_clusters_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="cluster"):
-        launch(cluster=(2, 1, 1))
-
-
 def test_read_only_memory_is_not_written() -> None:
     with pytest.raises(EmulationError, match=r"read-only.*warp 0, PTX line 16: st\.global"):
         launch(memory={programs.ADDRESS: bytes(256)})
+
+
+def test_cluster_of_the_text() -> None:
+    text = TEXT.replace(".reqntid", ".reqnctapercluster 2\n.explicitcluster\n.reqntid")
+    launch(text, grid=(2, 1, 1), cluster=(2, 1, 1))
+    with pytest.raises(ValueError, match="compiled for clusters"):
+        launch(text, grid=(2, 1, 1))
 
 
 def test_pointer_outside_the_memory() -> None:
