@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import platform
 from collections.abc import Iterator
@@ -31,10 +32,21 @@ def _versions() -> Iterator[str]:
 
 
 def _driver() -> str:
+    if runtime.has_stand_in():
+        return _stand_in()
     version = pathlib.Path("/proc/driver/nvidia/version")
     if not version.exists():
         return "NVIDIA driver: none"
     return "NVIDIA driver: " + version.read_text().splitlines()[0].split(":", 1)[-1].strip()
+
+
+def _stand_in() -> str:
+    capability = runtime.compute_capability()
+    device = "which has no device"
+    if capability is not None:
+        device = f"on its device of compute capability {capability / 10}"
+    variable, path = runtime.STAND_IN_VARIABLE, os.environ[runtime.STAND_IN_VARIABLE]
+    return f"{variable}: {path} stands in for the driver; kernels run on JAX's CPU, {device}"
 
 
 def _devices() -> Iterator[str]:

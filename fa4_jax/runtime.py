@@ -51,7 +51,7 @@ def device_arch() -> str | None:
 
     Starts JAX's GPU backend if there is one.
     """
-    capability = _compute_capability()
+    capability = compute_capability()
     if capability == 90:
         return "sm_90a"
     if capability is not None and capability // 10 == 10:
@@ -69,7 +69,7 @@ def why_unavailable() -> str | None:
     if (error := library.fa4_jax_driver_error()) is not None:
         return error.decode()
     if device_arch() is None:
-        capability = _compute_capability()
+        capability = compute_capability()
         found = "no GPU" if capability is None else f"compute capability {capability / 10}"
         return f"kernels need compute capability 9.0 or 10.x, JAX sees {found}"
     return None
@@ -151,7 +151,7 @@ def _open_library() -> tuple[ctypes.CDLL | None, str]:
     return library, ""
 
 
-def _compute_capability() -> int | None:
+def compute_capability() -> int | None:
     """10 * major + minor of the device that would run kernels."""
     if has_stand_in():
         library, _ = _open_library()

@@ -17,7 +17,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 
@@ -32,7 +32,11 @@ SETTINGS_VARIABLE = "FA4_JAX_EMULATED_GPU"
 _SUCCESS, _INVALID_VALUE, _NO_BINARY_FOR_GPU, _INVALID_PTX = 0, 1, 209, 218
 _LAUNCH_FAILED, _NOT_SUPPORTED, _UNKNOWN = 719, 801, 999
 _RESULT_OF_RULE = {"out-of-bounds": 700, "deadlock": 702, "livelock": 702, "misaligned": 716}
-_TARGETS = {"9.0": "sm_90a", "10.0": "sm_100a"}
+_TARGETS = {"9.0": ("sm_90a",), "10.0": ("sm_100a", "sm_100f")}
+
+
+class _WrongTargetError(Exception):
+    """The device cannot run PTX for this target."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Settings:
       seed: of the first launch's choices.
     """
 
-    capability: str = "9.0"
+    capability: Literal["9.0", "10.0"] = "9.0"
     multiprocessors: int = 2
     seed: int = 0
     policy: Policy = dataclasses.field(default_factory=Policy)
@@ -61,17 +65,18 @@ def settings(text: str) -> Settings:
     of_policy: dict[str, Any] = {}
     for word in text.split():
         name, _, value = word.partition("=")
-        holder, values = (own, Settings) if name in _OWN else (of_policy, Policy)
-        usual = {field.name: field.default for field in dataclasses.fields(values)}
-        if name not in usual or name == "policy":
+        holder, known = (own, _OWN) if name in _OWN else (of_policy, _OF_POLICY)
+        if name not in known:
             raise ValueError(f"{SETTINGS_VARIABLE}: {word!r}: no such setting")
-        holder[name] = value if isinstance(usual[name], str) else int(value)
-    if own.get("capability", "9.0") not in _TARGETS:
-        raise ValueError(f"{SETTINGS_VARIABLE}: capability is one of {', '.join(_TARGETS)}")
+        choices = get_args(known[name])
+        if choices and value not in choices:
+            raise ValueError(f"{SETTINGS_VARIABLE}: {word!r}: one of {', '.join(choices)}")
+        holder[name] = value if choices else int(value)
     return Settings(**own, policy=Policy(**of_policy))
 
 
-_OWN = ("capability", "multiprocessors", "seed")
+_OWN = {name: kind for name, kind in get_type_hints(Settings).items() if name != "policy"}
+_OF_POLICY = get_type_hints(Policy)
 
 
 class _Range(ctypes.Structure):
@@ -128,16 +133,17 @@ class Driver:
 
     def prepare(self, image: bytes, symbol: bytes) -> int:
         """cuLibraryGetKernel: refuses what cannot run on the device."""
-        capability = settings(os.environ.get(SETTINGS_VARIABLE, "")).capability
-        try:
+
+        def run() -> None:
+            capability = settings(os.environ.get(SETTINGS_VARIABLE, "")).capability
             target = parse(image.decode()).target
-            if target != _TARGETS[capability]:
-                text = f"PTX for {target}, the emulated device has compute capability {capability}"
-                return self._fail(_NO_BINARY_FOR_GPU, text)
+            if target not in _TARGETS[capability]:
+                raise _WrongTargetError(
+                    f"PTX for {target}, the emulated device has compute capability {capability}"
+                )
             prepare(image.decode(), symbol.decode())
-        except PtxError as error:
-            return self._fail(_INVALID_PTX, str(error))
-        return _SUCCESS
+
+        return self._result(run)
 
     def launch(self, record: Any) -> int:
         """cuLaunchKernelEx."""
@@ -179,6 +185,10 @@ class Driver:
         except EmulationError as error:
             text = "; ".join([str(error), *error.__notes__])
             return self._fail(_RESULT_OF_RULE.get(error.rule, _LAUNCH_FAILED), text)
+        except _WrongTargetError as error:
+            return self._fail(_NO_BINARY_FOR_GPU, str(error))
+        except PtxError as error:
+            return self._fail(_INVALID_PTX, str(error))
         except NotImplementedError as error:
             return self._fail(_NOT_SUPPORTED, str(error))
         except ValueError as error:

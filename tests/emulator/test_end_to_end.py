@@ -1,0 +1,283 @@
+"""fa4_jax.attention on JAX's CPU through the real FFI handler and the emulated GPU.
+
+JAX -> plan -> ffi_call -> handler -> driver API -> the kernels' PTX on the emulator. About 50 s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fa4_jax import catalogue, runtime
+from fa4_jax.conformance.cases import CASES, Case
+from kernels.build import cache, package
+from kernels.emulator.driver import SETTINGS_VARIABLE, Driver, settings
+from tests.emulator import emulated_gpu
+from tests.ffi import compiler
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+Gpu = Callable[..., Any]
+
+HOW = (
+    "schedule=random asynchronous=late",
+    "schedule=starve asynchronous=random seed=5",
+    "schedule=random asynchronous=early multiprocessors=3",
+    "schedule=in_order asynchronous=late resident_ctas=1",
+    "schedule=starve asynchronous=late ordered_reductions=1",
+)
+
+
+def case_of_list(name: str) -> Case:
+    """A conformance case by its name."""
+    return next(case for case in CASES if case.id == name)
+
+
+SMALL = (
+    Case(batch=1, heads=(2, 1), query_length=130, key_length=200),
+    Case(
+        batch=2,
+        heads=(1, 1),
+        query_length=100,
+        key_length=190,
+        is_causal=True,
+        query_offset=(-40, 90),
+        window=(60, None),
+        deterministic=True,
+    ),
+    Case(
+        dtype="fp16",
+        head_dim=128,
+        batch=2,
+        heads=(2, 1),
+        query_length=100,
+        key_length=130,
+        query_lengths=(70, 100),
+        key_lengths=(0, 100),
+        poison=True,
+    ),
+    case_of_list("bf16-d64-b2-h2-t127-s129-causal"),
+    case_of_list("fp16-d64-b2-h2-t128-s128-causal-deterministic"),
+    Case(
+        head_dim=72,
+        batch=1,
+        heads=(1, 1),
+        query_length=200,
+        key_length=140,
+        growing=True,
+        numerics="exact",
+    ),
+    case_of_list("bf16-d256-b2-h2-t1-s1"),
+)
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a process whose GPU is emulated."""
+    if not runtime.register():
+        pytest.fail(f"these tests need the FFI library: {runtime.why_unavailable()}")
+    folder = tmp_path_factory.mktemp("emulated")
+    library = folder / "libemulated_cuda.so"
+    compiler.shared_library(library, compiler.ROOT / "ffi" / "testing" / "emulated_cuda.cc")
+    entries = [cache.find(key) for key in catalogue.keys("sm_90a")]
+    if None in entries:
+        pytest.fail("these tests need the kernels: run python -m kernels.build")
+    package.package_ptx([entry for entry in entries if entry is not None], folder / "ptx")
+    return {
+        runtime.STAND_IN_VARIABLE: str(library),
+        runtime.KERNELS_VARIABLE: str(folder / "ptx"),
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+@pytest.fixture(scope="module")
+def gpu(variables: dict[str, str]) -> Iterator[Gpu]:
+    """Calls functions of emulated_gpu in a process whose GPU is emulated."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        # The variables must be there when the new process imports fa4_jax, and not stay here.
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert pool.submit(runtime.has_stand_in).result()
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    list(zip(SMALL, itertools.cycle(HOW), strict=False)),
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_conforms(gpu: Gpu, case: Case, how: str, seed: int) -> None:
+    verdicts = gpu(emulated_gpu.verdicts, case, seed, how)
+    assert [verdict.name for verdict in verdicts] == ["output", "lse", "dq", "dk", "dv"]
+    assert not [verdict for verdict in verdicts if verdict.failure]
+
+
+def test_deterministic_gradients_ignore_timing(gpu: Gpu, seed: int) -> None:
+    case = Case(batch=1, heads=(2, 1), query_length=130, key_length=200, deterministic=True)
+    first, *others = (gpu(emulated_gpu.results, case, seed, how) for how in HOW[:3])
+    for other, (name, value) in itertools.product(others, first.items()):
+        assert np.array_equal(value, other[name]), name
+
+
+def test_vmap(gpu: Gpu, seed: int) -> None:
+    case = Case(
+        batch=1, heads=(2, 1), query_length=70, key_length=100, is_causal=True, deterministic=True
+    )
+    together, apart = gpu(emulated_gpu.vmapped_and_looped, case, seed)
+    for one, other in zip(together, apart, strict=True):
+        assert one.shape == other.shape
+        assert np.array_equal(one, other)
+
+
+def test_threads(gpu: Gpu, seed: int) -> None:
+    cases = [
+        Case(batch=1, heads=(1, 1), query_length=t, key_length=s) for t, s in ((9, 130), (130, 9))
+    ]
+    for verdicts in gpu(emulated_gpu.from_threads, cases, seed):
+        assert not [verdict for verdict in verdicts if verdict.failure]
+
+
+def test_broken_rule_is_named(gpu: Gpu, tmp_path: pathlib.Path) -> None:
+    """A forward that stores O before its proxy fence; the next call is well again."""
+    case = Case(batch=1, heads=(1, 1), query_length=100, key_length=200)
+    changes = {"fence.proxy.async": "// fence.proxy.async"}
+    error, after = gpu(
+        emulated_gpu.error_of_broken_kernel, case, changes, tmp_path, "multiprocessors=4"
+    )
+    for part in (
+        "kernel sm_90a_fwd_bf16_d64",
+        "cuLaunchKernelEx failed with CUDA_ERROR_LAUNCH_FAILED",
+        "proxy-fence",
+        "fa4_fwd_0, CTA (0, 0, 0), warp ",
+        "PTX line ",
+        "Policy(schedule='random'",
+        "seed ",
+    ):
+        assert part in error
+    assert not [verdict for verdict in after if verdict.failure]
+
+
+X = np.arange(32, dtype=np.float32)
+STORE = "st.global.b32 [%rd2], %r2;"
+
+
+def test_copy(gpu: Gpu, tmp_path: pathlib.Path) -> None:
+    assert np.array_equal(gpu(emulated_gpu.run_copy, X, STORE, tmp_path), X)
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (
+            "st.global.b32 [%rd2+4], %r2;",
+            ("CUDA_ERROR_ILLEGAL_ADDRESS", "out-of-bounds", "warp 0, lane 31, PTX line 17"),
+        ),
+        (
+            "ld.global.b32 %r3, [%rd1+-4];\n" + STORE,
+            ("CUDA_ERROR_ILLEGAL_ADDRESS", "out-of-bounds", "warp 0, lane 0, PTX line 17"),
+        ),
+        ("st.global.b32 [%rd1], %r2;", ("read-only", "warp 0, PTX line 17: st.global.b32")),
+        (
+            "sub.s64 %rd2, %rd2, %rd3;\nst.global.b32 [%rd2+2], %r2;",
+            ("CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned", "lane 0, PTX line 18"),
+        ),
+        ("bra HERE;", ("cuLibraryGetKernel failed with CUDA_ERROR_INVALID_PTX", "HERE")),
+        ("dp4a.u32.u32 %r3, %r2, %r2, %r2;", ("CUDA_ERROR_INVALID_PTX", "not implemented: dp4a")),
+    ],
+)
+def test_bad_access_is_named(
+    gpu: Gpu, tmp_path: pathlib.Path, body: str, parts: tuple[str, ...]
+) -> None:
+    """Operands and results are bounded by their own bytes, although pointers carry no sizes."""
+    error = gpu(emulated_gpu.run_copy, X, body, tmp_path)
+    assert isinstance(error, str)
+    for part in (*parts, "kernel sm_90a_fwd_bf16_d8"):
+        assert part in error
+
+
+def test_denormals_survive(gpu: Gpu, tmp_path: pathlib.Path) -> None:
+    """XLA's threads flush denormal numbers; PTX without .ftz does not."""
+    body = "mul.f32 %r3, %r2, 0f3F000000;\nst.global.b32 [%rd2], %r3;"
+    x = np.full(32, np.finfo(np.float32).tiny)
+    assert np.array_equal(gpu(emulated_gpu.run_copy, x, body, tmp_path), x / 2)
+
+
+def test_image_for_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = emulated_gpu.COPY.format(body=STORE).encode()
+    explained: list[bytes] = []
+    driver = Driver(explained.append)
+    assert driver.prepare(text, b"copy") == 0
+    monkeypatch.setenv(SETTINGS_VARIABLE, "capability=10.0")
+    assert driver.prepare(text, b"copy") == 209
+    assert explained == [b"PTX for sm_90a, the emulated device has compute capability 10.0"]
+
+
+def test_cubin_is_refused(gpu: Gpu) -> None:
+    with_cubins = gpu(emulated_gpu.error_with_cubins)
+    assert "CUDA_ERROR_INVALID_IMAGE" in with_cubins
+    assert "python -m kernels.build --ptx" in with_cubins
+
+
+def test_driver_refuses_what_a_driver_refuses(gpu: Gpu) -> None:
+    assert gpu(emulated_gpu.driver_results) == {
+        "unknown kernel": 218,
+        "kernel": 0,
+        "register": 0,
+        "overlap": 712,
+        "unregister": 0,
+        "unregister again": 713,
+        "attribute": 1,
+        "device": 101,
+        "shared memory": 1,  # more than 48 KiB, and no attribute allows it
+    }
+
+
+def test_device(gpu: Gpu) -> None:
+    assert gpu(emulated_gpu.device, "") == ("sm_90a", None)
+    assert gpu(emulated_gpu.device, "capability=10.0") == ("sm_100f", None)
+
+
+def test_doctor_says_that_the_gpu_is_emulated(gpu: Gpu, variables: dict[str, str]) -> None:
+    lines = gpu(emulated_gpu.doctor_report)
+    library = variables[runtime.STAND_IN_VARIABLE]
+    assert (
+        f"FA4_JAX_LIBCUDA: {library} stands in for the driver; kernels run on JAX's CPU, on its "
+        "device of compute capability 9.0"
+    ) in lines
+
+
+def test_settings() -> None:
+    chosen = settings("capability=10.0 seed=7 schedule=starve races=0")
+    assert (chosen.capability, chosen.seed) == ("10.0", 7)
+    assert (chosen.policy.schedule, chosen.policy.races) == ("starve", False)
+    for text in ("capability=8.9", "policy=1", "speed=9", "seed=many"):
+        with pytest.raises(ValueError, match=text.split("=")[1]):
+            settings(text)
+
+
+def test_selftest(variables: dict[str, str]) -> None:
+    """The documented command for the whole set, on three of its cases."""
+    command = [sys.executable, "-m", "fa4_jax", "selftest", "--implementation", "kernel"]
+    done = subprocess.run(
+        [*command, "--filter=-t1-s1"],
+        env=os.environ | variables,
+        cwd=compiler.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 passed" in done.stdout
