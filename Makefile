@@ -24,7 +24,7 @@ if shutil.which("nvidia-smi"):
 endef
 export REQUIREMENTS
 
-.PHONY: test demo lint format wheel kernels library environment clean
+.PHONY: test demo lint format wheel kernels library emulated environment clean
 
 test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -60,6 +60,12 @@ $(LIBRARY): $(SOURCES) | environment
 	$(BIN)/cmake --build $(CMAKE_BUILD)
 	$(BIN)/cmake --install $(CMAKE_BUILD) --prefix .
 	touch $@
+
+# A GPU on the CPU: kernels/emulator/README.md says how to use what this leaves in build/emulated.
+emulated: library kernels
+	$(BIN)/cmake --build $(CMAKE_BUILD) --target emulated_cuda
+	$(BIN)/python -m kernels.build --ptx build/emulated
+	cp $(CMAKE_BUILD)/libemulated_cuda.so build/emulated
 
 environment: $(VENV)/.installed
 
