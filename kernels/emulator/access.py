@@ -36,7 +36,7 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     if words[0] not in ("ld", "st", "red"):
         return None
     kind, size = words[-1][0], words[-1][1:]
-    if kind not in "busf" or size not in ("16", "32", "64"):
+    if kind not in "busf" or size not in ("8", "16", "32", "64"):
         return None
     modifiers = set(words[1:-1])
     count = next((_COUNTS[word] for word in modifiers & _COUNTS.keys()), 1)

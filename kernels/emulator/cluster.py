@@ -11,6 +11,7 @@ from kernels.emulator.barriers import ClusterBarrier
 from kernels.emulator.cta import RANK_SHIFT, Cta
 from kernels.emulator.memory import Fault
 from kernels.emulator.order import Clocks
+from kernels.emulator.tensor_order import TensorClocks
 
 if TYPE_CHECKING:
     from kernels.emulator.machine import Machine
@@ -27,7 +28,12 @@ class Cluster:
         places = [
             (i, j, k) for k, j, i in itertools.product(range(depth), range(height), range(width))
         ]
-        self.clocks = Clocks(len(places), machine.threads) if machine.policy.races else None
+        tensor = machine.program.uses_tensor_memory
+        self.clocks = self.tensor_clocks = None
+        if machine.policy.races:
+            self.clocks = Clocks(len(places), machine.threads, tensor)
+        if self.clocks is not None and tensor:
+            self.tensor_clocks = TensorClocks(self.clocks, machine.policy.tensor_fences)
         self.barrier = ClusterBarrier(len(places) * machine.threads)
         self.ctas = [
             Cta(machine, self, rank, (x * width + i, y * height + j, z * depth + k))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +13,10 @@ import numpy as np
 from kernels.emulator.barriers import NamedBarrier, TransactionBarrier
 from kernels.emulator.memory import Fault, Region, uninitialised
 from kernels.emulator.order import Order
-from kernels.emulator.products import Tile
 from kernels.emulator.program import LANES
+from kernels.emulator.tensor_memory import TensorMemory
+from kernels.emulator.tensor_order import TensorClocks
+from kernels.emulator.tensor_pipe import Pipe
 from kernels.emulator.transfers import Transfer
 from kernels.emulator.warp import Warp
 
@@ -59,7 +63,7 @@ class Cta:
         size = SHARED_BASE + machine.shared_bytes
         self.shared = Region("shared memory", self.base, uninitialised(size))
         self.shared_version = self.decoded_version = 0
-        self.decoded: dict[tuple[Tile, str], np.ndarray] = {}
+        self.decoded: dict[tuple[Hashable, str], np.ndarray] = {}
         threads = machine.threads
         clocks = cluster.clocks
         self.order = None if clocks is None else Order(clocks, rank, size, self.base)
@@ -69,6 +73,7 @@ class Cta:
         self.transfers: list[Transfer] = []
         self.signalled: dict[int, int] = {}
         """Phases of other CTAs' barriers (by slot) that end copies into this one's memory."""
+        self.pipes: dict[int, Pipe] = {}
         self.bulk_groups: dict[int, list[list[Transfer]]] = {}
         self.bulk_open: dict[int, list[Transfer]] = {}
         self.special = _special(self)
@@ -78,6 +83,16 @@ class Cta:
         self.free_registers = machine.registers_per_sm - machine.registers * threads
         self.register_budget = [machine.registers] * len(self.warps)
         self.starved = int(machine.rng.integers(len(self.warps)))
+
+    @property
+    def tensor_clocks(self) -> TensorClocks | None:
+        """What the cluster's threads know of tensor memory; None where races are not checked."""
+        return self.cluster.tensor_clocks
+
+    @functools.cached_property
+    def tensor(self) -> TensorMemory:
+        """Its tensor memory."""
+        return TensorMemory(self.tensor_clocks)
 
     def issue(self, transfer: Transfer) -> None:
         """Takes an asynchronous copy, which is made now or later, as the policy says."""

@@ -10,7 +10,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kernels.emulator import access, distributed, lanes, products, synchronise, tma
+from kernels.emulator import (
+    access,
+    distributed,
+    lanes,
+    products,
+    synchronise,
+    tcgen05_commit,
+    tcgen05_copy,
+    tcgen05_mma,
+    tensor_memory,
+    tensor_pipe,
+    tma,
+)
 from kernels.emulator.cluster import Cluster
 from kernels.emulator.cta import SHARED_BASE, Cta, Reduction
 from kernels.emulator.device_order import DeviceOrder
@@ -25,7 +37,18 @@ from kernels.emulator.warp import Wait, Warp
 
 REGISTERS_PER_SM = 65536
 _MOST_REGISTERS = 255
-_BINDERS = (access, lanes, synchronise, tma, products, distributed)
+_BINDERS = (
+    access,
+    lanes,
+    synchronise,
+    tma,
+    products,
+    distributed,
+    tensor_memory,
+    tcgen05_commit,
+    tcgen05_copy,
+    tcgen05_mma,
+)
 _STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
 _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
 
@@ -236,6 +259,7 @@ class Machine:
         if warp.waiting is not None:
             finish, warp.waiting = warp.waiting.finish, None
             finish()
+        moves = warp.moves
         for _ in range(_STEPS_AT_ONCE):
             warp.meet()
             number = warp.step
@@ -246,6 +270,8 @@ class Machine:
             step = steps[number]
             counts[number] += 1
             try:
+                if moves.registers:
+                    moves.check_step(step)
                 if isinstance(step, Run):
                     produced.check_step(step)
                     produced.unfenced.add(number)
@@ -288,6 +314,8 @@ class Machine:
         cta, threads = warp.cta, warp.lanes[mask]
         if warp.products.outstanding:
             raise Fault("outstanding", f"exits with {warp.products.outstanding} products in flight")
+        if warp.moves.outstanding:
+            raise Fault("outstanding", "exits before tcgen05.wait::ld or tcgen05.wait::st")
         for thread in threads:
             if cta.bulk_open.get(int(thread)) or cta.bulk_groups.get(int(thread)):
                 message = "exits before its bulk stores have been waited for"
@@ -307,6 +335,7 @@ class Machine:
             )
         try:
             cta.check_end()
+            tensor_pipe.check_end(cta)
         except Fault as fault:
             raise self._error(fault, cta.warps[0], None) from None
         cta.ended = True

@@ -24,6 +24,7 @@ from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES
 
 BARRIER_SLOTS = 64
+PIPE_SLOTS = 8
 PENDING = np.iinfo(np.int32).max
 _FINE, _COARSE = 2, 16  # bytes per shadow entry of threads' and of asynchronous accesses
 
@@ -50,11 +51,13 @@ class Knowledge:
 class Clocks:
     """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts."""
 
-    def __init__(self, ctas: int, threads_per_cta: int):
+    def __init__(self, ctas: int, threads_per_cta: int, tensor: bool = False):
         self.threads = threads = ctas * threads_per_cta
         self.threads_per_cta = threads_per_cta
         self.first_slot, self.slots = threads + ctas, 0
-        agents = self.first_slot + ctas * BARRIER_SLOTS
+        # Behind the mbarriers comes what tensor_order keeps: pipes, and threads once more.
+        self.first_pipe = self.first_slot + ctas * BARRIER_SLOTS
+        agents = self.first_pipe + (PIPE_SLOTS + threads if tensor else 0)
         self.clock = np.zeros((threads, agents), np.int32)
         everyone = np.arange(threads)
         self.clock[everyone, everyone] = 1
@@ -71,9 +74,16 @@ class Clocks:
     def new_slot(self) -> int:
         """An agent for a barrier."""
         self.slots += 1
-        if self.first_slot + self.slots > self.clock.shape[1]:
+        if self.first_slot + self.slots > self.first_pipe:
             raise Fault("not implemented", f"more than {BARRIER_SLOTS} mbarriers a CTA")
         return self.first_slot + self.slots - 1
+
+    def advance(self, threads: np.ndarray) -> None:
+        """The next moments of these threads' warps begin."""
+        for warp in np.unique(threads // LANES):
+            lanes = np.arange(warp * LANES, (warp + 1) * LANES)
+            self.now[warp] += 1
+            self.clock[lanes, lanes] = self.now[warp]
 
 
 class Order:
@@ -96,6 +106,7 @@ class Order:
         self._async_writer = np.zeros(coarse, np.int16)
         self._async_written = np.zeros(coarse, np.int32)
         self._async_read: dict[int, np.ndarray] = {}
+        self._pipe_read: dict[int, np.ndarray] = {}
         self._sizes = fine, coarse
 
     def new_slot(self) -> int:
@@ -108,14 +119,8 @@ class Order:
         for thread in threads.tolist() if self._events else ():
             events |= self._events.get(thread, 0)
         given = Knowledge(self.clock[threads].max(0), self.fenced[threads].max(0), events)
-        self._advance(threads)
+        self.clocks.advance(threads)
         return given
-
-    def _advance(self, threads: np.ndarray) -> None:
-        for warp in np.unique(threads // LANES):
-            lanes = np.arange(warp * LANES, (warp + 1) * LANES)
-            self.now[warp] += 1
-            self.clock[lanes, lanes] = self.now[warp]
 
     def relaxed_release(self, threads: np.ndarray) -> Knowledge | None:
         """What a relaxed operation of these threads carries: what fences before it released."""
@@ -139,7 +144,7 @@ class Order:
             clocks.published[threads, clocks.first_slot :] = np.maximum(own, rows)
         else:
             clocks.published[threads] = self.clock[threads]
-            self._advance(threads)
+            self.clocks.advance(threads)
 
     def acquire_later(
         self, threads: np.ndarray, slot: int, phase: int, given: Knowledge | None
@@ -243,6 +248,11 @@ class Order:
         self._check_async_operands(threads, coarse, "reads")
         self._plane(self._async_read, int(threads[0]) // LANES, 1)[coarse] = PENDING
 
+    def pipe_reads(self, thread: int, coarse: np.ndarray, column: int, number: int) -> None:
+        """Operation `number` of a thread's tcgen05 pipe reads these chunks."""
+        self._check_async_operands(np.array([thread]), coarse, "reads")
+        self._plane(self._pipe_read, column, 1)[coarse] = number
+
     def async_read_done(self, warp: int, coarse: np.ndarray) -> None:
         """A warp has waited for its asynchronous operation."""
         self._plane(self._async_read, warp, 1)[coarse] = self.now[warp]
@@ -335,6 +345,14 @@ class Order:
             if late.any():
                 at = self.base + int(coarse[late][0]) * _COARSE
                 self._fail_reading(at, warp, "an asynchronous operation")
+        for column, plane in self._pipe_read.items():
+            late = plane[coarse] > known[:, column][:, None]
+            if late.any():
+                at = int(coarse[late][0]) * _COARSE
+                raise Fault(
+                    "race",
+                    f"writes shared address {at:#x}, which a tcgen05 operation may still read",
+                )
 
     def _fail_reading(self, address: int, warp: int, what: str) -> None:
         raise Fault(

@@ -19,6 +19,7 @@ class Policy:
       races: check that accesses to shared memory are ordered and fenced.
       ordered_reductions: all additions to an address must happen in one order; for kernels that
         promise it. Needs `races`.
+      tensor_fences: tensor memory asks for tcgen05.fence around barriers, as the PTX ISA does.
       most_steps: a launch that takes more is stuck in a loop.
     """
 
@@ -27,4 +28,5 @@ class Policy:
     resident_ctas: int = 4
     races: bool = True
     ordered_reductions: bool = False
+    tensor_fences: bool = True
     most_steps: int = 20_000_000

@@ -88,6 +88,11 @@ class Program:
     steps: tuple[Step, ...]
     shared: dict[str, int]
 
+    @functools.cached_property
+    def uses_tensor_memory(self) -> bool:
+        """Whether there is any tcgen05 instruction."""
+        return any(i.opcode == "tcgen05" for i in self.kernel.instructions)
+
 
 def make_program(
     kernel: Kernel, symbols: dict[str, int], bind: Callable[[Instruction], Effect | None]

@@ -13,6 +13,7 @@ from kernels.emulator.memory import NAN_WORD
 from kernels.emulator.products import Products
 from kernels.emulator.program import LANES
 from kernels.emulator.syntax import Address, Immediate, Operand, Register, Symbol
+from kernels.emulator.tensor_moves import Moves
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
@@ -81,6 +82,7 @@ class Warp:
         self.lanes = np.arange(first, first + LANES)
         self.number = first // LANES
         self.products = Products(self)
+        self.moves = Moves(self)
         self._divergences: list[_Divergence] = []
         self.b16 = np.full((max(counts["b16"], 1), LANES), NAN_WORD >> 16, np.uint16)
         self.b32 = np.full((max(counts["b32"], 1), LANES), NAN_WORD, np.uint32)

@@ -1,4 +1,4 @@
-"""Ends the process that compiles PTX."""
+"""Ends the processes that compile PTX."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.emulator import attention
+from tests.emulator import attention, sm100_programs
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler() -> Iterator[None]:
-    """Shuts the compiling process down behind the last test."""
+    """Shuts the compiling processes down behind the last test."""
     yield
     attention.close()
+    sm100_programs.close()

@@ -283,7 +283,7 @@ def test_loops_of_different_lengths() -> None:
     [
         "bfind.u32 %r5, %r1;",
         "ld.global.nc.L1::no_allocate.b128 %rd4, [%rd1];",
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%rd1];",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r5], %rd1, %rd2, %r6, %p1;",
         "mul.rz.f32 %r5, %r6, %r7;",
     ],
 )

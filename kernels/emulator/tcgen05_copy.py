@@ -1,0 +1,203 @@
+"""tcgen05.ld, st and their waits: a warp moves registers from and to its quarter of tensor memory.
+
+A load's registers get their values at once or at tcgen05.wait::ld, a store's values reach tensor
+memory at once or at tcgen05.wait::st, as the policy says. Until the wait, a load's registers are
+NaN and must not be used. Sources are read when the store is issued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.emulator.barriers import uniform
+from kernels.emulator.memory import NAN_WORD, Fault
+from kernels.emulator.program import LANES, Effect
+from kernels.emulator.syntax import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Register,
+    Vector,
+)
+from kernels.emulator.tensor_memory import whole
+from kernels.emulator.tensor_moves import Move
+from kernels.emulator.tensor_order import Rectangle
+from kernels.emulator.warp import Reader, Warp, address_reader, reader
+
+if TYPE_CHECKING:
+    from kernels.emulator.tensor_memory import TensorMemory
+
+_QUARTERS = 4
+_MOST_REGISTERS = 128
+# Registers per repetition of a shape.
+_SHAPES = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How a warp's registers lie in tensor memory.
+
+    Attributes:
+      lanes: 16 or 32.
+      columns: of one piece.
+      pieces: rectangles, which lie `gap` columns apart.
+      lane_of, column_of, piece_of: cell of each (register, thread).
+    """
+
+    lanes: int
+    columns: int
+    pieces: int
+    lane_of: np.ndarray
+    column_of: np.ndarray
+    piece_of: np.ndarray
+
+    @functools.cached_property
+    def thread_of(self) -> np.ndarray:
+        """Thread of each cell: (pieces, lanes, columns)."""
+        threads = np.zeros((self.pieces, self.lanes, self.columns), np.int64)
+        lanes = np.broadcast_to(np.arange(LANES), self.lane_of.shape)
+        threads[self.piece_of, self.lane_of, self.column_of] = lanes
+        return threads
+
+
+@functools.cache
+def shape_of(name: str, repeats: int) -> Shape:
+    """The layout of `name` (32x32b, 16x64b, ...) with .x`repeats`."""
+    registers = _SHAPES[name] * repeats
+    register, thread = np.arange(registers)[:, None], np.arange(LANES)[None, :]
+    row, pair = thread // 4, thread % 4
+    zero = np.zeros((registers, LANES), np.int64)
+    if name == "32x32b":
+        return Shape(32, registers, 1, zero + thread, zero + register, zero)
+    if name == "16x32bx2":
+        return Shape(16, registers, 2, zero + thread % 16, zero + register, zero + thread // 16)
+    raise NotImplementedError(name, row, pair)
+
+
+def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    """The effect of a load, a store or their wait, or None if it is none."""
+    words = instruction.words
+    if words == ("tcgen05", "wait:ld", "sync", "aligned"):
+        return _wait_loads
+    if words == ("tcgen05", "wait:st", "sync", "aligned"):
+        return _wait_stores
+    if words[0] != "tcgen05" or words[1] not in ("ld", "st") or words[2:4] != ("sync", "aligned"):
+        return None
+    name, repeats, *rest = words[4:]
+    if name not in _SHAPES or repeats[0] != "x" or rest != ["b32"]:
+        return None
+    shape = shape_of(name, int(repeats[1:]))
+    if words[1] == "ld":
+        target, address, *gap = instruction.operands
+    else:
+        address, *gap, target = instruction.operands
+    where = _place(address, gap, symbols, shape)
+    registers = target.elements if isinstance(target, Vector) else (target,)
+    if len(registers) != len(shape.lane_of) or len(registers) > _MOST_REGISTERS:
+        return None
+    if words[1] == "ld":
+        return functools.partial(_load, shape, where, registers)
+    return functools.partial(_store, shape, where, [reader(x, "u32", symbols) for x in registers])
+
+
+Place = Callable[[Warp], tuple[Rectangle, ...]]
+
+
+def _place(address: Operand, gap: list[Operand], symbols: dict[str, int], shape: Shape) -> Place:
+    assert isinstance(address, Address)
+    address_of: Reader = address_reader(address, symbols)
+    offset = 0
+    if shape.pieces == 2:
+        (constant,) = gap
+        assert isinstance(constant, Immediate)
+        offset = constant.value
+
+    def place(warp: Warp) -> tuple[Rectangle, ...]:
+        value = uniform(address_of(warp), "the tensor memory's address")
+        lane, column, quarter = value >> 16, value & 0xFFFF, warp.index % _QUARTERS
+        first = LANES * quarter
+        if not first <= lane or lane + shape.lanes * shape.pieces > first + LANES:
+            raise Fault(
+                "lane-quarter",
+                f"lanes {lane}-{lane + shape.lanes * shape.pieces - 1} of tensor memory: "
+                f"warp {warp.index} may access lanes {first}-{first + LANES - 1}",
+            )
+        if (lane - first) % (shape.lanes * shape.pieces):
+            raise Fault("misaligned", f"tensor memory's lane {lane} for {shape.lanes} lanes")
+        rectangles = tuple(
+            Rectangle(lane + 16 * i, column + offset * i, shape.lanes, shape.columns)
+            for i in range(shape.pieces)
+        )
+        for rectangle in rectangles:
+            warp.cta.tensor.check(rectangle)
+        return rectangles
+
+    return place
+
+
+def _gather(tensor: TensorMemory, shape: Shape, rectangles: tuple[Rectangle, ...]) -> np.ndarray:
+    """Values of the registers, (registers, 32)."""
+    if shape.lanes == LANES:
+        return tensor.data[rectangles[0].cells].T
+    pieces = np.stack([tensor.data[rectangle.cells] for rectangle in rectangles])
+    return pieces[shape.piece_of, shape.lane_of, shape.column_of]
+
+
+def _scatter(
+    tensor: TensorMemory, shape: Shape, rectangles: tuple[Rectangle, ...], values: np.ndarray
+) -> None:
+    if shape.lanes == LANES:
+        tensor.data[rectangles[0].cells] = values.T
+        return
+    pieces = np.empty((shape.pieces, shape.lanes, shape.columns), np.uint32)
+    pieces[shape.piece_of, shape.lane_of, shape.column_of] = values
+    for piece, rectangle in zip(pieces, rectangles, strict=True):
+        tensor.data[rectangle.cells] = piece
+
+
+def _load(
+    shape: Shape, where: Place, registers: tuple[Operand, ...], warp: Warp, mask: np.ndarray
+) -> None:
+    whole(warp, mask)
+    tensor, rectangles = warp.cta.tensor, where(warp)
+    rows = np.array([r.index for r in registers if isinstance(r, Register)])
+    if tensor.shadow is not None:
+        for threads, rectangle in zip(shape.thread_of, rectangles, strict=True):
+            tensor.shadow.thread_reads(int(warp.lanes[0]) + threads, rectangle)
+    warp.b32[rows] = NAN_WORD
+
+    def perform() -> None:
+        warp.b32[rows] = _gather(tensor, shape, rectangles)
+
+    written = frozenset(r for r in registers if isinstance(r, Register))
+    warp.moves.issue(Move(rectangles, written, perform), loads=True)
+
+
+def _store(shape: Shape, where: Place, sources: list[Reader], warp: Warp, mask: np.ndarray) -> None:
+    whole(warp, mask)
+    tensor, rectangles = warp.cta.tensor, where(warp)
+    values = np.stack([source(warp) for source in sources])
+    if tensor.shadow is not None:
+        for threads, rectangle in zip(shape.thread_of, rectangles, strict=True):
+            tensor.shadow.thread_writes(int(warp.lanes[0]) + threads, rectangle)
+
+    def perform() -> None:
+        _scatter(tensor, shape, rectangles, values)
+
+    warp.moves.issue(Move(rectangles, frozenset(), perform), loads=False)
+
+
+def _wait_loads(warp: Warp, mask: np.ndarray) -> None:
+    whole(warp, mask)
+    warp.moves.wait_loads()
+
+
+def _wait_stores(warp: Warp, mask: np.ndarray) -> None:
+    whole(warp, mask)
+    warp.moves.wait_stores()
