@@ -1,10 +1,91 @@
 """Which tile comes when: the order of work that forward and backward share."""
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels.common import bands
+from kernels.common import bands, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """From a tile's index to its work. Tiles are dealt to the CTAs in rounds, to and fro.
+
+    To and fro, since tiles are sorted from long to short: who got the longest of one round gets
+    the shortest of the next.
+    """
+
+    extents: cute.Pointer
+    sizes: tuple  # batch, query_length, key_length, heads, kv_heads
+    window: tuple  # left, right
+    tiles: Int32
+    rounds: Int32
+
+    def tile(self, turn: Int32) -> Int32:
+        """Index of this CTA's tile in a round; past the last one where the round is not full."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return turn * ctas + Int32(cutlass.select_(turn % 2 == 0, cta, ctas - 1 - cta))
+
+
+def make_schedule(extents: cute.Pointer, sizes: tuple, window: tuple, rows: int) -> Schedule:
+    """The forward's schedule of query tiles of so many rows."""
+    batch, query_length, _, heads, _ = sizes
+    tiles = (query_length + rows - 1) // rows * heads * batch
+    ctas, _, _ = cute.arch.grid_dim()
+    return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One tile's work: query rows of one head of one batch element."""
+
+    first_row: Int32
+    head: Int32
+    kv_head: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardShape:
+    """What an assignment depends on besides the schedule.
+
+    Attributes:
+      m, n: query rows of a tile, keys of a block.
+      kv_row_bytes: of a key's row of K and of V together.
+      l2_bytes: share of the L2 that K and V of the heads in flight may fill.
+      band: whether the mask is a band; a dense kernel ignores the window.
+    """
+
+    m: int
+    n: int
+    kv_row_bytes: int
+    l2_bytes: int
+    band: bool
+
+
+def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
+    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
+    batch, query_length, key_length, heads, kv_heads = schedule.sizes
+    group = heads // kv_heads
+    rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
+    section = cutlass.max(rows_in_l2 // key_length, 1) * group
+    tiles = (query_length + shape.m - 1) // shape.m
+    tile, head_and_batch = nth_tile(index, section, heads * batch, tiles)
+    tile = tiles - 1 - tile if shape.band else tile
+    batch_index = head_and_batch // heads
+    head = head_and_batch - batch_index * heads
+    window = schedule.window if shape.band else None
+    band = batch_band(schedule.extents, batch_index, window)
+    first_row = tile * shape.m
+    blocks = bands.visited_blocks(band, first_row, shape.m, shape.n, tensors.INT32)
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < key_length)
+    return Work(first_row, head, head // group, batch_index, band, blocks, padded)
 
 
 def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[Int32, Int32]:

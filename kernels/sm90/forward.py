@@ -32,8 +32,8 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Param, Result
 from kernels.common import bands, launches, softmax, tensors
-from kernels.common.schedule import batch_band, nth_tile
-from kernels.sm90.forward_data import Maps, Schedule, Shared, Work, allocate
+from kernels.common.schedule import ForwardShape, Schedule, Work, assign, make_schedule
+from kernels.sm90.forward_data import Maps, Shared, allocate
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
 from kernels.sources import KernelSource
 
@@ -52,6 +52,13 @@ class Forward:
         self.tile = FORWARD_TILES[key.head_dim, key.band]
         self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
         self.turns = self.tile.mma_warpgroups > 1
+        self.shape = ForwardShape(
+            m=self.tile.m,
+            n=self.tile.n,
+            kv_row_bytes=2 * key.head_dim * 2,
+            l2_bytes=L2_BUDGET_BYTES,
+            band=key.band,
+        )
 
     @cute.jit
     def __call__(
@@ -154,10 +161,7 @@ class Forward:
         cute.arch.sync_threads()
 
         sizes = (batch, query_length, key_length, heads, kv_heads)
-        tiles = (query_length + self.tile.m - 1) // self.tile.m * heads * batch
-        ctas, _, _ = cute.arch.grid_dim()
-        rounds = (tiles + ctas - 1) // ctas
-        schedule = Schedule(extents, sizes, (window_left, window_right), tiles, rounds)
+        schedule = make_schedule(extents, sizes, (window_left, window_right), self.tile.m)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp_index == 0:
@@ -166,31 +170,13 @@ class Forward:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.multiply(maps, shared, schedule, lse, scale_log2, rescale_threshold_log2)
 
-    def assign(self, index: Int32, schedule: Schedule) -> Work:
-        """A tile's work: longest first within sections of heads whose K and V fill the L2."""
-        batch, query_length, key_length, heads, kv_heads = schedule.sizes
-        group = heads // kv_heads
-        rows_in_l2 = L2_BUDGET_BYTES // (2 * self.head_dim * 2)
-        section = cutlass.max(rows_in_l2 // key_length, 1) * group
-        tiles = (query_length + self.tile.m - 1) // self.tile.m
-        tile, head_and_batch = nth_tile(index, section, heads * batch, tiles)
-        tile = tiles - 1 - tile if cutlass.const_expr(self.band) else tile
-        batch_index = head_and_batch // heads
-        head = head_and_batch - batch_index * heads
-        window = schedule.window if self.band else None
-        band = batch_band(schedule.extents, batch_index, window)
-        first_row = tile * self.tile.m
-        blocks = bands.visited_blocks(band, first_row, self.tile.m, self.tile.n, tensors.INT32)
-        padded = (blocks.end * self.tile.n > band.key_length) & (band.key_length < key_length)
-        return Work(first_row, head, head // group, batch_index, band, blocks, padded)
-
     @cute.jit
     def load(self, maps: Maps, shared: Shared, schedule: Schedule):
         """Load warp: of every tile Q, then K and V of each block, last block first."""
         used = Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(turn) < schedule.tiles:
-                work = self.assign(schedule.tile(turn), schedule)
+                work = assign(schedule.tile(turn), schedule, self.shape)
                 self.load_tile(maps, shared, work, turn, used)
                 used += work.blocks.end - work.blocks.begin
 
@@ -242,7 +228,7 @@ class Forward:
         used = Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(turn) < schedule.tiles:
-                work = self.assign(schedule.tile(turn), schedule)
+                work = assign(schedule.tile(turn), schedule, self.shape)
                 row_lse = cute.make_tensor(
                     lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
                     cute.make_layout(query_length),

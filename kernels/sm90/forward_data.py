@@ -1,12 +1,11 @@
-"""Data of the Hopper forward: its operands, its schedule, its work, its memory."""
+"""Data of the Hopper forward: its operands and its memory."""
 
 import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
-from kernels.common import bands, tensors
+from kernels.common import tensors
 from kernels.sm90.tiles import ForwardTile
 
 
@@ -18,40 +17,6 @@ class Maps:
     k: cute.CopyAtom
     v: cute.CopyAtom
     o: cute.CopyAtom
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """From a tile's index to its work. Tiles are dealt to the CTAs in rounds, to and fro.
-
-    To and fro, since tiles are sorted from long to short: who got the longest of one round gets
-    the shortest of the next.
-    """
-
-    extents: cute.Pointer
-    sizes: tuple  # batch, query_length, key_length, heads, kv_heads
-    window: tuple  # left, right
-    tiles: Int32
-    rounds: Int32
-
-    def tile(self, turn: Int32) -> Int32:
-        """Index of this CTA's tile in a round; past the last one where the round is not full."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        return turn * ctas + Int32(cutlass.select_(turn % 2 == 0, cta, ctas - 1 - cta))
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One tile's work: query rows of one head of one batch element."""
-
-    first_row: Int32
-    head: Int32
-    kv_head: Int32
-    batch: Int32
-    band: bands.Band
-    blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
 
 
 @dataclasses.dataclass(frozen=True)
