@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.emulator import alu
+from kernels.emulator import alu, arithmetic
 from kernels.emulator.errors import PtxError
 from kernels.emulator.syntax import (
     Immediate,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kernels.emulator.warp import Warp
 
 LANES = 32
+_EXTREMES_OF_THREE = 3
 PARAMETER_BASE = 0x7F00_0000_0000
 """Generic address of the parameter block."""
 
@@ -269,7 +270,7 @@ class _Compiler:
     def call(self, instruction: Instruction) -> _Call | None:
         """The call of an arithmetic instruction, or None if it is none."""
         key, results, sources = _arrange(instruction)
-        operation = alu.OPERATIONS.get(key)
+        operation = arithmetic.OPERATIONS.get(key)
         if operation is None:
             return None
         if len(results) != len(operation.results) or len(sources) != len(operation.sources):
@@ -407,6 +408,8 @@ def _arrange(instruction: Instruction) -> tuple[str, list[Operand], list[Operand
     if not operands:
         return mnemonic, [], []
     results, sources = operands[:1], operands[1:]
+    if instruction.opcode in ("min", "max") and len(sources) == _EXTREMES_OF_THREE:
+        return f"three {mnemonic}", results, sources
     if instruction.opcode == "mov" and isinstance(results[0], Vector):
         return mnemonic.replace("mov", "unpack"), list(results[0].elements), sources
     if instruction.opcode == "mov" and isinstance(sources[0], Vector):

@@ -281,10 +281,10 @@ def test_loops_of_different_lengths() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "bfind.u32 %r5, %r1;",
+        "dp4a.u32.u32 %r5, %r1, %r6, %r7;",
         "ld.global.nc.L1::no_allocate.b128 %rd4, [%rd1];",
         "tcgen05.mma.ws.cta_group::1.kind::f16 [%r5], %rd1, %rd2, %r6, %p1;",
-        "mul.rz.f32 %r5, %r6, %r7;",
+        "cvt.rs.bf16x2.f32 %r5, %r6, %r7, %r8;",
     ],
 )
 def test_what_is_missing_is_named(body: str) -> None:
