@@ -37,6 +37,10 @@ def source(key: KernelKey) -> KernelSource:
     Raises:
       NotImplementedError: no kernel family has this key.
     """
+    if key.arch == "sm_100f" and key.kernel == Pass.FORWARD:
+        from kernels.sm100 import forward as blackwell_forward
+
+        return blackwell_forward.source(key)
     if key.arch != "sm_90a":
         raise NotImplementedError(f"no kernel source for {key.name}")
     from kernels.sm90 import backward, backward_ends, forward

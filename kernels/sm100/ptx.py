@@ -1,0 +1,66 @@
+"""Tensor memory by its instructions: one function, one instruction.
+
+An address names a lane in its upper and a column in its lower 16 bits. A warp reaches the 32 lanes
+that start at 32 times its place in its warpgroup; thread t of it, lane t of those. All functions
+are called by whole, converged warps.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+def _list(prefix: str, count: int, first: int = 0) -> str:
+    return "{" + ", ".join(f"{{${prefix}{first + i}}}" for i in range(count)) + "}"
+
+
+def tmem_load(address: Int32, columns: int) -> list[Float32]:
+    """tcgen05.ld of consecutive columns of the thread's lane, and the wait for it.
+
+    One statement, so that no use of a value can move before the wait. 32 columns an instruction:
+    the next wider ones ask for more registers than a thread has before setmaxnreg.
+    """
+    step = min(columns, 32)
+    loads = [
+        f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {_list('w', step, first)},"
+        f" [{{$r0}} + {first}];"
+        for first in range(0, columns, step)
+    ]
+    values = cute.arch.inline_ptx(
+        " ".join([*loads, "tcgen05.wait::ld.sync.aligned;"]),
+        write_only_types=[Float32] * columns,
+        read_only_args=[address],
+    )
+    return list(values)
+
+
+def tmem_store(address: Int32, values: list):
+    """tcgen05.st of one 32-bit value a column; `tmem_store_wait` completes it."""
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32"
+        f" [{{$r0}}], {_list('r', len(values), 1)};",
+        read_only_args=[address, *values],
+    )
+
+
+def tmem_store_wait():
+    """tcgen05.wait::st: the warp's stores have been made."""
+    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
+
+
+def fence_before_sync():
+    """Orders the thread's tensor-memory accesses before what it signals next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def fence_after_sync():
+    """Orders the thread's tensor-memory accesses behind what it has just waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def maximum(a: Float32, b: Float32, c: Float32) -> Float32:
+    """max.NaN.f32 of three values: one instruction on Blackwell; keeps NaN."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )

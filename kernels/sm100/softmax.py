@@ -1,0 +1,78 @@
+"""The arithmetic of online softmax where a thread holds a whole row: lists of values in and out.
+
+Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from kernels.common.softmax import exp2, finite_reference, fmax, select
+from kernels.sm100 import ptx
+
+
+def mask(scores: list[Float32], first_key: Int32, low: Int32, high: Int32) -> list[Float32]:
+    """Scores of keys outside [low, high) become -inf; scores[i] is key first_key + i."""
+    first, last = low - first_key, high - first_key
+    return [
+        select((i >= first) & (i < last), score, -Float32.inf) for i, score in enumerate(scores)
+    ]
+
+
+def maximum(scores: list[Float32], start: Float32) -> Float32:
+    """Largest of the scores and `start`, in four independent chains; NaN if any is."""
+    chains = [start, *scores[:3]]
+    rest = scores[3:]
+    while len(rest) >= 2:
+        for chain in range(4):
+            if len(rest) >= 2:
+                chains[chain] = ptx.maximum(chains[chain], rest[0], rest[1])
+                rest = rest[2:]
+    for value in rest:
+        chains[0] = fmax(chains[0], value)
+    return fmax(ptx.maximum(chains[0], chains[1], chains[2]), chains[3])
+
+
+def new_reference(scores: list[Float32], reference: Float32, lag_limit: Float32) -> Float32:
+    """Reference maximum of the row once this block is seen.
+
+    It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
+    need no rescaling; output, row sum and LSE share it, so the result is the same in exact
+    arithmetic.
+    (FlashAttention-4, conditional rescaling.)
+    """
+    largest = maximum(scores, reference)
+    # (-inf) - (-inf) is NaN and compares false: the reference is then set to the maximum.
+    return select(largest - reference <= lag_limit, reference, largest)
+
+
+def exponentiate(scores: list[Float32], shift: Float32, scale_log2: Float32) -> list[Float32]:
+    """exp2(score * scale_log2 - shift) of an even number of scores."""
+    scale, shift = (scale_log2, scale_log2), (-shift, -shift)
+    values = []
+    for pair in zip(scores[::2], scores[1::2], strict=True):
+        values += [exp2(x) for x in cute.arch.fma_packed_f32x2(pair, scale, shift)]
+    return values
+
+
+def total(values: list[Float32]) -> Float32:
+    """Sum of a row in four packed chains."""
+    pairs = list(zip(values[::2], values[1::2], strict=True))
+    chains = pairs[:4]
+    for i, pair in enumerate(pairs[4:]):
+        chains[i % 4] = cute.arch.add_packed_f32x2(chains[i % 4], pair)
+    halves = [cute.arch.add_packed_f32x2(chains[i], chains[i + 2]) for i in range(2)]
+    low, high = cute.arch.add_packed_f32x2(*halves)
+    return low + high
+
+
+def rescale_factor(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
+    """Factor that moves sums from reference `old` to `new` (0 if nothing was seen before)."""
+    return exp2((old - finite_reference(new)) * scale_log2)
+
+
+def multiply(values: list[Float32], factor: Float32) -> list[Float32]:
+    """An even number of values times a factor."""
+    products = []
+    for pair in zip(values[::2], values[1::2], strict=True):
+        products += cute.arch.mul_packed_f32x2(pair, (factor, factor))
+    return products
