@@ -29,8 +29,6 @@ SHARED_BASE = 1024
 RANK_SHIFT = 24
 """Addresses of shared memory carry the rank of the CTA in its cluster from this bit up."""
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
-SHARED_WINDOW = 0x7E00_0000_0000
-"""Generic address of shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +153,27 @@ class Cta:
         else:
             self.reductions.append(reduction)
 
+    def settle(self, region: Region, threads: np.ndarray, addresses: np.ndarray) -> None:
+        """Makes the reductions that these threads issued to what they now access themselves."""
+        if not any(reduction.region is region for reduction in self.reductions):
+            return
+        left = []
+        for reduction in self.reductions:
+            own = reduction.region is region and np.isin(reduction.threads, threads).any()
+            if own and np.isin(reduction.addresses, addresses).any():
+                reduction.perform(np.ones(len(reduction.threads), bool))
+            else:
+                left.append(reduction)
+        self.reductions = left
+
     def release_reductions(self, threads: np.ndarray) -> None:
         """Makes what these threads know to come before their release to the whole device."""
+        for cta in self.cluster.ctas:
+            if cta.reductions:
+                cta.make_known_reductions(threads)
+
+    def make_known_reductions(self, threads: np.ndarray) -> None:
+        """Makes the reductions of this CTA that these threads of the cluster know of."""
         if self.order is None:
             return
         known = self.order.clock[threads].max(0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.emulator.cta import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
+from kernels.emulator.cta import OFFSET_MASK, RANK_SHIFT
 from kernels.emulator.memory import Fault
-from kernels.emulator.program import Effect
+from kernels.emulator.program import SHARED_WINDOW, Effect
 from kernels.emulator.syntax import Address, Instruction, Operand, Register
 from kernels.emulator.warp import YIELD, Reader, Wait, Warp, Yield, address_reader, reader, write
 

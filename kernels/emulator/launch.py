@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,11 +80,11 @@ def launch(
     program, static_bytes = _program(ptx, kernel)
     _check_launch(entry, grid, block, static_bytes + dynamic_smem)
     _check_cluster(entry, grid, cluster)
-    block_of_parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
+    parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
     machine = Machine(
         program,
         Geometry(grid, block, cluster, static_bytes + dynamic_smem),
-        GlobalMemory(memory or {}, block_of_parameters),
+        GlobalMemory(memory or {}, (parameters, *_variables(entry))),
         policy or Policy(),
         seed,
     )
@@ -169,3 +169,11 @@ def _by_mnemonic(program: Program, counts: np.ndarray) -> Counter[str]:
             for instruction in instructions:
                 result[instruction.mnemonic] += int(count)
     return result
+
+
+def _variables(entry: Kernel) -> Iterator[Region]:
+    """The module's variables in global and constant memory."""
+    for variable in entry.variables:
+        data = np.frombuffer(variable.data, np.uint8)
+        shared = variable.space == "global"
+        yield Region(variable.name, variable.address, data.copy() if shared else data, shared)

@@ -12,9 +12,13 @@ import numpy as np
 
 from kernels.emulator import (
     access,
+    atomics,
+    copies,
     distributed,
     lanes,
+    matrices,
     products,
+    spaces,
     synchronise,
     tcgen05_commit,
     tcgen05_copy,
@@ -25,8 +29,8 @@ from kernels.emulator import (
 )
 from kernels.emulator.cluster import Cluster
 from kernels.emulator.cta import SHARED_BASE, Cta, Reduction
-from kernels.emulator.device_order import DeviceOrder
 from kernels.emulator.errors import EmulationError, Place, PtxError
+from kernels.emulator.global_order import GlobalOrder
 from kernels.emulator.memory import Fault, GlobalMemory
 from kernels.emulator.parser import parameter_offsets
 from kernels.emulator.policy import Policy
@@ -44,6 +48,10 @@ _BINDERS = (
     tma,
     products,
     distributed,
+    atomics,
+    matrices,
+    copies,
+    spaces,
     tensor_memory,
     tcgen05_commit,
     tcgen05_copy,
@@ -60,6 +68,12 @@ def bind_program(kernel: Kernel) -> tuple[Program, int]:
         position = -(-position // variable.alignment) * variable.alignment
         symbols[variable.name] = position
         position += variable.size or 0
+    local = 0
+    for variable in kernel.local:
+        local = -(-local // variable.alignment) * variable.alignment
+        symbols[variable.name] = local
+        local += variable.size or 0
+    symbols |= {variable.name: variable.address for variable in kernel.variables}
     offsets = parameter_offsets(kernel.parameters)
     for parameter, offset in zip(kernel.parameters, offsets, strict=True):
         symbols[parameter.name] = offset
@@ -118,7 +132,9 @@ class Machine:
         self.rng = np.random.default_rng(seed)
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
         self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
-        self.device_order = DeviceOrder() if policy.ordered_reductions else None
+        self.global_order = None
+        if policy.races:
+            self.global_order = GlobalOrder(policy.global_races, policy.ordered_reductions)
         self.stuck = False
         self._steps = 0
         self._leftover: list[Reduction] = []
@@ -127,6 +143,12 @@ class Machine:
     def coin(self) -> bool:
         """A fair choice, unless the schedule is in order."""
         return self.policy.schedule != "in_order" and bool(self.rng.integers(2))
+
+    def shuffled(self, things: list[int]) -> list[int]:
+        """The things in any order, unless the schedule is in order."""
+        if self.policy.schedule == "in_order":
+            return things
+        return [things[i] for i in self.rng.permutation(len(things))]
 
     def early(self) -> bool:
         """Whether an asynchronous operation that was just issued happens at once."""
@@ -320,6 +342,10 @@ class Machine:
             if cta.bulk_open.get(int(thread)) or cta.bulk_groups.get(int(thread)):
                 message = "exits before its bulk stores have been waited for"
                 raise Fault("outstanding", message, int(thread) % LANES)
+        for lane in np.flatnonzero(mask).tolist():
+            if warp.copies.left(lane):
+                message = "exits before its cp.async copies have been waited for"
+                raise Fault("outstanding", message, lane)
         warp.leave(mask)
         cta.cluster.barrier.leave(threads)
 

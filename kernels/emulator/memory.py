@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,13 @@ class Fault(Exception):
 
 
 class Region:
-    """Consecutive bytes from address `base`; those of a read-only array must not be written."""
+    """Consecutive bytes from address `base`; those of a read-only array must not be written.
 
-    def __init__(self, name: str, base: int, data: np.ndarray):
+    All CTAs share a region that is `global_`.
+    """
+
+    def __init__(self, name: str, base: int, data: np.ndarray, global_: bool = False):
+        self.global_ = global_
         self.name, self.base, self.data, self.end = name, base, data, base + data.size
         self.writable = data.flags.writeable
         self._views = {
@@ -76,13 +80,13 @@ class Region:
 
 
 class GlobalMemory:
-    """Global memory and the parameter block, at the addresses that the launch gave.
+    """Global memory, parameters and constants, at the addresses that the launch gave.
 
     `version` counts writes, so that a polling warp can sleep until there is news.
     """
 
-    def __init__(self, memory: Mapping[int, Any], parameters: Region):
-        regions = [parameters]
+    def __init__(self, memory: Mapping[int, Any], own: Iterable[Region]):
+        regions = list(own)
         for address, buffer in memory.items():
             view = memoryview(buffer)
             if address % 16:
@@ -90,7 +94,7 @@ class GlobalMemory:
             if not view.c_contiguous:
                 raise ValueError(f"memory at {address:#x} is not contiguous")
             data = np.frombuffer(view, np.uint8)
-            regions.append(Region(f"global memory at {address:#x}", address, data))
+            regions.append(Region(f"global memory at {address:#x}", address, data, True))
         self._regions = sorted(regions, key=lambda region: region.base)
         self._starts = [region.base for region in self._regions]
         for below, above in zip(self._regions, self._regions[1:], strict=False):

@@ -68,6 +68,8 @@ class Clocks:
         self.now = np.ones(threads // LANES, np.int32)
         self.events: dict[int, int] = {}
         self.later: dict[int, Knowledge] = {}
+        self.later_events: dict[int, int] = {}
+        self.published_events: dict[int, int] = {}
         self.published: np.ndarray | None = None
         """What fences have made ready for relaxed operations to carry; none before the first."""
 
@@ -102,6 +104,7 @@ class Order:
         self._reader, self._read = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
         self._events = clocks.events
         self._warp_read: dict[int, np.ndarray] = {}
+        self._atomic: np.ndarray | None = None
         self._touched = np.zeros(coarse, bool)
         self._async_writer = np.zeros(coarse, np.int16)
         self._async_written = np.zeros(coarse, np.int32)
@@ -239,9 +242,48 @@ class Order:
         self._check_written(self.clock, threads, fine, coarse, "writes")
         known = self.clock[threads]
         self._check_reads(known, fine, coarse, int(threads[0]) // LANES)
+        self._record_writes(threads, fine, coarse)
+        if self._atomic is not None:
+            self._atomic[fine] = False
+
+    def _record_writes(self, threads: np.ndarray, fine: np.ndarray, coarse: np.ndarray) -> None:
         self._writer[fine] = threads[:, None]
         self._written[fine] = self.now[int(threads[0]) // LANES]
         self._touched[coarse] = True
+
+    def thread_updates(
+        self, threads: np.ndarray, addresses: np.ndarray, size: int, polls: bool = False
+    ) -> None:
+        """Atomic updates, or with `polls` atomic loads: they race with plain accesses alone."""
+        if self._atomic is None:
+            self._atomic = np.zeros(self._sizes[0], bool)
+        fine, coarse = self._entries(addresses, size)
+        rows = threads[:, None]
+        late = (self._written[fine] > self.clock[rows, self._writer[fine]]) & ~self._atomic[fine]
+        late |= np.repeat(
+            self._async_written[coarse] > self.clock[rows, self._async_writer[coarse]],
+            -(-fine.shape[1] // coarse.shape[1]),
+            1,
+        )[:, : fine.shape[1]]
+        if late.any():
+            self._check_written(self.clock, threads, fine, coarse, "updates")
+        if polls:
+            return
+        self._check_reads(self.clock[threads], fine, coarse, int(threads[0]) // LANES)
+        self._record_writes(threads, fine, coarse)
+        self._atomic[fine] = True
+
+    def copy_writes(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
+        """Writes by cp.async, which even the issuing threads must wait for."""
+        self.thread_writes(threads, addresses, size)
+        self._written[self._entries(addresses, size)[0]] = PENDING
+
+    def copies_done(self, threads: np.ndarray, addresses: np.ndarray) -> None:
+        """These threads' writes at those addresses, of 4 to 16 bytes each, have been waited for."""
+        fine = self._entries(addresses, _COARSE)[0]
+        fine = fine[(fine < self._sizes[0]).all(1)]
+        mine = (self._written[fine] == PENDING) & np.isin(self._writer[fine], threads)
+        self._written[fine[mine]] = self.now[int(threads[0]) // LANES]
 
     def async_reads(self, threads: np.ndarray, coarse: np.ndarray) -> None:
         """An asynchronous operation that these threads of one warp issue reads these chunks."""

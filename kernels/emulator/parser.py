@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 from kernels.emulator.errors import PtxError
 from kernels.emulator.syntax import (
@@ -25,6 +26,7 @@ from kernels.emulator.syntax import (
     SharedVariable,
     SpecialRegister,
     Symbol,
+    Variable,
     Vector,
 )
 
@@ -38,6 +40,13 @@ _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf]\d+)(?:\s+\.ptr[^,]*?)?\s+([\w$]+)(?:\[(\d+)\])?$"
 )
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;")
+_LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]$")
+_VARIABLE = re.compile(
+    r"^\s*(?:\.visible\s+|\.extern\s+)?\.(global|const)\s+(?:\.align\s+(\d+)\s+)?\.([bsuf]\d+)\s+"
+    r"([\w$]+)(?:\[(\d*)\])?\s*(?:=\s*(\{[^}]*\}|[^;]+))?;",
+    re.MULTILINE,
+)
+_VARIABLES_BASE = 0x7C00_0000_0000
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _REQNCTAPERCLUSTER = re.compile(r"\.reqnctapercluster\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _MAXCLUSTERRANK = re.compile(r"\.maxclusterrank\s+(\d+)")
@@ -54,7 +63,7 @@ _SPECIAL = re.compile(
     r"|%(tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]"
 )
 _PORTABLE_CLUSTER = 8
-_BANKS = {"pred": "pred"} | {
+_BANKS = {"pred": "pred", "b128": "b128", "b8": "b16", "s8": "b16", "u8": "b16"} | {
     f"{kind}{bits}": f"b{bits}" for kind in "busf" for bits in (16, 32, 64)
 }
 
@@ -79,9 +88,10 @@ def parse(text: str) -> Module:
         SharedVariable(name, int(alignment), int(size) if size else None)
         for alignment, name, size in _SHARED.findall(text)
     )
+    variables = tuple(_variables(text))
     kernels = {}
     for entry in _ENTRY.finditer(text):
-        kernel = _kernel(text, entry, shared)
+        kernel = dataclasses.replace(_kernel(text, entry, shared), variables=variables)
         kernels[kernel.name] = kernel
     return Module(version, header[3], kernels)
 
@@ -96,11 +106,33 @@ def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...])
         instructions=tuple(body.instructions),
         labels=body.labels,
         registers=body.registers,
+        local=tuple(body.local),
         block=_sizes(_REQNTID.search(entry[3])),
         cluster=_sizes(_REQNCTAPERCLUSTER.search(entry[3])),
         explicit_cluster=".explicitcluster" in entry[3],
         most_ctas=_PORTABLE_CLUSTER if most_ctas is None else int(most_ctas[1]),
     )
+
+
+def _variables(text: str) -> Iterator[Variable]:
+    """Variables of the module in global and constant memory, one behind the other."""
+    address = _VARIABLES_BASE
+    for match in _VARIABLE.finditer(text):
+        space, alignment, kind, name, count, values = match.groups()
+        size = int(kind[1:]) // 8
+        address = -(-address // max(int(alignment or size), 16)) * max(int(alignment or size), 16)
+        words = [value.strip() for value in (values or "").strip("{} ").split(",") if value.strip()]
+        data = b"".join(_initial(word, size) for word in words)
+        whole = size * (int(count) if count else max(len(words), 1))
+        yield Variable(name, space, address, data.ljust(whole, b"\0"))
+        address += whole
+
+
+def _initial(word: str, size: int) -> bytes:
+    if not re.fullmatch(r"-?(0[xXfFdD])?[0-9a-fA-F]+U?", word):
+        raise PtxError(f"unknown initial value {word}")
+    bits = int(word[2:], 16) if word[:2].lower() in ("0f", "0d") else int(word.rstrip("U"), 0)
+    return (bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
 
 def _sizes(match: re.Match[str] | None) -> tuple[int, int, int] | None:
@@ -131,7 +163,8 @@ class _Body:
     def __init__(self, text: str, start: int):
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
-        self.registers: dict[str, int] = {"pred": 0, "b16": 0, "b32": 0, "b64": 0}
+        self.registers: dict[str, int] = {"pred": 0, "b16": 0, "b32": 0, "b64": 0, "b128": 0}
+        self.local: list[SharedVariable] = []
         self._text, self._scopes, self._count = text, [_Scope(0)], 1
         self._line, self._line_at = text.count("\n", 0, start) + 1, start
         self._read(start)
@@ -167,6 +200,11 @@ class _Body:
     def _statement(self, text: str) -> None:
         if text.startswith(".reg"):
             self._declare(text)
+        elif text.startswith(".local"):
+            local = _LOCAL.match(text)
+            if local is None:
+                raise PtxError(f"line {self._line}: unknown declaration {text}")
+            self.local.append(SharedVariable(local[2], int(local[1]), int(local[3])))
         elif not text.startswith(".pragma"):
             self.instructions.append(self._instruction(text))
 

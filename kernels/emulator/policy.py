@@ -17,6 +17,8 @@ class Policy:
         something needs them or nothing else can run, "early" is at once, "random" either.
       resident_ctas: CTAs that run at a time; they start in the order of their index.
       races: check that accesses to shared memory are ordered and fenced.
+      global_races: check that accesses to global memory are ordered and fenced, too. Needs `races`;
+        takes time and memory, for every buffer that the kernel touches.
       ordered_reductions: all additions to an address must happen in one order; for kernels that
         promise it. Needs `races`.
       tensor_fences: tensor memory asks for tcgen05.fence around barriers, as the PTX ISA does.
@@ -27,6 +29,7 @@ class Policy:
     asynchronous: Literal["late", "early", "random"] = "late"
     resident_ctas: int = 4
     races: bool = True
+    global_races: bool = False
     ordered_reductions: bool = False
     tensor_fences: bool = True
     most_steps: int = 20_000_000

@@ -36,6 +36,19 @@ LANES = 32
 _EXTREMES_OF_THREE = 3
 PARAMETER_BASE = 0x7F00_0000_0000
 """Generic address of the parameter block."""
+LOCAL_WINDOW = 0x7D00_0000_0000
+"""Generic address of every thread's local memory."""
+SHARED_WINDOW = 0x7E00_0000_0000
+"""Generic address of shared memory."""
+_WINDOWS = {
+    "param": PARAMETER_BASE,
+    "local": LOCAL_WINDOW,
+    "shared": SHARED_WINDOW,
+    "shared::cta": SHARED_WINDOW,
+    "shared::cluster": SHARED_WINDOW,
+    "global": 0,
+    "const": 0,
+}
 
 Effect = Callable[["Warp", np.ndarray], Any]
 """An instruction with an effect, bound to its operands; called with the lanes that execute it."""
@@ -414,6 +427,9 @@ def _arrange(instruction: Instruction) -> tuple[str, list[Operand], list[Operand
         return mnemonic.replace("mov", "unpack"), list(results[0].elements), sources
     if instruction.opcode == "mov" and isinstance(sources[0], Vector):
         return mnemonic.replace("mov", "pack"), results, list(sources[0].elements)
-    if mnemonic == "cvta.param.u64":
-        return "add.u64", results, [*sources, Immediate(PARAMETER_BASE)]
+    if instruction.opcode == "cvta" and mnemonic.endswith(".u64"):
+        space = mnemonic.removeprefix("cvta.").removeprefix("to.").removesuffix(".u64")
+        if space in _WINDOWS:
+            way = "sub.u64" if mnemonic.startswith("cvta.to.") else "add.u64"
+            return way, results, [*sources, Immediate(_WINDOWS[space])]
     return mnemonic, results, sources

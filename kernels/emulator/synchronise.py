@@ -308,5 +308,8 @@ def _fence_proxy(warp: Warp, mask: np.ndarray) -> None:
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:
     """fence.acq_rel, fence.sc, membar: scopes are all taken as wide enough."""
-    if warp.cta.order is not None:
-        warp.cta.order.fence(warp.lanes[mask])
+    cta, threads = warp.cta, warp.lanes[mask]
+    cta.release_reductions(threads)
+    if cta.order is not None and cta.machine.global_order is not None:
+        cta.machine.global_order.fence(cta.cluster.number, cta.order, threads)
+        cta.order.fence(threads)

@@ -97,7 +97,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class SharedVariable:
-    """A variable in shared memory; `size` is None for the launch's dynamic part."""
+    """A variable in shared or local memory; `size` is None for the launch's dynamic part."""
 
     name: str
     alignment: int
@@ -105,10 +105,22 @@ class SharedVariable:
 
 
 @dataclasses.dataclass(frozen=True)
+class Variable:
+    """A module's variable in global or constant memory, its address and initial value."""
+
+    name: str
+    space: str
+    address: int
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """One entry of a module.
 
     Attributes:
+      local: variables that every thread has of its own.
+      variables: of the module, in global and constant memory.
       labels: index of the instruction that follows each label.
       registers: rows of each bank.
       block: the block size that it was compiled for, or None.
@@ -127,6 +139,13 @@ class Kernel:
     cluster: tuple[int, int, int] | None = None
     explicit_cluster: bool = False
     most_ctas: int = 8
+    local: tuple[SharedVariable, ...] = ()
+    variables: tuple[Variable, ...] = ()
+
+    @property
+    def local_bytes(self) -> int:
+        """Local memory of a thread, with room for alignment."""
+        return sum((variable.size or 0) + variable.alignment for variable in self.local)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ import numpy as np
 
 from kernels.emulator.syntax import Instruction
 
+_LANES = 32
+
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
     from kernels.emulator.warp import Warp
@@ -29,3 +31,15 @@ class Transfer:
     perform: Callable[[], None]
     chunks: np.ndarray
     made: bool = False
+
+
+class Copies:
+    """The copies of a warp that its lanes have not waited for: open ones and groups, by lane."""
+
+    def __init__(self) -> None:
+        self.open: list[list[Transfer]] = [[] for _ in range(_LANES)]
+        self.groups: list[list[list[Transfer]]] = [[] for _ in range(_LANES)]
+
+    def left(self, lane: int) -> bool:
+        """Whether a lane has copies that it has not waited for."""
+        return bool(self.open[lane]) or any(self.groups[lane])

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.emulator import alu
-from kernels.emulator.memory import NAN_WORD
+from kernels.emulator.memory import NAN_WORD, Region, uninitialised
 from kernels.emulator.products import Products
 from kernels.emulator.program import LANES
 from kernels.emulator.syntax import Address, Immediate, Operand, Register, Symbol
 from kernels.emulator.tensor_moves import Moves
+from kernels.emulator.transfers import Copies
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
@@ -76,17 +77,21 @@ class Warp:
         self.done = False
         self.waiting: Wait | None = None
         self.retrying: tuple[int, int] | None = None
-        self.polled: tuple[int, bytes, bytes, int] | None = None
+        self.polled: tuple[int, bytes, bytes, tuple[int, int]] | None = None
         self.attempts = 0
         first = cta.rank * cta.machine.threads + index * LANES
         self.lanes = np.arange(first, first + LANES)
         self.number = first // LANES
         self.products = Products(self)
+        self.copies = Copies()
+        local = uninitialised(-(-cta.machine.program.kernel.local_bytes // 16) * 16 * LANES)
+        self.local = Region("local memory", 0, local)
         self.moves = Moves(self)
         self._divergences: list[_Divergence] = []
         self.b16 = np.full((max(counts["b16"], 1), LANES), NAN_WORD >> 16, np.uint16)
         self.b32 = np.full((max(counts["b32"], 1), LANES), NAN_WORD, np.uint32)
         self.b64 = np.full((max(counts["b64"], 1), LANES), NAN_WORD << 32, np.uint64)
+        self.b128 = np.full((max(counts["b128"], 1), LANES, 2), NAN_WORD << 32, np.uint64)
         banks = {"16": self.b16, "32": self.b32, "64": self.b64}
         self.pred = list(np.zeros((max(counts["pred"], 1), LANES), bool))
         for view, dtype in alu.DTYPES.items():
