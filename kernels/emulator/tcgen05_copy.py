@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _QUARTERS = 4
 _MOST_REGISTERS = 128
+_REPEATS = {f"x{1 << i}" for i in range(8)}
 # Registers per repetition of a shape.
 _SHAPES = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
 
@@ -46,8 +47,9 @@ class Shape:
     Attributes:
       lanes: 16 or 32.
       columns: of one piece.
-      pieces: rectangles, which lie `gap` columns apart.
-      lane_of, column_of, piece_of: cell of each (register, thread).
+      pieces: rectangles of the same lanes; the second has a column of its own.
+      lane_of, column_of, piece_of: cell of each (register, thread); the first of two if `halves`.
+      halves: a register holds the low 16 bits of two columns.
     """
 
     lanes: int
@@ -56,28 +58,46 @@ class Shape:
     lane_of: np.ndarray
     column_of: np.ndarray
     piece_of: np.ndarray
+    halves: bool
 
     @functools.cached_property
     def thread_of(self) -> np.ndarray:
         """Thread of each cell: (pieces, lanes, columns)."""
         threads = np.zeros((self.pieces, self.lanes, self.columns), np.int64)
-        lanes = np.broadcast_to(np.arange(LANES), self.lane_of.shape)
-        threads[self.piece_of, self.lane_of, self.column_of] = lanes
+        owners = np.broadcast_to(np.arange(LANES), self.lane_of.shape)
+        for column in (0, 1) if self.halves else (0,):
+            threads[self.piece_of, self.lane_of, self.column_of + column] = owners
         return threads
+
+    @property
+    def plain(self) -> bool:
+        """Whether a thread is a lane and a register a column."""
+        return self.lanes == LANES and not self.halves
 
 
 @functools.cache
-def shape_of(name: str, repeats: int) -> Shape:
-    """The layout of `name` (32x32b, 16x64b, ...) with .x`repeats`."""
-    registers = _SHAPES[name] * repeats
+def shape_of(name: str, repeats: int, halves: bool) -> Shape:
+    """The layout of `name` (32x32b, 16x64b, ...) with .x`repeats`, packed in halves or not.
+
+    Figures of the PTX ISA, "matrix fragments" of tcgen05.ld and st. A repetition lies behind the
+    one before it.
+    """
+    each = _SHAPES[name]
+    registers = each * repeats
     register, thread = np.arange(registers)[:, None], np.arange(LANES)[None, :]
-    row, pair = thread // 4, thread % 4
+    upper = 8 * (register // max(each // 2, 1) % 2)
+    lane, column, piece = {
+        "32x32b": (thread, register, 0),
+        "16x64b": (thread // 4 + 8 * (thread % 2), thread // 2 % 2 + 2 * register, 0),
+        "16x128b": (thread // 4 + upper, thread % 4 + 4 * (register // 2), 0),
+        "16x256b": (thread // 4 + upper, 2 * (thread % 4) + register % 2 + 8 * (register // 4), 0),
+        "16x32bx2": (thread % 16, register, thread // 16),
+    }[name]
     zero = np.zeros((registers, LANES), np.int64)
-    if name == "32x32b":
-        return Shape(32, registers, 1, zero + thread, zero + register, zero)
-    if name == "16x32bx2":
-        return Shape(16, registers, 2, zero + thread % 16, zero + register, zero + thread // 16)
-    raise NotImplementedError(name, row, pair)
+    lane, column, piece = lane + zero, (column + zero) * (1 + halves), piece + zero
+    pieces = int(piece.max()) + 1
+    columns = int(column.max()) + 1 + halves
+    return Shape(int(lane.max()) + 1, columns, pieces, lane, column, piece, halves)
 
 
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
@@ -90,16 +110,19 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     if words[0] != "tcgen05" or words[1] not in ("ld", "st") or words[2:4] != ("sync", "aligned"):
         return None
     name, repeats, *rest = words[4:]
-    if name not in _SHAPES or repeats[0] != "x" or rest != ["b32"]:
+    packing = {"ld": "pack:16b", "st": "unpack:16b"}[words[1]]
+    if name not in _SHAPES or repeats not in _REPEATS or rest not in (["b32"], [packing, "b32"]):
         return None
-    shape = shape_of(name, int(repeats[1:]))
+    shape = shape_of(name, int(repeats[1:]), len(rest) == 2)
+    if len(shape.lane_of) > _MOST_REGISTERS:
+        return None
     if words[1] == "ld":
         target, address, *gap = instruction.operands
     else:
         address, *gap, target = instruction.operands
     where = _place(address, gap, symbols, shape)
     registers = target.elements if isinstance(target, Vector) else (target,)
-    if len(registers) != len(shape.lane_of) or len(registers) > _MOST_REGISTERS:
+    if len(registers) != len(shape.lane_of):
         return None
     if words[1] == "ld":
         return functools.partial(_load, shape, where, registers)
@@ -122,16 +145,16 @@ def _place(address: Operand, gap: list[Operand], symbols: dict[str, int], shape:
         value = uniform(address_of(warp), "the tensor memory's address")
         lane, column, quarter = value >> 16, value & 0xFFFF, warp.index % _QUARTERS
         first = LANES * quarter
-        if not first <= lane or lane + shape.lanes * shape.pieces > first + LANES:
+        if not first <= lane <= first + LANES - shape.lanes:
             raise Fault(
                 "lane-quarter",
-                f"lanes {lane}-{lane + shape.lanes * shape.pieces - 1} of tensor memory: "
-                f"warp {warp.index} may access lanes {first}-{first + LANES - 1}",
+                f"lanes {lane}-{lane + shape.lanes - 1} of tensor memory: warp {warp.index} may "
+                f"access lanes {first}-{first + LANES - 1}",
             )
-        if (lane - first) % (shape.lanes * shape.pieces):
+        if lane % shape.lanes:
             raise Fault("misaligned", f"tensor memory's lane {lane} for {shape.lanes} lanes")
         rectangles = tuple(
-            Rectangle(lane + 16 * i, column + offset * i, shape.lanes, shape.columns)
+            Rectangle(lane, column + offset * i, shape.lanes, shape.columns)
             for i in range(shape.pieces)
         )
         for rectangle in rectangles:
@@ -143,20 +166,31 @@ def _place(address: Operand, gap: list[Operand], symbols: dict[str, int], shape:
 
 def _gather(tensor: TensorMemory, shape: Shape, rectangles: tuple[Rectangle, ...]) -> np.ndarray:
     """Values of the registers, (registers, 32)."""
-    if shape.lanes == LANES:
+    if shape.plain:
         return tensor.data[rectangles[0].cells].T
     pieces = np.stack([tensor.data[rectangle.cells] for rectangle in rectangles])
-    return pieces[shape.piece_of, shape.lane_of, shape.column_of]
+    values = pieces[shape.piece_of, shape.lane_of, shape.column_of]
+    if not shape.halves:
+        return values
+    upper = pieces[shape.piece_of, shape.lane_of, shape.column_of + 1]
+    return values & np.uint32(0xFFFF) | upper << np.uint32(16)
 
 
 def _scatter(
     tensor: TensorMemory, shape: Shape, rectangles: tuple[Rectangle, ...], values: np.ndarray
 ) -> None:
-    if shape.lanes == LANES:
+    if shape.plain:
         tensor.data[rectangles[0].cells] = values.T
         return
     pieces = np.empty((shape.pieces, shape.lanes, shape.columns), np.uint32)
-    pieces[shape.piece_of, shape.lane_of, shape.column_of] = values
+    if shape.halves:
+        # Nothing says what the upper half of a column gets.
+        unknown, low = np.uint32(NAN_WORD & 0xFFFF0000), values & np.uint32(0xFFFF)
+        pieces[shape.piece_of, shape.lane_of, shape.column_of] = low | unknown
+        upper = values >> np.uint32(16) | unknown
+        pieces[shape.piece_of, shape.lane_of, shape.column_of + 1] = upper
+    else:
+        pieces[shape.piece_of, shape.lane_of, shape.column_of] = values
     for piece, rectangle in zip(pieces, rectangles, strict=True):
         tensor.data[rectangle.cells] = piece
 
