@@ -388,7 +388,8 @@ class Order:
                 at = self.base + int(coarse[late][0]) * _COARSE
                 self._fail_reading(at, warp, "an asynchronous operation")
         for column, plane in self._pipe_read.items():
-            late = plane[coarse] > known[:, column][:, None]
+            # A slot's clock starts below zero, which is the number of no operation.
+            late = plane[coarse] > np.maximum(known[:, column], 0)[:, None]
             if late.any():
                 at = int(coarse[late][0]) * _COARSE
                 raise Fault(
