@@ -1,7 +1,8 @@
 """Runs the kernels' PTX on a CPU, under timing meaner than hardware's."""
 
 from kernels.emulator.errors import EmulationError, PtxError
-from kernels.emulator.launch import Report, launch
+from kernels.emulator.launch import launch
 from kernels.emulator.policy import Policy
+from kernels.emulator.report import Report
 
 __all__ = ["EmulationError", "Policy", "PtxError", "Report", "launch"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,30 +14,12 @@ from kernels.emulator.machine import Geometry, Machine, bind_program
 from kernels.emulator.memory import GlobalMemory, Region
 from kernels.emulator.parser import parameter_offsets, parse
 from kernels.emulator.policy import Policy
-from kernels.emulator.program import PARAMETER_BASE, Program, Run
+from kernels.emulator.program import PARAMETER_BASE, Program
+from kernels.emulator.report import Costs, Report, check_roles, costs
 from kernels.emulator.syntax import Kernel
 
 MOST_SHARED_BYTES = 227 * 1024
 _MOST_THREADS = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What a launch did.
-
-    Attributes:
-      instructions: warp instructions executed, by warp index and mnemonic, summed over CTAs.
-      seconds: time that the emulation took.
-    """
-
-    kernel: str
-    instructions: tuple[Counter[str], ...]
-    seconds: float
-
-    @property
-    def total(self) -> int:
-        """All warp instructions."""
-        return sum(sum(counter.values()) for counter in self.instructions)
 
 
 def launch(
@@ -54,6 +34,7 @@ def launch(
     memory: Mapping[int, Any] | None = None,
     policy: Policy | None = None,
     seed: int = 0,
+    roles: Mapping[str, Sequence[int]] | None = None,
 ) -> Report:
     """Runs a kernel; what it writes is in the buffers of `memory` afterwards.
 
@@ -68,6 +49,7 @@ def launch(
       memory: buffers by their address on the device; the kernel must not write read-only ones.
       policy: how mean the run is.
       seed: of every choice that the policy leaves open.
+      roles: names for sets of warp indices, by which the report adds up.
 
     Raises:
       PtxError: the text is not PTX that the emulator can run.
@@ -77,9 +59,10 @@ def launch(
     start = time.perf_counter()
     prepare(ptx, kernel)
     entry = parse(ptx).kernels[kernel]
-    program, static_bytes = _program(ptx, kernel)
+    program, static_bytes, static = _program(ptx, kernel)
     _check_launch(entry, grid, block, static_bytes + dynamic_smem)
     _check_cluster(entry, grid, cluster)
+    roles = check_roles(roles, math.prod(block) // 32)
     parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
     machine = Machine(
         program,
@@ -90,8 +73,16 @@ def launch(
     )
     with np.errstate(all="ignore"):
         machine.run()
-    instructions = tuple(_by_mnemonic(program, counts) for counts in machine.counts)
-    return Report(kernel, instructions, time.perf_counter() - start)
+    return Report(
+        kernel=kernel,
+        grid=grid,
+        roles=roles,
+        instructions=tuple(tally.instructions(static) for tally in machine.tallies),
+        quantities=tuple(tally.quantities(static) for tally in machine.tallies),
+        shared_bytes=static_bytes + dynamic_smem,
+        tensor_columns=machine.most_tensor_columns,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def prepare(ptx: str, kernel: str) -> None:
@@ -105,14 +96,15 @@ def prepare(ptx: str, kernel: str) -> None:
     _program(ptx, kernel)
 
 
-_PROGRAMS: dict[tuple[str, str], tuple[Program, int]] = {}
+_PROGRAMS: dict[tuple[str, str], tuple[Program, int, Costs]] = {}
 
 
-def _program(ptx: str, kernel: str) -> tuple[Program, int]:
+def _program(ptx: str, kernel: str) -> tuple[Program, int, Costs]:
     """Programs are kept: making one takes longer than a small launch."""
     key = (ptx, kernel)
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = bind_program(parse(ptx).kernels[kernel])
+        program, static_bytes = bind_program(parse(ptx).kernels[kernel])
+        _PROGRAMS[key] = program, static_bytes, costs(program)
     return _PROGRAMS[key]
 
 
@@ -159,16 +151,6 @@ def _pack(entry: Kernel, params: Sequence[bytes]) -> np.ndarray:
             )
         data[offset : offset + parameter.size] = np.frombuffer(value, np.uint8)
     return data
-
-
-def _by_mnemonic(program: Program, counts: np.ndarray) -> Counter[str]:
-    result: Counter[str] = Counter()
-    for step, count in zip(program.steps, counts, strict=True):
-        if count:
-            instructions = step.instructions if isinstance(step, Run) else (step.instruction,)
-            for instruction in instructions:
-                result[instruction.mnemonic] += int(count)
-    return result
 
 
 def _variables(entry: Kernel) -> Iterator[Region]:

@@ -35,6 +35,7 @@ from kernels.emulator.memory import Fault, GlobalMemory
 from kernels.emulator.parser import parameter_offsets
 from kernels.emulator.policy import Policy
 from kernels.emulator.program import LANES, Branch, Effect, Exit, Program, Run, Single, make_program
+from kernels.emulator.report import Tally
 from kernels.emulator.syntax import Instruction, Kernel
 from kernels.emulator.transfers import Transfer
 from kernels.emulator.warp import Wait, Warp
@@ -131,7 +132,8 @@ class Machine:
         self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
         self.rng = np.random.default_rng(seed)
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
-        self.counts = [np.zeros(len(program.steps), np.int64) for _ in range(self.threads // LANES)]
+        self.tallies = [Tally.of(program) for _ in range(self.threads // LANES)]
+        self.most_tensor_columns = 0
         self.global_order = None
         if policy.races:
             self.global_order = GlobalOrder(policy.global_races, policy.ordered_reductions)
@@ -274,7 +276,7 @@ class Machine:
 
     def _advance(self, warp: Warp) -> None:
         """Runs a warp to its next synchronising instruction."""
-        steps, counts, produced = self.program.steps, self.counts[warp.index], warp.products
+        steps, tally, produced = self.program.steps, self.tallies[warp.index], warp.products
         self._steps += 1
         if self._steps > self.policy.most_steps:
             raise self._error(Fault("livelock", "too many steps: stuck in a loop"), warp, None)
@@ -290,7 +292,7 @@ class Machine:
                     Fault("control-flow", "runs past the last instruction"), warp, None
                 )
             step = steps[number]
-            counts[number] += 1
+            tally.counts[number] += 1
             try:
                 if moves.registers:
                     moves.check_step(step)
@@ -300,6 +302,7 @@ class Machine:
                     if warp.full:
                         step.full(warp)
                     else:
+                        tally.idle[number] += LANES - int(np.count_nonzero(warp.active))
                         step.masked(warp, warp.active)
                     warp.step = number + 1
                 elif isinstance(step, Branch):
@@ -318,6 +321,8 @@ class Machine:
     def _effect(self, warp: Warp, step: Single, number: int) -> bool:
         """Executes an instruction with an effect; True if another warp may run now."""
         mask = _guarded(step.instruction, warp)
+        if mask is not warp.active or not warp.full:
+            self.tallies[warp.index].idle[number] += LANES - int(np.count_nonzero(mask))
         warp.products.check_step(step)
         warp.products.unfenced.add(number)
         warp.step = number + 1

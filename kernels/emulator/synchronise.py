@@ -230,6 +230,7 @@ class _TryWait:
 
         def succeed() -> None:
             warp.retrying = None
+            warp.count("mbarrier_waits", 1)
             self._pass(warp, threads, barrier)
             write(warp, mask, self._result, "pred", True)
 

@@ -322,6 +322,7 @@ def _issue_load(transfer: Transfer, barrier_address: int) -> None:
     if barrier_address >> RANK_SHIFT != home.rank:
         home.signalled[barrier.slot] = barrier.phase + 1
     make, size, phase = transfer.perform, transfer.chunks.size * CHUNK, barrier.phase
+    warp.count("tma_loaded_bytes", size)
     owner = warp.cta.cluster.holding(barrier_address)
 
     def perform() -> None:
@@ -348,6 +349,7 @@ def _issue_store(transfer: Transfer) -> None:
     thread = int(transfer.warp.lanes[transfer.lane])
     if cta.order is not None:
         cta.order.async_reads(np.array([thread]), transfer.chunks)
+    transfer.warp.count("tma_stored_bytes", transfer.chunks.size * CHUNK)
     cta.bulk_open.setdefault(thread, []).append(transfer)
     cta.issue(transfer)
 

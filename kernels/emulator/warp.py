@@ -106,6 +106,10 @@ class Warp:
             "%laneid": threads % LANES,
         }
 
+    def count(self, quantity: str, amount: int) -> None:
+        """Adds to one of report.QUANTITIES what the instruction's text does not tell."""
+        self.cta.machine.tallies[self.index].extra[quantity] += amount
+
     def wakes(self) -> bool:
         """Whether this polling warp, which sleeps, is to try again because nothing else can run."""
         if not self.cta.machine.stuck or not self.attempts:
