@@ -71,9 +71,7 @@ def decode_instruction(descriptor: int, kind: str, group: int) -> Shape:
             raise wrong(f"type {field(first, 3)} of {name}")
         types.append(_FORMATS[kind][field(first, 3)])
     rows, columns = field(24, 5) << 4, field(17, 6) << 3
-    step = {64: 8, 128: 16}[rows] if group == 1 and rows in (64, 128) else 0
-    if group == 2 and rows in (128, 256):
-        step = 32
+    step = 8 * group if rows in (64 * group, 128 * group) else 0
     if not step or not step <= columns <= 256 or columns % step:
         raise wrong(f"{rows} rows and {columns} columns with cta_group::{group}")
     return Shape(
