@@ -193,7 +193,7 @@ class Forward:
 
         sizes = (batch, query_length, key_length, heads, kv_heads)
         schedule = make_schedule(extents, sizes, (window_left, window_right), self.tile.m)
-        scales = (scale_log2, rescale_threshold_log2 / scale_log2)
+        scales = (scale_log2, rescale_threshold_log2)
         budget = self.tile.registers
         first_correction, _ = WARPS_OF_ROLE["correction"]
         if warp < first_correction:
@@ -376,6 +376,8 @@ class Forward:
         scales: tuple,
     ):
         """Softmax warps: probabilities of all blocks of all tiles, and the LSE."""
+        scale_log2, rescale_threshold_log2 = scales
+        scales = (scale_log2, rescale_threshold_log2 / scale_log2)
         _, query_length, _, heads, _ = schedule.sizes
         used, live = Int32(0), Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
@@ -567,7 +569,8 @@ class Forward:
             ptx.fence_after_sync()
         cute.arch.mbarrier_wait(shared.barriers.out_empty + t, (turn & 1) ^ 1)
         lanes = products.lane_base(base.toint())
-        for start in cutlass.range_constexpr(0, self.head_dim, CHUNK):
+        # A loop that stays one: unrolled, the addresses of all stores would be kept in registers.
+        for start in cutlass.range(0, self.head_dim, CHUNK, unroll=1):
             rounded = cute.make_rmem_tensor((CHUNK,), self.dtype)
             pairs = cute.recast_tensor(rounded, Int32)
             pairs.fill(0)
