@@ -47,11 +47,13 @@ class Settings:
       capability: compute capability.
       multiprocessors: so few by default that the CTAs of a persistent kernel get several tiles.
       seed: of the first launch's choices.
+      report: file to which every launch adds its report, a line of JSON.
     """
 
     capability: Literal["9.0", "10.0"] = "9.0"
     multiprocessors: int = 2
     seed: int = 0
+    report: str = ""
     policy: Policy = dataclasses.field(default_factory=Policy)
 
 
@@ -71,7 +73,7 @@ def settings(text: str) -> Settings:
         choices = get_args(known[name])
         if choices and value not in choices:
             raise ValueError(f"{SETTINGS_VARIABLE}: {word!r}: one of {', '.join(choices)}")
-        holder[name] = value if choices else int(value)
+        holder[name] = value if choices or known[name] is str else int(value)
     return Settings(**own, policy=Policy(**of_policy))
 
 
@@ -159,7 +161,7 @@ class Driver:
             tuple(sizes) for sizes in (record.grid, record.block, record.cluster)
         )
         try:
-            launch(
+            report = launch(
                 text,
                 symbol,
                 grid=grid,
@@ -177,6 +179,9 @@ class Driver:
         except EmulationError as error:
             error.add_note(f"{device.policy}, seed {device.seed + number}")
             raise
+        if device.report:
+            with open(device.report, "a") as file:
+                file.write(report.to_json() + "\n")
 
     def _result(self, run: Callable[[], None]) -> int:
         """Runs something; what it raises becomes a CUresult and its explanation."""

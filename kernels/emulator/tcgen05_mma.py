@@ -225,6 +225,9 @@ class _Mma:
         operands = Operands(shape, d, a, b, accumulate, self.scale, enabled)
         pipe = pipe_of(warp, thread)
         _check(cta, pipe, operands, self.kind)
+        shared_rows = shape.columns + (0 if self.a_in_tensor else shape.rows)
+        warp.count("mma_flops", 2 * shape.rows * shape.columns * (_K_BYTES // size))
+        warp.count("shared_mma_bytes", shared_rows * _K_BYTES)
         pipe.issue(functools.partial(_make, cta, operands))
 
 

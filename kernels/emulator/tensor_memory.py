@@ -114,6 +114,8 @@ def _allocate(target_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray)
         first = tensor.place(count)
         assert first is not None
         tensor.allocate(first, count)
+        held = sum(tensor.allocations.values())
+        cta.machine.most_tensor_columns = max(cta.machine.most_tensor_columns, held)
         if cta.order is not None:
             cta.order.thread_writes(warp.lanes[:1], target, 4)
         cta.shared.store(target, np.array([[first]], np.uint32))

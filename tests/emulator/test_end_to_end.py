@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import multiprocessing
 import os
 import pathlib
@@ -140,6 +141,15 @@ def test_vmap(gpu: Gpu, seed: int) -> None:
     for one, other in zip(together, apart, strict=True):
         assert one.shape == other.shape
         assert np.array_equal(one, other)
+
+
+def test_reports(gpu: Gpu, tmp_path: pathlib.Path, seed: int) -> None:
+    case = Case(batch=1, heads=(2, 1), query_length=192, key_length=128)
+    gpu(emulated_gpu.verdicts, case, seed, f"report={tmp_path / 'reports.jsonl'}", False)
+    (line,) = (tmp_path / "reports.jsonl").read_text().splitlines()
+    report = json.loads(line)
+    assert report["kernel"] == "fa4_fwd_0"
+    assert report["roles"]["all"]["quantities"]["mma_flops"] == 4 * 2 * 192 * 128 * 64
 
 
 def test_threads(gpu: Gpu, seed: int) -> None:

@@ -19,8 +19,9 @@ from kernels.emulator import Policy, Report, arguments
 from kernels.emulator.parser import parse
 from kernels.emulator.report import QUANTITIES, instruction_class
 from kernels.emulator.roles import roles
-from tests.emulator import programs
+from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
+from tests.emulator.sm100_programs import Gemm
 
 WORDS = 16384
 
@@ -151,6 +152,26 @@ def test_backward_flops() -> None:
     case = Case(batch=1, heads=(1, 1), query_length=128, key_length=256)
     launches = attention(case, make_inputs(case, 0)).only(Pass.BACKWARD)
     assert launch(launches).of("mma_flops") == 5 * 2 * 128 * 256 * 64
+
+
+@needs_compiler
+def test_blackwell_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C (128 x n) = A (128 x k) B^T: everything once through TMA, C once out of tensor memory."""
+    n, k = 128, 192
+    a, b = np.zeros((128, k), sm100_programs.BF16), np.zeros((n, k), sm100_programs.BF16)
+    reports: list[Report] = []
+    plain = emulator.launch
+    monkeypatch.setattr(
+        emulator, "launch", lambda *args, **named: reports.append(plain(*args, **named))
+    )
+    sm100_programs.run(Gemm(n, k), a, b, Policy(), 0)
+    (report,) = reports
+    assert report.of("mma_flops") == 2 * 128 * n * k
+    assert report.of("tma_loaded_bytes") == 2 * (128 + n) * k
+    assert report.of("shared_mma_bytes") == 2 * k * (128 + n)
+    assert report.of("tensor_read_bytes") == 4 * 128 * n
+    assert report.of("global_written_bytes") == 4 * 128 * n
+    assert report.tensor_columns >= n
 
 
 @needs_compiler
