@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,6 +73,9 @@ class Cta:
         self.signalled: dict[int, int] = {}
         """Phases of other CTAs' barriers (by slot) that end copies into this one's memory."""
         self.pipes: dict[int, Pipe] = {}
+        self.tensor_operations: collections.deque[tuple[Pipe, Callable[[], None]]] = (
+            collections.deque()
+        )
         self.bulk_groups: dict[int, list[list[Transfer]]] = {}
         self.bulk_open: dict[int, list[Transfer]] = {}
         self.special = _special(self)

@@ -57,7 +57,7 @@ class Clocks:
         self.first_slot, self.slots = threads + ctas, 0
         # Behind the mbarriers comes what tensor_order keeps: pipes, and threads once more.
         self.first_pipe = self.first_slot + ctas * BARRIER_SLOTS
-        agents = self.first_pipe + (PIPE_SLOTS + threads if tensor else 0)
+        agents = self.first_pipe + (2 * PIPE_SLOTS + threads if tensor else 0)
         self.clock = np.zeros((threads, agents), np.int32)
         everyone = np.arange(threads)
         self.clock[everyone, everyone] = 1

@@ -58,14 +58,16 @@ class TensorClocks:
         self.order, self.threads, self.needs_fences = clocks, clocks.threads, needs_fences
         self.pipes: dict[int, int] = {}
         everyone = np.arange(self.threads)
-        self.seen = np.zeros((self.threads, self.threads + PIPE_SLOTS), np.int32)
+        self.issued = np.zeros(PIPE_SLOTS, np.int32)
+        # Threads, pipes that are done, pipes that have issued.
+        self.seen = np.zeros((self.threads, self.threads + 2 * PIPE_SLOTS), np.int32)
         same_warp = everyone[:, None] // LANES == everyone // LANES
         # A thread's own operations are in order once it has waited for them.
         self.seen[:, : self.threads][same_warp] = PENDING - 1
         first = clocks.first_pipe
-        self._of_pipes = slice(first, first + PIPE_SLOTS)
-        self._of_threads = slice(first + PIPE_SLOTS, first + PIPE_SLOTS + self.threads)
-        self._columns = np.concatenate([everyone, np.arange(first, first + PIPE_SLOTS)])
+        self._of_pipes = slice(first, first + 2 * PIPE_SLOTS)
+        self._of_threads = slice(self._of_pipes.stop, self._of_pipes.stop + self.threads)
+        self._columns = np.concatenate([everyone, np.arange(first, first + 2 * PIPE_SLOTS)])
 
     def new_pipe(self, thread: int) -> int:
         """The agent of a thread that issues products."""
@@ -83,6 +85,10 @@ class TensorClocks:
         """tcgen05.fence::before_thread_sync"""
         order, column = self.order, self._of_threads.start
         order.clock[threads, column + threads] = order.now[threads // LANES]
+        for thread in threads.tolist():
+            if thread in self.pipes:
+                pipe = self.pipes[thread] - self.threads
+                order.clock[thread, self._of_pipes.start + PIPE_SLOTS + pipe] = self.issued[pipe]
         order.advance(threads)
 
     def fence_after(self, threads: np.ndarray) -> None:
@@ -192,7 +198,12 @@ class TensorShadow:
             agent, forms = pipelined
             form = self._form[cells]
             ordered = np.isin(form, forms) | (form > 0 if shifts else False)
-            late &= ~((writer == agent) & ordered)
+            # Another thread's pipe too, if fences and a barrier order the two issues.
+            pipes = np.where(writer < clocks.threads, agent, writer)
+            issued = (writer >= clocks.threads) & (
+                written <= clocks.known(threads, pipes + PIPE_SLOTS)
+            )
+            late &= ~(ordered & ((writer == agent) | issued))
             if not late.any():
                 return
         at = tuple(np.argwhere(late)[0])

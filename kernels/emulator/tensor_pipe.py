@@ -1,8 +1,8 @@
 """What one thread issues to the tensor core, in order: products and copies.
 
-Operations of a pipe are made in the order of their issue: at once, or when the arrival of a commit
-behind them is made, which is when nothing else can run. So operands may be read, and results be
-written, at any moment until the commit's mbarrier tells.
+Operations are made in the order of their issue: at once, or when the arrival of a commit behind
+them is made, which is when nothing else can run. So operands may be read, and results be written,
+at any moment until the commit's mbarrier tells.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Pipe:
     def __init__(self, cta: Cta, thread: int):
         self.thread, self.issued, self.committed = thread, 0, 0
         self._cta, self._made = cta, 0
-        self._waiting: list[Callable[[], None]] = []
         self._known: Knowledge | None = None
         clocks = cta.tensor_clocks
         self.agent = 0 if clocks is None else clocks.new_pipe(thread)
@@ -33,7 +32,9 @@ class Pipe:
     def issue(self, operation: Callable[[], None]) -> None:
         """Takes an operation whose accesses have been checked."""
         self.issued += 1
-        self._waiting.append(operation)
+        if self._cta.tensor_clocks is not None:
+            self._cta.tensor_clocks.issued[self.agent - self._cta.tensor_clocks.threads] += 1
+        self._cta.tensor_operations.append((self, operation))
         order = self._cta.order
         if order is not None:
             # What the thread knows, and of its own stores those that an operation may read.
@@ -44,10 +45,11 @@ class Pipe:
             self.make(self.issued)
 
     def make(self, number: int) -> None:
-        """Makes the operations up to this number."""
+        """Makes the operations up to this number, and what other threads issued before."""
         while self._made < number:
-            self._made += 1
-            self._waiting.pop(0)()
+            pipe, operation = self._cta.tensor_operations.popleft()
+            pipe._made += 1
+            operation()
 
     def done(self, number: int) -> Knowledge | None:
         """What the completion of the operations up to this number tells."""
@@ -79,6 +81,7 @@ def check_end(cta: Cta) -> None:
             raise Fault("outstanding", f"{message} of thread {pipe.thread}")
         if clocks is None or cta.order is None:
             continue
-        if int(cta.order.clock[:, clocks.column(pipe.agent)].max()) < pipe.issued:
+        known = int(cta.order.clock[:, clocks.column(pipe.agent)].max())
+        if max(known, 0) < pipe.issued:
             message = f"the CTA ends, but nobody waits for the operations of thread {pipe.thread}"
             raise Fault("outstanding", message)
