@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """State of a cluster while it is resident; `ctas` by rank, x fastest."""
+    """State of a cluster while it is resident; `ctas` by rank, x fastest.
+
+    `refused` says that it has seen a clusterlaunchcontrol request that did not succeed.
+    """
 
     def __init__(self, machine: Machine, index: tuple[int, int, int]):
         self.index, self.shape = index, machine.cluster
@@ -34,6 +37,7 @@ class Cluster:
             self.clocks = Clocks(len(places), machine.threads, tensor)
         if self.clocks is not None and tensor:
             self.tensor_clocks = TensorClocks(self.clocks, machine.policy.tensor_fences)
+        self.refused = False
         self.barrier = ClusterBarrier(len(places) * machine.threads)
         self.ctas = [
             Cta(machine, self, rank, (x * width + i, y * height + j, z * depth + k))

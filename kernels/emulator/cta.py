@@ -102,6 +102,11 @@ class Cta:
         if self.machine.early():
             self.perform(transfer)
 
+    def unread(self, thread: int) -> bool:
+        """Whether a thread has bulk stores whose sources may still be read."""
+        groups = [self.bulk_open.get(thread, []), *self.bulk_groups.get(thread, [])]
+        return any(not transfer.waited for group in groups for transfer in group)
+
     def perform(self, transfer: Transfer) -> None:
         """Makes a copy unless it has been made."""
         if not transfer.made:
@@ -194,6 +199,16 @@ def _special(cta: Cta) -> dict[str, np.ndarray]:
     values = {
         "cluster_ctarank": cta.rank,
         "cluster_nctarank": math.prod(cluster.shape),
+    }
+    processors = int(machine.rng.integers(1, 256))
+    values |= {
+        "nwarpid": 64,
+        "smid": int(machine.rng.integers(processors)),
+        "nsmid": processors,
+        "gridid": int(machine.rng.integers(1 << 31)),
+        "dynamic_smem_size": machine.dynamic_bytes,
+        "total_smem_size": machine.shared_bytes,
+        "aggr_smem_size": machine.shared_bytes + SHARED_BASE,
     }
     within = [at % size for at, size in zip(cta.index, cluster.shape, strict=True)]
     for name, of_axes in (

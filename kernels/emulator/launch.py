@@ -66,7 +66,7 @@ def launch(
     parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
     machine = Machine(
         program,
-        Geometry(grid, block, cluster, static_bytes + dynamic_smem),
+        Geometry(grid, block, cluster, static_bytes + dynamic_smem, dynamic_smem),
         GlobalMemory(memory or {}, (parameters, *_variables(entry))),
         policy or Policy(),
         seed,

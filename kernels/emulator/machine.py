@@ -13,11 +13,15 @@ import numpy as np
 from kernels.emulator import (
     access,
     atomics,
+    bulk,
     copies,
     distributed,
+    environment,
     lanes,
+    launch_control,
     matrices,
     products,
+    remote,
     spaces,
     synchronise,
     tcgen05_commit,
@@ -47,18 +51,23 @@ _BINDERS = (
     lanes,
     synchronise,
     tma,
+    bulk,
     products,
     distributed,
     atomics,
     matrices,
     copies,
     spaces,
+    remote,
+    launch_control,
+    environment,
     tensor_memory,
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma,
 )
 _STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
+_REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order
 _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
 
 
@@ -98,6 +107,7 @@ class Geometry:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     shared_bytes: int
+    dynamic_bytes: int
 
     @property
     def threads(self) -> int:
@@ -130,6 +140,7 @@ class Machine:
         kernel = program.kernel
         self.explicit_cluster = kernel.cluster is not None or math.prod(self.cluster) > 1
         self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
+        self.dynamic_bytes = geometry.dynamic_bytes
         self.rng = np.random.default_rng(seed)
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
         self.tallies = [Tally.of(program) for _ in range(self.threads // LANES)]
@@ -140,11 +151,28 @@ class Machine:
         self.stuck = False
         self._steps = 0
         self._leftover: list[Reduction] = []
+        self._stores: list[Transfer] = []
+        self._pending = collections.deque(self._indices())
+        self._epoch = int(self.rng.integers(1 << 40))
         self._ctas: list[Cta] = []
 
     def coin(self) -> bool:
         """A fair choice, unless the schedule is in order."""
         return self.policy.schedule != "in_order" and bool(self.rng.integers(2))
+
+    def clock(self) -> int:
+        """Cycles that have passed since some moment; never the same number twice."""
+        self._epoch += 1 + int(self.rng.integers(1000))
+        return self._epoch + self._steps
+
+    def cancel(self) -> tuple[int, int, int] | None:
+        """Takes a cluster out of those that have not started; None if that does not succeed."""
+        refused = self.policy.schedule != "in_order" and self.rng.random() < _REFUSED_CHANCE
+        if refused or not self._pending:
+            return None
+        if self.policy.schedule != "in_order":
+            self._pending.rotate(-int(self.rng.integers(len(self._pending))))
+        return self._pending.popleft()
 
     def shuffled(self, things: list[int]) -> list[int]:
         """The things in any order, unless the schedule is in order."""
@@ -164,9 +192,8 @@ class Machine:
         Raises:
           EmulationError: the kernel breaks a rule or no warp can go on.
         """
-        pending = collections.deque(self._indices())
         while True:
-            self._start(pending)
+            self._start()
             if not self._ctas:
                 self._reduce_leftover()
                 return
@@ -179,14 +206,16 @@ class Machine:
             elif self.policy.asynchronous == "random" and self.rng.random() < _LATE_CHANCE:
                 self._perform_any()
 
-    def _start(self, pending: collections.deque[tuple[int, int, int]]) -> None:
+    def _start(self) -> None:
         """Clusters start while there is room for all their CTAs; one runs in any case."""
-        size = math.prod(self.cluster)
+        size, pending = math.prod(self.cluster), self._pending
         while pending and (not self._ctas or len(self._ctas) + size <= self.policy.resident_ctas):
             self._ctas += Cluster(self, pending.popleft()).ctas
 
     def _reduce_leftover(self) -> None:
-        """The end of the launch makes every reduction that nobody released, in any order."""
+        """The end of the launch makes what nobody waited for, in any order."""
+        while self._stores:
+            self._store_any()
         for index in self.rng.permutation(len(self._leftover)):
             reduction = self._leftover[index]
             reduction.perform(np.ones(len(reduction.threads), bool))
@@ -215,11 +244,21 @@ class Machine:
     def _perform_any(self) -> bool:
         """Makes one of the outstanding copies or, without any, reductions; False without either."""
         waiting = [transfer for cta in self._ctas for transfer in cta.transfers]
+        if not waiting and self._stores:
+            self._store_any()
+            return True
         if not waiting:
             return self._reduce_any()
         chosen = waiting[int(self.rng.integers(len(waiting)))]
         self._perform(chosen)
         return True
+
+    def _store_any(self) -> None:
+        """Makes one of the stores of CTAs that have ended."""
+        transfer = self._stores.pop(int(self.rng.integers(len(self._stores))))
+        if not transfer.made:
+            transfer.made = True
+            transfer.perform()
 
     def _reduce_any(self) -> bool:
         """Makes one of the outstanding reductions; False if there is none."""
@@ -344,8 +383,8 @@ class Machine:
         if warp.moves.outstanding:
             raise Fault("outstanding", "exits before tcgen05.wait::ld or tcgen05.wait::st")
         for thread in threads:
-            if cta.bulk_open.get(int(thread)) or cta.bulk_groups.get(int(thread)):
-                message = "exits before its bulk stores have been waited for"
+            if cta.unread(int(thread)):
+                message = "exits before the sources of its bulk stores have been read"
                 raise Fault("outstanding", message, int(thread) % LANES)
         for lane in np.flatnonzero(mask).tolist():
             if warp.copies.left(lane):
@@ -356,8 +395,10 @@ class Machine:
 
     def _finish(self, cta: Cta) -> None:
         """The end of a CTA: nothing may be left in flight."""
-        while cta.transfers:
-            transfer = cta.transfers[0]
+        self._stores += [transfer for transfer in cta.transfers if transfer.waited]
+        for transfer in cta.transfers:
+            if transfer.waited:
+                continue
             raise self._error(
                 Fault("outstanding", "the CTA ends before this copy has been waited for"),
                 transfer.warp,

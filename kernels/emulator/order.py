@@ -273,6 +273,22 @@ class Order:
         self._record_writes(threads, fine, coarse)
         self._atomic[fine] = True
 
+    def slot_writes(
+        self,
+        threads: np.ndarray,
+        addresses: np.ndarray,
+        size: int,
+        phase: tuple[int, int],
+        atomic: bool,
+    ) -> None:
+        """Writes that are over in a phase of a barrier, given by its slot."""
+        if atomic:
+            self.thread_updates(threads, addresses, size)
+        else:
+            self.thread_writes(threads, addresses, size)
+        fine = self._entries(addresses, size)[0]
+        self._writer[fine], self._written[fine] = phase
+
     def copy_writes(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
         """Writes by cp.async, which even the issuing threads must wait for."""
         self.thread_writes(threads, addresses, size)

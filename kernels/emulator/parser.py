@@ -59,7 +59,9 @@ _TOKEN = re.compile(
     r"|%?[A-Za-z_$][\w$]*(?:\.[xyzw])?|%[\w.]+|[][{},+|!])"
 )
 _SPECIAL = re.compile(
-    r"%laneid|%cluster_n?ctarank|%is_explicit_cluster"
+    r"%laneid|%cluster_n?ctarank|%is_explicit_cluster|%n?warpid|%n?smid|%gridid"
+    r"|%lanemask_(eq|le|lt|ge|gt)|%clock(_hi|64)?|%globaltimer(_lo|_hi)?"
+    r"|%(dynamic|total|aggr)_smem_size"
     r"|%(tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]"
 )
 _PORTABLE_CLUSTER = 8

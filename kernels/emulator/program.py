@@ -40,6 +40,10 @@ LOCAL_WINDOW = 0x7D00_0000_0000
 """Generic address of every thread's local memory."""
 SHARED_WINDOW = 0x7E00_0000_0000
 """Generic address of shared memory."""
+VOLATILE = frozenset(
+    {"%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"}
+)
+"""Special registers that are read anew by every mov."""
 _WINDOWS = {
     "param": PARAMETER_BASE,
     "local": LOCAL_WINDOW,
@@ -283,6 +287,8 @@ class _Compiler:
     def call(self, instruction: Instruction) -> _Call | None:
         """The call of an arithmetic instruction, or None if it is none."""
         key, results, sources = _arrange(instruction)
+        if any(isinstance(x, SpecialRegister) and x.name in VOLATILE for x in sources):
+            return None
         operation = arithmetic.OPERATIONS.get(key)
         if operation is None:
             return None

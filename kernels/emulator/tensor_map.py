@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 BYTES = 128
 
@@ -13,10 +17,38 @@ _INTERLEAVE = (11, 2)
 _SWIZZLE = (13, 2)
 _L2_PROMOTION = (17, 2)
 _LARGE = (21, 1)
-_KNOWN = (_RANK, _TYPE, _INTERLEAVE, _SWIZZLE, _L2_PROMOTION, _LARGE)
+_NAN_FILL = (15, 1)
+_TF32 = (16, 1)
+_KNOWN = (_RANK, _TYPE, _INTERLEAVE, _SWIZZLE, _NAN_FILL, _TF32, _L2_PROMOTION, _LARGE)
 
-_TYPES = {6: "fp16", 7: "f32", 10: "bf16"}
-ELEMENT_BYTES = {"fp16": 2, "f32": 4, "bf16": 2}
+_TYPES = {
+    0: "u8",
+    1: "u16",
+    2: "u32",
+    3: "i32",
+    4: "u64",
+    5: "i64",
+    6: "fp16",
+    7: "f32",
+    8: "f32_ftz",
+    9: "f64",
+    10: "bf16",
+}
+"""As the driver encodes them (580.159.04); the numbers of CUtensorMapDataType are others."""
+DTYPES: dict[str, Any] = {
+    "u8": np.uint8,
+    "u16": np.uint16,
+    "u32": np.uint32,
+    "i32": np.int32,
+    "u64": np.uint64,
+    "i64": np.int64,
+    "fp16": np.float16,
+    "f32": np.float32,
+    "f32_ftz": np.float32,
+    "f64": np.float64,
+    "bf16": ml_dtypes.bfloat16,
+}
+ELEMENT_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
 
 DSL_FLAG = 1 << 1
 """Set by CuTe-DSL's packing, clear in the driver's; both run."""
@@ -26,6 +58,7 @@ DSL_FLAG = 1 << 1
 class TensorMap:
     """The fields of a descriptor. Sizes, strides and box are per dimension, contiguous one first.
 
+    `nan_fill` fills what lies outside with NaN instead of zero, `tf32` rounds float32 elements.
     `other_flags` are flag bits that no field accounts for. Unused dimensions have size 1, stride 0.
     """
 
@@ -38,6 +71,8 @@ class TensorMap:
     swizzle_bytes: int = 0
     l2_promotion: int = 0
     large: bool = False
+    nan_fill: bool = False
+    tf32: bool = False
     other_flags: int = 0
 
 
@@ -65,6 +100,8 @@ def decode(descriptor: bytes) -> TensorMap:
         swizzle_bytes=16 << swizzle if swizzle else 0,
         l2_promotion=_field(flags, _L2_PROMOTION),
         large=bool(_field(flags, _LARGE)),
+        nan_fill=bool(_field(flags, _NAN_FILL)),
+        tf32=bool(_field(flags, _TF32)),
         other_flags=flags & ~known,
     )
 
@@ -81,6 +118,8 @@ def encode(tensor: TensorMap) -> bytes:
         (_SWIZZLE, swizzle),
         (_L2_PROMOTION, tensor.l2_promotion),
         (_LARGE, int(tensor.large)),
+        (_NAN_FILL, int(tensor.nan_fill)),
+        (_TF32, int(tensor.tf32)),
     )
     flags = tensor.other_flags | sum(value << first for (first, _), value in fields)
     words = [tensor.address & 0xFFFFFFFF, tensor.address >> 32, flags] + [0] * 13

@@ -14,6 +14,7 @@ _LANES = 32
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
+    from kernels.emulator.global_order import Access
     from kernels.emulator.warp import Warp
 
 
@@ -22,6 +23,8 @@ class Transfer:
     """An issued copy. `perform` makes it; `warp`, `lane` and `instruction` issued it.
 
     `chunks` are what it touches of the shared memory of `home`, numbered from that CTA's base.
+    A store has `data` as soon as its sources have been read; `waited` says that its thread knows.
+    `access` is what it does to global memory, where the order of that is checked.
     """
 
     warp: Warp
@@ -31,6 +34,15 @@ class Transfer:
     perform: Callable[[], None]
     chunks: np.ndarray
     made: bool = False
+    waited: bool = False
+    read: Callable[[], np.ndarray] | None = None
+    data: np.ndarray | None = None
+    access: Access | None = None
+
+    def capture(self) -> None:
+        """Reads the sources of a store, if they have not been read."""
+        if self.data is None and self.read is not None:
+            self.data = self.read()
 
 
 class Copies:

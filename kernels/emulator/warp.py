@@ -104,6 +104,15 @@ class Warp:
             "%tid.y": threads // x % y,
             "%tid.z": threads // (x * y),
             "%laneid": threads % LANES,
+            "%warpid": np.full(LANES, index, np.uint32),
+        }
+        bits = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
+        self.special |= {
+            "%lanemask_eq": bits,
+            "%lanemask_lt": bits - 1,
+            "%lanemask_le": bits | bits - 1,
+            "%lanemask_gt": ~(bits | bits - 1),
+            "%lanemask_ge": ~(bits - 1),
         }
 
     def count(self, quantity: str, amount: int) -> None:
