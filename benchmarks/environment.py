@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 
-def _answer(*command: str) -> str | None:
+def answer(*command: str) -> str | None:
     """Standard output of a program, or None where it is missing or fails."""
     try:
         done = subprocess.run(
@@ -37,15 +37,15 @@ def environment() -> dict[str, Any]:
         "device": device.device_kind,
         "platform": jax.default_backend(),
         "runtime": device.client.platform_version,
-        "driver": _answer(*query) if jax.default_backend() == "gpu" else None,
+        "driver": answer(*query) if jax.default_backend() == "gpu" else None,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
-        "commit": _answer("git", "rev-parse", "HEAD"),
+        "commit": answer("git", "rev-parse", "HEAD"),
     }
 
 
 def clocks() -> str | None:
     """Clock, power and temperature of the first GPU now, in nvidia-smi's words."""
     fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    return _answer("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+    return answer("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")

@@ -17,7 +17,7 @@ _REQUIRED_BLOCK = 0x10
 
 _SIZED_ATTRIBUTE = 4  # the other attribute formats hold their value in two bytes
 
-_LOCAL_LOAD = 0x983  # LDL; the low 12 bits of a 128-bit instruction are its opcode
+_LOCAL_LOAD = 0x983  # LDL
 _LOCAL_STORE = 0x387  # STL
 
 
@@ -93,9 +93,24 @@ def _kernel(
     )
 
 
+def instructions(cubin: bytes, symbol: str) -> list[tuple[int, int]]:
+    """A kernel's machine code: lower and upper 64 bits of each instruction.
+
+    Raises:
+      ValueError: this is no 64-bit ELF file.
+    """
+    code = next(s.data for s in _sections(cubin) if s.name == f".text.{symbol}")
+    return list(struct.iter_unpack("<QQ", code))
+
+
+def opcode(instruction: tuple[int, int]) -> int:
+    """Which instruction it is, with the kind of its second operand."""
+    return instruction[0] & 0xFFF
+
+
 def _local_accesses(code: bytes) -> int:
-    opcodes = (low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code))
-    return sum(opcode in (_LOCAL_LOAD, _LOCAL_STORE) for opcode in opcodes)
+    opcodes = map(opcode, struct.iter_unpack("<QQ", code))
+    return sum(number in (_LOCAL_LOAD, _LOCAL_STORE) for number in opcodes)
 
 
 def _sections(cubin: bytes) -> list[Section]:

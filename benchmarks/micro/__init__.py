@@ -1,0 +1,1 @@
+"""Small PTX programs that measure one GPU; `benchmarks.microbenchmarks` runs them."""

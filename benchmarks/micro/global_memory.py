@@ -1,0 +1,153 @@
+"""Global memory from ordinary instructions: loads, reductions, signals between multiprocessors."""
+
+from __future__ import annotations
+
+from benchmarks.micro.program import (
+    ALONE_BYTES,
+    PER_SM,
+    Chase,
+    Launch,
+    Measurement,
+    Program,
+    each,
+    latency,
+    rate,
+)
+
+_COPIES = 8
+_REPEATS = 16
+_REDUCING_THREADS = (128, 256, 384)
+_BYTES_OF_CTA = 1 << 17
+_POINTER = ".reg .b64 %pointer;\n.reg .b32 %low;"
+
+
+def _pointer_chase(mnemonic: str) -> Program:
+    """Every load's result is the next one's address."""
+    return Program(
+        body=each(lambda _: f"{mnemonic} %pointer, [%pointer];"),
+        copies=_COPIES,
+        counts={mnemonic: 1},
+        registers=_POINTER,
+        setup="mov.b64 %pointer, %data;",
+        finish="cvt.u32.u64 %low, %pointer;",
+        sinks=("%low",),
+    )
+
+
+def _acquire_poll() -> Program:
+    """Loads with acquire of one word, one behind the other."""
+    return Program(
+        body=each(
+            lambda _: "ld.acquire.gpu.global.b32 %seen, [%data];\nxor.b32 %sum, %sum, %seen;"
+        ),
+        copies=_COPIES,
+        counts={"ld.acquire.gpu.global.b32": 1},
+        registers=".reg .b32 %seen, %sum;",
+        setup="mov.b32 %sum, %thread;",
+        sinks=("%sum",),
+    )
+
+
+def _reductions(words: int) -> Program:
+    """Float additions into 128 KB of each CTA, which stay in L2; both kinds of width."""
+    mnemonic = f"red.relaxed.gpu.global.add.{'v4.' if words == 4 else ''}f32"
+    threads = max(_REDUCING_THREADS)
+    values = "{%one, %one, %one, %one}" if words == 4 else "%one"
+
+    def copy(k: int) -> str:
+        return f"{mnemonic} [%pointer+{k * threads * 4 * words}], {values};"
+
+    return Program(
+        body=each(copy),
+        copies=_COPIES,
+        counts={mnemonic: 1},
+        registers=f"{_POINTER}\n.reg .f32 %one;",
+        setup=f"""\
+mov.f32 %one, 0f3F800000;
+mul.wide.u32 %pointer, %cta, {_BYTES_OF_CTA};
+mul.wide.u32 %wide, %thread, {4 * words};
+add.s64 %pointer, %pointer, %wide;
+add.s64 %pointer, %pointer, %data;""",
+        drain="fence.acq_rel.gpu;",
+    )
+
+
+def _signal(send: str) -> Program:
+    """Two CTAs pass a token through global memory; a copy is there and back.
+
+    Flags are 4 KB apart. Each CTA waits until its own has grown, then makes the other's grow; CTA 0
+    begins, so its flag is one ahead.
+    """
+
+    def body(copies: int) -> str:
+        return "\n".join(
+            f"""\
+POLL_{copies}_{k}:
+ld.acquire.gpu.global.b32 %seen, [%own];
+setp.lt.u32 %again, %seen, %expected;
+@%again bra POLL_{copies}_{k};
+add.s32 %next, %expected, %cta;
+@%leader {send}
+add.s32 %expected, %expected, 1;"""
+            for k in range(copies)
+        )
+
+    return Program(
+        body=body,
+        copies=_COPIES,
+        counts={send.split()[0]: 1},
+        registers="""\
+.reg .pred %again;
+.reg .b32 %seen, %expected, %next;
+.reg .b64 %own, %theirs;""",
+        setup="""\
+mul.wide.u32 %wide, %cta, 4096;
+add.s64 %own, %data, %wide;
+xor.b32 %word, %cta, 1;
+mul.wide.u32 %wide, %word, 4096;
+add.s64 %theirs, %data, %wide;
+mov.b32 %expected, 1;
+or.b32 %word, %cta, %thread;
+setp.eq.b32 %again, %word, 0;
+@%again st.relaxed.gpu.global.b32 [%own], 1;""",
+        most_threads=32,
+    )
+
+
+def measurements() -> list[Measurement]:
+    """Latencies in cycles; reductions in bytes per cycle and multiprocessor."""
+    chases = {
+        "ld.global/latency/L1": ("ld.global.ca.b64", Chase(128, 1 << 13), False),
+        "ld.global/latency/L2": ("ld.global.cg.b64", Chase(4224, 1 << 21), False),
+        "ld.global/latency/DRAM": ("ld.global.cg.b64", Chase(8320, 1 << 24), True),
+    }
+    found = [
+        latency(
+            name,
+            _pointer_chase(mnemonic),
+            Launch(threads=32, repeats=_REPEATS, chase=chase, cold=cold),
+        )
+        for name, (mnemonic, chase, cold) in chases.items()
+    ]
+    found += [
+        rate(
+            f"red.global.add.{kind}/throughput/{threads} threads/{place}",
+            "bytes",
+            _reductions(words),
+            Launch(threads, repeats=32, ctas=ctas, shared_bytes=ALONE_BYTES),
+            per_instruction=128 * words,
+        )
+        for words, kind in ((1, "f32"), (4, "v4.f32"))
+        for threads in _REDUCING_THREADS
+        for ctas, place in ((1, "1 SM"), (PER_SM, "all SMs"))
+    ]
+    one = Launch(threads=32, repeats=_REPEATS)
+    found.append(latency("ld.acquire.gpu/latency", _acquire_poll(), one))
+    sends = {
+        "red.release": "red.release.gpu.global.add.u32 [%theirs], 1;",
+        "st.release": "st.release.gpu.global.b32 [%theirs], %next;",
+    }
+    pair = Launch(threads=32, repeats=_REPEATS, ctas=2, shared_bytes=ALONE_BYTES)
+    for name, send in sends.items():
+        found.append(latency(f"signal/{name} to ld.acquire", _signal(send), pair, events=2))
+    return found
