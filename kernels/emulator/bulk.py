@@ -186,6 +186,7 @@ def issue_load(transfer: Transfer, barrier_address: int, size: int, source: Exte
         home.signalled[barrier.slot] = barrier.phase + 1
     signal_behind(transfer, barrier, size)
     warp.count("tma_loaded_bytes", size)
+    warp.note("load", barrier, barrier.phase, size)
     home.issue(transfer)
 
 
@@ -230,6 +231,7 @@ def issue_store(
     transfer.read = functools.partial(taken, cta, transfer.chunks)
     transfer.perform = perform
     warp.count("tma_stored_bytes", transfer.chunks.size * CHUNK)
+    warp.note("store", amount=transfer.chunks.size * CHUNK)
     cta.bulk_open.setdefault(thread, []).append(transfer)
     cta.issue(transfer)
 

@@ -17,6 +17,7 @@ from kernels.emulator.policy import Policy
 from kernels.emulator.program import PARAMETER_BASE, Program
 from kernels.emulator.report import Costs, Report, check_roles, costs
 from kernels.emulator.syntax import Kernel
+from kernels.emulator.trace import Trace
 
 MOST_SHARED_BYTES = 227 * 1024
 _MOST_THREADS = 1024
@@ -35,6 +36,7 @@ def launch(
     policy: Policy | None = None,
     seed: int = 0,
     roles: Mapping[str, Sequence[int]] | None = None,
+    trace: Trace | None = None,
 ) -> Report:
     """Runs a kernel; what it writes is in the buffers of `memory` afterwards.
 
@@ -50,6 +52,7 @@ def launch(
       policy: how mean the run is.
       seed: of every choice that the policy leaves open.
       roles: names for sets of warp indices, by which the report adds up.
+      trace: filled with what its CTAs execute, for a timing estimate.
 
     Raises:
       PtxError: the text is not PTX that the emulator can run.
@@ -71,6 +74,8 @@ def launch(
         policy or Policy(),
         seed,
     )
+    if trace is not None:
+        trace.program, machine.trace = program, trace
     with np.errstate(all="ignore"):
         machine.run()
     return Report(

@@ -41,6 +41,7 @@ from kernels.emulator.policy import Policy
 from kernels.emulator.program import LANES, Branch, Effect, Exit, Program, Run, Single, make_program
 from kernels.emulator.report import Tally
 from kernels.emulator.syntax import Instruction, Kernel
+from kernels.emulator.trace import Trace
 from kernels.emulator.transfers import Transfer
 from kernels.emulator.warp import Wait, Warp
 
@@ -145,6 +146,7 @@ class Machine:
         self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
         self.tallies = [Tally.of(program) for _ in range(self.threads // LANES)]
         self.most_tensor_columns = 0
+        self.trace: Trace | None = None
         self.global_order = None
         if policy.races:
             self.global_order = GlobalOrder(policy.global_races, policy.ordered_reductions)
@@ -322,7 +324,7 @@ class Machine:
         if warp.waiting is not None:
             finish, warp.waiting = warp.waiting.finish, None
             finish()
-        moves = warp.moves
+        moves, trace = warp.moves, warp.trace
         for _ in range(_STEPS_AT_ONCE):
             warp.meet()
             number = warp.step
@@ -332,6 +334,8 @@ class Machine:
                 )
             step = steps[number]
             tally.counts[number] += 1
+            if trace is not None:
+                trace.append(number)
             try:
                 if moves.registers:
                     moves.check_step(step)

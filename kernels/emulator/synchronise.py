@@ -180,6 +180,7 @@ class _Arrive:
         count = len(amounts) if self._expects else int(amounts.sum())
         if self._drops:
             barrier.drop(count)
+        warp.note("arrive", barrier, barrier.phase)
         barrier.arrive(count, who)
 
 
@@ -231,6 +232,7 @@ class _TryWait:
         def succeed() -> None:
             warp.retrying = None
             warp.count("mbarrier_waits", 1)
+            warp.note("wait", barrier, barrier.phase - 1)
             self._pass(warp, threads, barrier)
             write(warp, mask, self._result, "pred", True)
 
@@ -277,6 +279,7 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         joined = barrier.arrive(
             warp.index, count, None if order is None else order.release(threads)
         )
+        warp.note("meet", barrier, joined, int(waits))
         if not waits:
             return YIELD
 

@@ -14,6 +14,7 @@ from kernels.emulator.products import Products
 from kernels.emulator.program import LANES
 from kernels.emulator.syntax import Address, Immediate, Operand, Register, Symbol
 from kernels.emulator.tensor_moves import Moves
+from kernels.emulator.trace import Event
 from kernels.emulator.transfers import Copies
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class Warp:
         first = cta.rank * cta.machine.threads + index * LANES
         self.lanes = np.arange(first, first + LANES)
         self.number = first // LANES
+        trace = cta.machine.trace
+        self.trace = None if trace is None else trace.of_warp(cta.number, index)
         self.products = Products(self)
         self.copies = Copies()
         local = uninitialised(-(-cta.machine.program.kernel.local_bytes // 16) * 16 * LANES)
@@ -118,6 +121,11 @@ class Warp:
     def count(self, quantity: str, amount: int) -> None:
         """Adds to one of report.QUANTITIES what the instruction's text does not tell."""
         self.cta.machine.tallies[self.index].extra[quantity] += amount
+
+    def note(self, kind: str, key: object = None, phase: int = 0, amount: int = 0) -> None:
+        """Adds a trace.Event, if there is a trace."""
+        if self.trace is not None:
+            self.trace.append(Event(kind, key, phase, amount))
 
     def wakes(self) -> bool:
         """Whether this polling warp, which sleeps, is to try again because nothing else can run."""

@@ -1,0 +1,49 @@
+"""What the warps of chosen CTAs executed, in order: the input of a timing estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from kernels.emulator.program import Program
+
+
+class Event(NamedTuple):
+    """What a step did that its text does not tell; it follows the step's number in a trace.
+
+    kind      key, phase                  amount
+    "arrive"  an mbarrier and its phase
+    "wait"    an mbarrier and its phase, which has completed
+    "load"    the mbarrier that is told   bytes of a bulk load
+    "store"                               bytes of a bulk store
+    "meet"    a named barrier, its turn   1 if the warp waits there, else 0
+    """
+
+    kind: str
+    key: Any = None
+    phase: int = 0
+    amount: int = 0
+
+
+@dataclasses.dataclass
+class Trace:
+    """Give one to `launch`, which fills it.
+
+    Attributes:
+      ctas: numbers (x fastest) of the CTAs to record.
+      warps: per recorded CTA, in the order of their start, steps and events of every warp.
+      program: whose steps they are.
+    """
+
+    ctas: frozenset[int] = frozenset({0})
+    warps: dict[int, list[list[int | Event]]] = dataclasses.field(default_factory=dict)
+    program: Program | None = None
+
+    def of_warp(self, cta: int, index: int) -> list[int | Event] | None:
+        """Where a warp that starts records; None if it does not."""
+        if cta not in self.ctas:
+            return None
+        warps = self.warps.setdefault(cta, [])
+        assert len(warps) == index
+        warps.append([])
+        return warps[-1]
