@@ -133,7 +133,10 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return None
     operands = list(instruction.operands)
     result = operands.pop(0) if words[0] == "atom" else None
-    values = operands[1 : 3 if form.operation == "cas" else 2]
+    needed = 2 if form.operation == "cas" else 1
+    values = operands[1 : 1 + needed]
+    if len(values) != needed:
+        return None
     addresses_of = address_reader(operands[0], symbols)
     sources = [_values(x, form, symbols) for x in values]
     if result is None and form.operation == "add" and form.halves == 1 and form.type_[0] != "b":

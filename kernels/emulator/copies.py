@@ -150,8 +150,9 @@ def _arrive(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
             if counted:
                 barrier.pending += len(lanes)
             if order is not None:
+                phase = barrier.slot, barrier.phase + 1
                 for transfer, of in done.values():
-                    order.copies_done(warp.lanes[of], transfer.chunks)
+                    order.copies_done(warp.lanes[of], transfer.chunks, phase)
                 barrier.give(order.release(warp.lanes[lanes]))
             barrier.copied = barrier.phase + 1
             first = [transfer for transfer, _ in done.values()]

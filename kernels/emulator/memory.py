@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.emulator.alu import flush
+
 NAN_WORD = 0x7FFFDEAD
 """Uninitialised memory and registers: a NaN as float32, as two bfloat16 and as two float16."""
 
@@ -73,10 +75,19 @@ class Region:
         words[index] = values
 
     def add(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Adds (addresses, count) words of any numeric type, one after the other."""
+        """Adds (addresses, count) words of any numeric type, one after the other.
+
+        float32 is flushed: subnormal numbers count as zero.
+        """
         self.check_writable()
         words, index = self._at(addresses, values.dtype.itemsize, values.shape[1])
-        np.add.at(words.view(values.dtype), index, values)
+        there = words.view(values.dtype)
+        if values.dtype != np.float32:
+            np.add.at(there, index, values)
+            return
+        there[index] = flush(there[index])
+        np.add.at(there, index, flush(values))
+        there[index] = flush(there[index])
 
 
 class GlobalMemory:

@@ -294,12 +294,20 @@ class Order:
         self.thread_writes(threads, addresses, size)
         self._written[self._entries(addresses, size)[0]] = PENDING
 
-    def copies_done(self, threads: np.ndarray, addresses: np.ndarray) -> None:
-        """These threads' writes at those addresses, of 4 to 16 bytes each, have been waited for."""
+    def copies_done(
+        self, threads: np.ndarray, addresses: np.ndarray, phase: tuple[int, int] | None = None
+    ) -> None:
+        """These threads' cp.async to those addresses, of 4 to 16 bytes each, have been waited for.
+
+        Or they will be over in a phase of a barrier, given by its slot.
+        """
         fine = self._entries(addresses, _COARSE)[0]
         fine = fine[(fine < self._sizes[0]).all(1)]
         mine = (self._written[fine] == PENDING) & np.isin(self._writer[fine], threads)
-        self._written[fine[mine]] = self.now[int(threads[0]) // LANES]
+        if phase is None:
+            self._written[fine[mine]] = self.now[int(threads[0]) // LANES]
+        else:
+            self._writer[fine[mine]], self._written[fine[mine]] = phase
 
     def async_reads(self, threads: np.ndarray, coarse: np.ndarray) -> None:
         """An asynchronous operation that these threads of one warp issue reads these chunks."""
