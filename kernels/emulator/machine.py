@@ -74,6 +74,7 @@ _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random
 
 def bind_program(kernel: Kernel) -> tuple[Program, int]:
     """A kernel's program, and the bytes of its shared variables of fixed size."""
+    tensor_memory.check_groups(kernel.instructions)
     symbols, position = {}, SHARED_BASE
     for variable in sorted(kernel.shared, key=lambda variable: variable.size is None):
         position = -(-position // variable.alignment) * variable.alignment

@@ -7,14 +7,15 @@ import functools
 import numpy as np
 
 from kernels.emulator.barriers import TransactionBarrier
+from kernels.emulator.cta import OFFSET_MASK, RANK_SHIFT, Cta
 from kernels.emulator.memory import Fault
 from kernels.emulator.order import Knowledge
-from kernels.emulator.program import LANES, Effect
+from kernels.emulator.program import Effect
 from kernels.emulator.synchronise import barrier_at
 from kernels.emulator.syntax import Instruction
 from kernels.emulator.tensor_pipe import Pipe, pipe_of
 from kernels.emulator.transfers import Transfer
-from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader
+from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 
 
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
@@ -24,13 +25,15 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return _fence_before
     if words == ("tcgen05", "fence:after_thread_sync"):
         return _fence_after
-    if words[:2] != ("tcgen05", "commit"):
+    if words[:2] != ("tcgen05", "commit") or words[2] not in ("cta_group:1", "cta_group:2"):
         return None
-    rest = tuple(word for word in words[2:] if word != "shared:cluster")
-    if rest == ("cta_group:1", "mbarrier:arrive:one", "b64"):
-        (address,) = instruction.operands
-        return functools.partial(_commit, instruction, address_reader(address, symbols))
-    return None
+    rest = tuple(word for word in words[3:] if word != "shared:cluster")
+    multicast = "multicast:cluster" in rest
+    if rest != ("mbarrier:arrive:one", *(("multicast:cluster",) if multicast else ()), "b64"):
+        return None
+    address, *ranks = instruction.operands
+    ranks_of = reader(ranks[0], "u16", symbols) if multicast else None
+    return functools.partial(_commit, instruction, address_reader(address, symbols), ranks_of)
 
 
 def _fence_before(warp: Warp, mask: np.ndarray) -> None:
@@ -45,34 +48,56 @@ def _fence_after(warp: Warp, mask: np.ndarray) -> None:
         clocks.fence_after(warp.lanes[mask])
 
 
-def _commit(instruction: Instruction, address_of: Reader, warp: Warp, mask: np.ndarray) -> Yield:
-    cta = warp.cta
-    for lane in np.flatnonzero(mask):
-        thread, address = int(warp.lanes[lane]), int(address_of(warp)[lane])
-        barrier = barrier_at(warp, address, np.array([thread]))
-        order = cta.order
-        if order is not None and order.fenced[thread, barrier.slot] < 0:
-            raise Fault(
-                "proxy-fence",
-                f"mbarrier {address:#x}: no fence.mbarrier_init or fence.proxy.async between its "
-                "initialisation and its use by a commit",
-                thread % LANES,
-            )
-        pipe = pipe_of(warp, thread)
-        number, known = pipe.issued, pipe.done(pipe.issued)
-        pipe.committed = number
-
-        def perform(
-            pipe: Pipe = pipe,
-            number: int = number,
-            known: Knowledge | None = known,
-            barrier: TransactionBarrier = barrier,
-        ) -> None:
-            pipe.make(number)
-            barrier.give(known)
-            barrier.copied = max(barrier.copied, barrier.phase + 1)
-            barrier.arrive(1, f"a commit of thread {pipe.thread}")
-
+def _commit(
+    instruction: Instruction,
+    address_of: Reader,
+    ranks_of: Reader | None,
+    warp: Warp,
+    mask: np.ndarray,
+) -> Yield:
+    for lane in np.flatnonzero(mask).tolist():
+        pipe = pipe_of(warp, int(warp.lanes[lane]))
+        pipe.committed = pipe.issued
+        address = int(address_of(warp)[lane])
+        addresses = [address]
+        if ranks_of is not None:
+            ranks, offset = int(ranks_of(warp)[lane]), address & OFFSET_MASK
+            addresses = [rank << RANK_SHIFT | offset for rank in range(16) if ranks >> rank & 1]
+        homes = [_home(warp, lane, address) for address in addresses]
+        perform = functools.partial(_arrive, pipe, pipe.issued, pipe.done(pipe.issued), homes)
         nothing = np.zeros(0, np.int64)
-        cta.issue(Transfer(warp, int(lane), instruction, cta, perform, nothing))
+        warp.cta.issue(Transfer(warp, lane, instruction, warp.cta, perform, nothing))
     return YIELD
+
+
+def _home(warp: Warp, lane: int, address: int) -> tuple[Cta, TransactionBarrier]:
+    """The mbarrier at an address and its CTA, both of which the thread knows of."""
+    threads = warp.lanes[lane : lane + 1]
+    barrier, order = barrier_at(warp, address, threads), warp.cta.order
+    if order is not None and order.fenced[threads[0], barrier.slot] < 0:
+        raise Fault(
+            "proxy-fence",
+            f"mbarrier {address:#x}: no fence.mbarrier_init or fence.proxy.async between its "
+            "initialisation and its use by a commit",
+            lane,
+        )
+    return warp.cta.cluster.holding(address), barrier
+
+
+def _arrive(
+    pipe: Pipe,
+    number: int,
+    known: Knowledge | None,
+    homes: list[tuple[Cta, TransactionBarrier]],
+) -> None:
+    """Makes what was committed, and tells every barrier."""
+    pipe.make(number)
+    for cta, barrier in homes:
+        if cta.ended:
+            raise Fault(
+                "cluster-exit",
+                f"a commit arrives at an mbarrier of CTA {cta.rank}, which has exited",
+            )
+        barrier.give(known)
+        barrier.copied = max(barrier.copied, barrier.phase + 1)
+        barrier.arrive(1, f"a commit of thread {pipe.thread}")

@@ -1,4 +1,8 @@
-"""tcgen05.mma: D (+)= A B, D in tensor memory, A there or in shared memory, B in shared memory."""
+"""tcgen05.mma: D (+)= A B, D in tensor memory, A there or in shared memory, B in shared memory.
+
+With cta_group::2 a pair of CTAs multiplies: each has its half of A's and D's rows and of B's
+columns, at the same addresses of its own memory.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,21 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import Effect
-from kernels.emulator.swizzle import CHUNK, swizzled
+from kernels.emulator.swizzle import CHUNK
 from kernels.emulator.syntax import Address, Immediate, Instruction, Vector
+from kernels.emulator.tcgen05_descriptor import (
+    K_BYTES,
+    Shape,
+    Tile,
+    decode_instruction,
+    tile_bytes,
+    tile_chunks,
+)
+from kernels.emulator.tensor_memory import pair_of
 from kernels.emulator.tensor_order import TENSOR_LANES, Rectangle
 from kernels.emulator.tensor_pipe import Pipe, pipe_of
 from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, reader
@@ -20,129 +32,31 @@ from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, re
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
 
-_K_BYTES = 32
-_SPANS = {0: 0, 2: 128, 4: 64, 6: 32}
-_FORMATS = {
-    "f16": {0: np.dtype(np.float16), 1: np.dtype(ml_dtypes.bfloat16)},
-    "f8f6f4": {0: np.dtype(ml_dtypes.float8_e4m3fn), 1: np.dtype(ml_dtypes.float8_e5m2)},
-}
-
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """What an instruction descriptor says."""
+class Piece:
+    """Rows and columns of a CTA's part of a matrix, from the first ones on, in tensor memory."""
 
-    rows: int
-    columns: int
-    a_type: np.dtype
-    b_type: np.dtype
-    signs: tuple[bool, bool]
-    mn_major: tuple[bool, bool]
-
-
-@functools.lru_cache(maxsize=256)
-def decode_instruction(descriptor: int, kind: str, group: int) -> Shape:
-    """Decodes an instruction descriptor (PTX ISA, tcgen05 instruction descriptor).
-
-    Raises:
-      Fault: a field has a value that the kind does not take.
-    """
-
-    def field(first: int, bits: int) -> int:
-        return descriptor >> first & ((1 << bits) - 1)
-
-    def wrong(what: str) -> Fault:
-        return Fault("descriptor", f"instruction descriptor {descriptor:#x} for {kind}: {what}")
-
-    if field(0, 3):
-        raise Fault("not implemented", f"instruction descriptor {descriptor:#x}: sparsity")
-    for first, bits in ((3, 1), (6, 1), (23, 1), (29, 1), (30, 2)):
-        if field(first, bits):
-            raise wrong(f"bit {first} must be 0")
-    if field(4, 2) != 1:
-        if kind == "f16" and not field(4, 2):
-            raise Fault("not implemented", "tcgen05.mma with a float16 result")
-        raise wrong(f"result type {field(4, 2)}")
-    types = []
-    for name, first in (("A", 7), ("B", 10)):
-        if field(first, 3) not in _FORMATS[kind]:
-            if kind == "f8f6f4" and field(first, 3) in (3, 4, 5):
-                raise Fault("not implemented", f"tcgen05.mma with {name} of 4 or 6 bits")
-            raise wrong(f"type {field(first, 3)} of {name}")
-        types.append(_FORMATS[kind][field(first, 3)])
-    rows, columns = field(24, 5) << 4, field(17, 6) << 3
-    step = 8 * group if rows in (64 * group, 128 * group) else 0
-    if not step or not step <= columns <= 256 or columns % step:
-        raise wrong(f"{rows} rows and {columns} columns with cta_group::{group}")
-    return Shape(
-        rows,
-        columns,
-        *types,
-        signs=(bool(field(13, 1)), bool(field(14, 1))),
-        mn_major=(bool(field(15, 1)), bool(field(16, 1))),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """An operand in shared memory: its descriptor, rows of A or columns of B, element size."""
-
-    descriptor: int
-    mn_major: bool
-    rows: int
-    bytes: int
-
-
-@functools.lru_cache(maxsize=4096)
-def tile_bytes(tile: Tile) -> np.ndarray:
-    """Offset in shared memory of every element of a tile: (rows, 32 / bytes).
-
-    By the canonical layouts of the PTX ISA; addresses are swizzled as they are.
-    """
-    descriptor = tile.descriptor
-    start = (descriptor & 0x3FFF) << 4
-    leading = (descriptor >> 16 & 0x3FFF) << 4
-    stride = (descriptor >> 32 & 0x3FFF) << 4
-    if descriptor >> 46 & 7 != 1:
-        raise Fault("descriptor", f"matrix descriptor {descriptor:#x}: bits 46-48 must be 1")
-    if descriptor >> 53 & 0xFF or descriptor >> 14 & 3 or descriptor >> 30 & 3:
-        raise Fault("descriptor", f"matrix descriptor {descriptor:#x}: reserved bits are set")
-    if descriptor >> 49 & 7:
-        raise Fault("not implemented", "a matrix descriptor with a base offset")
-    if descriptor >> 52 & 1:
-        raise Fault("not implemented", "a matrix descriptor with an absolute leading dimension")
-    if descriptor >> 61 not in _SPANS:
-        raise Fault("not implemented", f"swizzle mode {descriptor >> 61} of a matrix descriptor")
-    span = _SPANS[descriptor >> 61]
-    row = np.arange(tile.rows)[:, None]
-    k = np.arange(_K_BYTES // tile.bytes)[None, :]
-    if tile.mn_major:
-        width = span or CHUNK
-        columns, inside = row * tile.bytes // width, row * tile.bytes % width
-        of_column, of_rows = (leading, stride) if span else (stride, leading)
-        address = columns * of_column + inside + k // 8 * of_rows + k % 8 * width
-    elif span:
-        address = row // 8 * stride + row % 8 * span + k * tile.bytes
-    else:
-        chunk, inside = k * tile.bytes // CHUNK, k * tile.bytes % CHUNK
-        address = row // 8 * stride + row % 8 * CHUNK + chunk * leading + inside
-    address = start + address
-    return swizzled(address // CHUNK, span) * CHUNK + address % CHUNK
-
-
-@functools.lru_cache(maxsize=4096)
-def tile_chunks(tile: Tile) -> np.ndarray:
-    """The 16-byte chunks that a tile touches."""
-    return np.unique(tile_bytes(tile) // CHUNK)
+    rectangle: Rectangle
+    row: int = 0
+    column: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Where one product reads and writes."""
+    """Where one product reads and writes, in every CTA that takes part.
+
+    Attributes:
+      d: pieces of a CTA's rows of D.
+      a: a CTA's rows of A.
+      b: a CTA's columns of B.
+      scale: of D before the product is added.
+      enabled: lanes of D that are written, (CTAs, 128), or None for all.
+    """
 
     shape: Shape
-    d: tuple[Rectangle, ...]
-    a: Tile | tuple[Rectangle, ...]
+    d: tuple[Piece, ...]
+    a: Tile | tuple[Piece, ...]
     b: Tile
     accumulate: bool
     scale: float
@@ -152,19 +66,18 @@ class Operands:
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     """The effect of tcgen05.mma, or None if it is none."""
     words = tuple(word for word in instruction.words if not word.startswith("collector:"))
-    if words not in (
-        ("tcgen05", "mma", "cta_group:1", "kind:f16"),
-        ("tcgen05", "mma", "cta_group:1", "kind:f8f6f4"),
-    ):
+    if words[:2] != ("tcgen05", "mma") or words[2] not in ("cta_group:1", "cta_group:2"):
         return None
+    if words[3:] not in (("kind:f16",), ("kind:f8f6f4",), ("kind:tf32",)):
+        return None
+    group = int(words[2][-1])
     d, a, b, descriptor, *rest = instruction.operands
     mask_of: list[Reader] = []
     lanes = rest[0]
     if isinstance(lanes, Vector):
         mask_of, rest = [reader(x, "u32", symbols) for x in lanes.elements], rest[1:]
-        if len(mask_of) != TENSOR_LANES // 32:
+        if len(mask_of) != group * TENSOR_LANES // 32:
             return None
-    enable = reader(rest[0], "pred", symbols)
     scale = 1.0
     if len(rest) > 1:
         (_, power) = rest
@@ -172,13 +85,14 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         scale = 2.0**-power.value
     return _Mma(
         kind=words[3].removeprefix("kind:"),
+        group=group,
         d_of=address_reader(d, symbols),
         a_of=address_reader(a, symbols) if isinstance(a, Address) else reader(a, "u64", symbols),
         a_in_tensor=isinstance(a, Address),
         b_of=reader(b, "u64", symbols),
         descriptor_of=reader(descriptor, "u32", symbols),
         mask_of=tuple(mask_of),
-        enable_of=enable,
+        enable_of=reader(rest[0], "pred", symbols),
         scale=scale,
     )
 
@@ -188,6 +102,7 @@ class _Mma:
     """One instruction, bound."""
 
     kind: str
+    group: int
     d_of: Reader
     a_of: Reader
     a_in_tensor: bool
@@ -203,66 +118,87 @@ class _Mma:
         return YIELD
 
     def _issue(self, warp: Warp, lane: int) -> None:
-        shape = decode_instruction(int(self.descriptor_of(warp)[lane]), self.kind, 1)
-        cta, thread = warp.cta, int(warp.lanes[lane])
-        d = rectangles(int(self.d_of(warp)[lane]), shape.rows, shape.columns)
-        a_at, size = int(self.a_of(warp)[lane]), shape.a_type.itemsize
+        operands = self._operands(warp, lane)
+        shape, thread = operands.shape, int(warp.lanes[lane])
+        ctas = (warp.cta,) if self.group == 1 else pair_of(warp, thread)
+        pipe = pipe_of(warp, thread)
+        _check(ctas, pipe, operands, self.kind)
+        shared_rows = shape.columns + (0 if self.a_in_tensor else shape.rows)
+        depth = K_BYTES // shape.a_type.itemsize
+        warp.count("mma_flops", 2 * shape.rows * shape.columns * depth)
+        warp.count("shared_mma_bytes", shared_rows * K_BYTES)
+        pipe.issue(functools.partial(_make, ctas, operands))
+
+    def _operands(self, warp: Warp, lane: int) -> Operands:
+        group = self.group
+        shape = decode_instruction(int(self.descriptor_of(warp)[lane]), self.kind, group)
+        rows, columns = shape.rows // group, shape.columns // group
+        a_at = int(self.a_of(warp)[lane])
         if self.a_in_tensor:
             if shape.mn_major[0]:
                 raise Fault("descriptor", "A in tensor memory cannot be transposed", lane)
-            a = rectangles(a_at, shape.rows, _K_BYTES // 4)
+            if group == 2 and rows < TENSOR_LANES:
+                raise Fault("not implemented", "A in tensor memory with 128 rows of a pair", lane)
+            a = _pieces(a_at, rows, K_BYTES // 4, False)
         else:
-            a = Tile(a_at, shape.mn_major[0], shape.rows, size)
-        b = Tile(
-            int(self.b_of(warp)[lane]), shape.mn_major[1], shape.columns, shape.b_type.itemsize
-        )
+            a = Tile(a_at, shape.mn_major[0], rows, shape.a_type.itemsize)
+        b_at = int(self.b_of(warp)[lane])
         enabled = None
         if any(int(word(warp)[lane]) for word in self.mask_of):
             words = np.array([word(warp)[lane] for word in self.mask_of], np.uint32)
             bits = words[:, None] >> np.arange(32, dtype=np.uint32) & 1
-            enabled = bits.reshape(-1) == 0
-        accumulate = bool(self.enable_of(warp)[lane])
-        operands = Operands(shape, d, a, b, accumulate, self.scale, enabled)
-        pipe = pipe_of(warp, thread)
-        _check(cta, pipe, operands, self.kind)
-        shared_rows = shape.columns + (0 if self.a_in_tensor else shape.rows)
-        warp.count("mma_flops", 2 * shape.rows * shape.columns * (_K_BYTES // size))
-        warp.count("shared_mma_bytes", shared_rows * _K_BYTES)
-        pipe.issue(functools.partial(_make, cta, operands))
+            enabled = bits.reshape(group, TENSOR_LANES) == 0
+        return Operands(
+            shape,
+            _pieces(int(self.d_of(warp)[lane]), rows, shape.columns, group == 2),
+            a,
+            Tile(b_at, shape.mn_major[1], columns, shape.b_type.itemsize),
+            bool(self.enable_of(warp)[lane]),
+            self.scale,
+            enabled,
+        )
 
 
-def rectangles(address: int, rows: int, columns: int) -> tuple[Rectangle, ...]:
-    """Where the rows of a matrix lie in tensor memory (PTX ISA, layouts D and F)."""
+def _pieces(address: int, rows: int, columns: int, paired: bool) -> tuple[Piece, ...]:
+    """Where a CTA's rows of a matrix lie in tensor memory (PTX ISA, layouts A, B, D and F)."""
     lane, column = address >> 16, address & 0xFFFF
     if rows == TENSOR_LANES:
         if lane:
             raise Fault("misaligned", f"128 rows from lane {lane} of tensor memory")
-        return (Rectangle(0, column, TENSOR_LANES, columns),)
+        return (Piece(Rectangle(0, column, TENSOR_LANES, columns)),)
+    if paired:
+        if lane:
+            raise Fault("misaligned", f"rows of a pair from lane {lane} of tensor memory")
+        half = columns // 2
+        return tuple(Piece(Rectangle(64 * i, column, 64, half), column=half * i) for i in range(2))
     if lane not in (0, 16):
         raise Fault("misaligned", f"64 rows from lane {lane} of tensor memory: 0 or 16 is expected")
-    return tuple(Rectangle(lane + 32 * i, column, 16, columns) for i in range(4))
+    return tuple(Piece(Rectangle(lane + 32 * i, column, 16, columns), row=16 * i) for i in range(4))
 
 
-def _check(cta: Cta, pipe: Pipe, operands: Operands, kind: str) -> None:
+def _check(ctas: tuple[Cta, ...], pipe: Pipe, operands: Operands, kind: str) -> None:
     """Faults unless every access is inside, allocated and ordered."""
-    tensor, number = cta.tensor, pipe.issued + 1
     in_tensor = operands.a if not isinstance(operands.a, Tile) else ()
-    for rectangle in (*operands.d, *in_tensor):
-        tensor.check(rectangle)
     tiles = [x for x in (operands.a, operands.b) if isinstance(x, Tile)]
-    for tile in tiles:
-        if (tile_chunks(tile)[-1] + 1) * CHUNK > cta.shared.data.size:
-            raise Fault("out-of-bounds", "an operand ends behind shared memory")
-    if cta.order is None or tensor.shadow is None:
-        return
-    column = tensor.shadow.clocks.column(pipe.agent)
-    for tile in tiles:
-        cta.order.pipe_reads(pipe.thread, tile_chunks(tile), column, number)
-    for rectangle in in_tensor:
-        tensor.shadow.pipe_reads(pipe.thread, number, rectangle)
-    form = _form(operands, kind)
-    for rectangle in operands.d:
-        tensor.shadow.pipe_writes(pipe.thread, number, rectangle, form)
+    for cta in ctas:
+        for piece in (*operands.d, *in_tensor):
+            cta.tensor.check(piece.rectangle)
+        for tile in tiles:
+            if (tile_chunks(tile)[-1] + 1) * CHUNK > cta.shared.data.size:
+                raise Fault("out-of-bounds", "an operand ends behind shared memory")
+    number, form = pipe.issued + 1, _form(operands, kind)
+    for cta in ctas:
+        order, shadow = cta.order, cta.tensor.shadow
+        cta.tensor.touched[pipe.thread] = number
+        if order is None or shadow is None:
+            continue
+        for tile in tiles:
+            column = shadow.clocks.column(pipe.agent)
+            order.pipe_reads(pipe.thread, tile_chunks(tile), column, number)
+        for piece in in_tensor:
+            shadow.pipe_reads(pipe.thread, number, piece.rectangle)
+        for piece in operands.d:
+            shadow.pipe_writes(pipe.thread, number, piece.rectangle, form)
 
 
 @functools.cache
@@ -278,30 +214,43 @@ def _form(operands: Operands, kind: str) -> int:
     return _number_of_form((operands.d, operands.shape.rows, operands.shape.columns, kind))
 
 
-def _make(cta: Cta, operands: Operands) -> None:
+def _make(ctas: tuple[Cta, ...], operands: Operands) -> None:
     """Reads the operands and writes the result, now."""
-    shape, data = operands.shape, cta.tensor.data
+    shape = operands.shape
+    b = np.concatenate([_values(cta, operands.b, shape.b_type) for cta in ctas])
+    updates = [_a(cta, operands) @ b.T for cta in ctas]
+    for rank, (cta, update) in enumerate(zip(ctas, updates, strict=True)):
+        if shape.signs[0] != shape.signs[1]:
+            update = -update
+        for piece in operands.d:
+            place = piece.rectangle
+            target = cta.tensor.data[place.cells].view(np.float32)
+            rows = update[piece.row : piece.row + place.lanes]
+            rows = rows[:, piece.column : piece.column + place.columns]
+            if operands.accumulate:
+                old = target if operands.scale == 1 else target * np.float32(operands.scale)
+                rows = old + rows
+            if operands.enabled is None:
+                target[...] = rows
+            else:
+                chosen = operands.enabled[rank, place.cells[0]]
+                target[chosen] = rows[chosen]
+
+
+def _a(cta: Cta, operands: Operands) -> np.ndarray:
+    """A CTA's rows of A as float32."""
+    dtype = operands.shape.a_type
     if isinstance(operands.a, Tile):
-        a = _values(cta, operands.a, shape.a_type)
-    else:
-        words = np.concatenate([data[rectangle.cells] for rectangle in operands.a])
-        a = np.ascontiguousarray(words).view(shape.a_type).astype(np.float32)
-    update = a @ _values(cta, operands.b, shape.b_type).T
-    if shape.signs[0] != shape.signs[1]:
-        update = -update
-    first = 0
-    for rectangle in operands.d:
-        rows = update[first : first + rectangle.lanes]
-        first += rectangle.lanes
-        target = data[rectangle.cells].view(np.float32)
-        if operands.accumulate:
-            old = target if operands.scale == 1 else target * np.float32(operands.scale)
-            rows = old + rows
-        if operands.enabled is None:
-            target[...] = rows
-        else:
-            chosen = operands.enabled[rectangle.cells[0]]
-            target[chosen] = rows[chosen]
+        return _values(cta, operands.a, dtype)
+    words = np.concatenate([cta.tensor.data[piece.rectangle.cells] for piece in operands.a])
+    return narrowed(np.ascontiguousarray(words).view(dtype))
+
+
+def narrowed(values: np.ndarray) -> np.ndarray:
+    """Operands as the tensor core takes them: of 32-bit ones, the bits of tf32."""
+    if values.dtype != np.float32:
+        return values.astype(np.float32)
+    return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _values(cta: Cta, tile: Tile, dtype: np.dtype) -> np.ndarray:
@@ -314,6 +263,6 @@ def _values(cta: Cta, tile: Tile, dtype: np.dtype) -> np.ndarray:
     if values is None:
         size = dtype.itemsize
         words = cta.shared.data[: cta.shared.data.size // size * size].view(f"u{size}")
-        values = words[tile_bytes(tile) // size].view(dtype).astype(np.float32)
+        values = narrowed(words[tile_bytes(tile) // size].view(dtype))
         cta.decoded[key] = values
     return values

@@ -6,10 +6,13 @@ An address has the lane in its upper and the column in its lower 16 bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kernels.emulator.barriers import uniform
+from kernels.emulator.errors import PtxError
 from kernels.emulator.memory import NAN_WORD, Fault
 from kernels.emulator.program import Effect
 from kernels.emulator.syntax import Instruction
@@ -22,6 +25,9 @@ from kernels.emulator.tensor_order import (
 )
 from kernels.emulator.warp import Reader, Wait, Warp, address_reader, reader
 
+if TYPE_CHECKING:
+    from kernels.emulator.cta import Cta
+
 _LEAST_COLUMNS = 32
 
 
@@ -33,6 +39,12 @@ class TensorMemory:
         self.shadow = None if clocks is None else TensorShadow(clocks)
         self.allocations: dict[int, int] = {}
         self.relinquished = False
+        self.touched: dict[int, int] = {}
+        """The last operation of each issuing thread here."""
+        self.requested: int | None = None
+        self.granted: int | None = None
+        self.freed = 0
+        """With cta_group::2: columns that it waits for, where they are, and how often it freed."""
         self._owned = np.zeros(TENSOR_COLUMNS, bool)
 
     def check(self, rectangle: Rectangle) -> None:
@@ -45,12 +57,10 @@ class TensorMemory:
             column = rectangle.column + int(np.argmin(owned))
             raise Fault("allocation", f"column {column} of tensor memory is not allocated")
 
-    def place(self, columns: int) -> int | None:
-        """The first column of a free piece, or None if there is none."""
-        for first in range(0, TENSOR_COLUMNS - columns + 1, _LEAST_COLUMNS):
-            if not self._owned[first : first + columns].any():
-                return first
-        return None
+    def places(self, columns: int) -> list[int]:
+        """First columns of free pieces."""
+        starts = range(0, TENSOR_COLUMNS - columns + 1, _LEAST_COLUMNS)
+        return [first for first in starts if not self._owned[first : first + columns].any()]
 
     def allocate(self, first: int, columns: int) -> None:
         """Gives columns to the CTA; nobody knows what they hold."""
@@ -75,17 +85,56 @@ class TensorMemory:
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     """The effect of an instruction that allocates tensor memory, or None if it is none."""
     words = tuple(word for word in instruction.words if word not in ("shared:cta", "b32"))
-    if words == ("tcgen05", "alloc", "cta_group:1", "sync", "aligned"):
+    if words[0] != "tcgen05" or words[2:] not in (
+        ("cta_group:1", "sync", "aligned"),
+        ("cta_group:2", "sync", "aligned"),
+    ):
+        return None
+    paired = words[2] == "cta_group:2"
+    if words[1] == "alloc":
         target, count = instruction.operands
-        return functools.partial(
-            _allocate, address_reader(target, symbols), reader(count, "u32", symbols)
-        )
-    if words == ("tcgen05", "dealloc", "cta_group:1", "sync", "aligned"):
+        target_of, count_of = address_reader(target, symbols), reader(count, "u32", symbols)
+        return functools.partial(_allocate, paired, target_of, count_of)
+    if words[1] == "dealloc":
         address, count = (reader(x, "u32", symbols) for x in instruction.operands)
-        return functools.partial(_free, address, count)
-    if words == ("tcgen05", "relinquish_alloc_permit", "cta_group:1", "sync", "aligned"):
-        return _relinquish
-    return None
+        return functools.partial(_free, paired, address, count)
+    return _relinquish if words[1] == "relinquish_alloc_permit" else None
+
+
+def check_groups(instructions: Iterable[Instruction]) -> None:
+    """All tcgen05 instructions of a kernel are for one CTA, or all are for a pair.
+
+    Raises:
+      PtxError: they differ.
+    """
+    first: Instruction | None = None
+    for instruction in instructions:
+        groups = {word for word in instruction.words if word.startswith("cta_group:")}
+        if instruction.opcode != "tcgen05" or not groups:
+            continue
+        first = first or instruction
+        if groups.isdisjoint(first.words):
+            raise PtxError(
+                f"line {instruction.line}: {instruction.text}: another cta_group than in line "
+                f"{first.line}"
+            )
+
+
+def peer_of(warp: Warp) -> Cta:
+    """The other CTA of the pair: its rank differs in the lowest bit."""
+    cluster, rank = warp.cta.cluster, warp.cta.rank
+    if len(cluster.ctas) % 2:
+        raise Fault("cta-pair", f"cta_group::2 in a cluster of {len(cluster.ctas)} CTAs")
+    return cluster.of_rank(rank ^ 1)
+
+
+def pair_of(warp: Warp, thread: int) -> tuple[Cta, Cta]:
+    """Both CTAs of the pair, the even rank first; the thread must know that the other runs."""
+    peer = peer_of(warp)
+    if peer.order is not None:
+        peer.order.check_started(np.array([thread]))
+    own = warp.cta
+    return (own, peer) if own.rank < peer.rank else (peer, own)
 
 
 def whole(warp: Warp, mask: np.ndarray) -> None:
@@ -101,7 +150,9 @@ def _columns(values: np.ndarray) -> int:
     return count
 
 
-def _allocate(target_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray) -> Wait | None:
+def _allocate(
+    paired: bool, target_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray
+) -> Wait | None:
     whole(warp, mask)
     cta, tensor, count = warp.cta, warp.cta.tensor, _columns(count_of(warp))
     target = target_of(warp)[:1]
@@ -109,11 +160,15 @@ def _allocate(target_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray)
     if tensor.relinquished:
         raise Fault("allocation", "allocates after tcgen05.relinquish_alloc_permit")
     cta.shared.check(target, np.zeros(1, np.int64), 4)
+    if tensor.requested is not None:
+        raise Fault("allocation", "another warp of the CTA waits for columns at the same time")
+    tensor.requested = count
+    everyone = (tensor, peer_of(warp).tensor) if paired else (tensor,)
+    _grant(everyone)
 
     def take() -> None:
-        first = tensor.place(count)
-        assert first is not None
-        tensor.allocate(first, count)
+        assert tensor.granted is not None
+        first, tensor.granted = tensor.granted, None
         held = sum(tensor.allocations.values())
         cta.machine.most_tensor_columns = max(cta.machine.most_tensor_columns, held)
         if cta.order is not None:
@@ -121,22 +176,56 @@ def _allocate(target_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray)
         cta.shared.store(target, np.array([[first]], np.uint32))
         cta.shared_version += 1
 
-    if tensor.place(count) is not None:
+    def ready() -> bool:
+        _grant(everyone)
+        return tensor.granted is not None
+
+    if ready():
         take()
         return None
+    held = "and the same request of the peer " if paired else ""
     return Wait(
-        lambda: tensor.place(count) is not None,
+        ready,
         take,
-        lambda: f"{count} columns of tensor memory; allocated are {tensor.allocations}",
+        lambda: f"{count} columns of tensor memory {held}(allocated: {tensor.allocations})",
     )
 
 
-def _free(address_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray) -> None:
+def _grant(tensors: tuple[TensorMemory, ...]) -> None:
+    """Allocates what all of these ask for, at the same place in each, if it is free."""
+    counts = {tensor.requested for tensor in tensors}
+    if None in counts:
+        return
+    if len(counts) > 1:
+        raise Fault("cta-pair", f"the CTAs of a pair allocate different columns: {counts}")
+    (count,) = counts
+    assert count is not None
+    free = [set(tensor.places(count)) for tensor in tensors]
+    both = free[0].intersection(*free[1:])
+    if not both:
+        return
+    for tensor in tensors:
+        tensor.requested, tensor.granted = None, min(both)
+        tensor.allocate(min(both), count)
+
+
+def _free(
+    paired: bool, address_of: Reader, count_of: Reader, warp: Warp, mask: np.ndarray
+) -> Wait | None:
     whole(warp, mask)
-    address = uniform(address_of(warp), "the tensor memory's address")
+    address, tensor = uniform(address_of(warp), "the tensor memory's address"), warp.cta.tensor
     if address >> 16:
         raise Fault("allocation", f"frees tensor memory at lane {address >> 16}")
-    warp.cta.tensor.free(int(warp.lanes[0]), address & 0xFFFF, _columns(count_of(warp)))
+    tensor.free(int(warp.lanes[0]), address & 0xFFFF, _columns(count_of(warp)))
+    if not paired:
+        return None
+    tensor.freed += 1
+    number, peer = tensor.freed, peer_of(warp).tensor
+    return Wait(
+        lambda: peer.freed >= number,
+        lambda: None,
+        lambda: "tcgen05.dealloc.cta_group::2 of the other CTA of the pair",
+    )
 
 
 def _relinquish(warp: Warp, mask: np.ndarray) -> None:

@@ -15,7 +15,6 @@ from kernels.emulator.order import Knowledge
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
-    from kernels.emulator.tensor_order import TensorClocks
     from kernels.emulator.warp import Warp
 
 
@@ -73,15 +72,16 @@ def check_end(cta: Cta) -> None:
     """Faults if the CTA ends with columns allocated or operations that nobody has waited for."""
     if cta.machine.program.uses_tensor_memory and cta.tensor.allocations:
         raise Fault("outstanding", f"the CTA ends with columns allocated: {cta.tensor.allocations}")
-    clocks: TensorClocks | None = cta.tensor_clocks
     for pipe in cta.pipes.values():
         if pipe.committed < pipe.issued:
             number = pipe.issued - pipe.committed
             message = f"the CTA ends, but no commit follows the last {number} operations"
             raise Fault("outstanding", f"{message} of thread {pipe.thread}")
-        if clocks is None or cta.order is None:
-            continue
-        known = int(cta.order.clock[:, clocks.column(pipe.agent)].max())
-        if max(known, 0) < pipe.issued:
-            message = f"the CTA ends, but nobody waits for the operations of thread {pipe.thread}"
-            raise Fault("outstanding", message)
+    clocks, order = cta.tensor_clocks, cta.order
+    if clocks is None or order is None:
+        return
+    for thread, number in cta.tensor.touched.items():
+        column = clocks.column(clocks.pipes[thread])
+        if int(order.clock[order.own, column].max()) < number:
+            message = "the CTA ends, but none of its threads waits for the tcgen05 operations of"
+            raise Fault("outstanding", f"{message} thread {thread} on its memory")

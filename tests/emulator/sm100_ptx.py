@@ -80,6 +80,7 @@ def run(body: str, data: np.ndarray, launch: Launch | None = None) -> None:
         "test",
         grid=(launch.grid, 1, 1),
         block=(launch.threads, 1, 1),
+        cluster=(launch.cluster, 1, 1),
         dynamic_smem=launch.shared_bytes,
         params=[ADDRESS.to_bytes(8, "little")],
         memory={ADDRESS: data},
