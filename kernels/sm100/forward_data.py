@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from fa4_jax.key import KernelKey
 from kernels.common import tensors
-from kernels.sm100.tiles import ForwardTile
-
-TILES = 2  # query tiles of a CTA, in ping-pong
+from kernels.common.schedule import ForwardShape
+from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, L2_BUDGET_BYTES, ForwardTile
 
 WARPS_OF_ROLE = {
     # role: (first warp, warps). Softmax and correction warps reach the lanes of their place in a
@@ -23,16 +23,15 @@ WARPS_OF_ROLE = {
 }
 
 ARRIVALS = {
-    # barrier: arrivals that complete a phase. Every one but those of the ring exists once per
-    # query tile.
+    # barrier: arrivals that complete a phase. barrier_count says how many of each there are.
     "q_full": 1,  # load warp, with the bytes of a query tile
-    "q_empty": 1,  # commit behind the last scores of a query tile
+    "q_empty": 1,  # commit behind the last scores; or store warp, if the output took the memory
     "kv_full": 1,  # load warp, with the bytes of a block
     "kv_empty": 1,  # commit behind the last product that reads the block
     "s_full": 1,  # commit behind the scores of a block
     "p_early": 8,  # softmax warps: P's early keys are there; correction warps: O is rescaled
     "p_late": 4,  # softmax warps: the rest of P is there
-    "o_full": 1,  # commit behind the last product of a query tile
+    "o_full": 1,  # commit behind the last product of a query tile; of every block, if it is alone
     "sums_full": 4,  # softmax warps: the inverse row sums are there
     "sums_empty": 4,  # correction warps have read them
     "out_full": 4,  # correction warps: the output tile is in shared memory
@@ -58,7 +57,32 @@ class Barriers:
     out_empty: cute.Pointer
 
 
-FACTORS = 1  # first of the named barriers of softmax warp w of tile t: FACTORS + 4 t + w
+FACTORS = 1  # first of the named barriers of warp w of softmax and correction: FACTORS + 4 b + w
+
+
+class Config:
+    """Compile-time constants of one kernel, shared by its roles."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.band = key.band
+        self.tile = FORWARD_TILES[key.head_dim]
+        self.polynomial_pairs = self.tile.polynomial_pairs if key.polynomial_exp2 else 0
+        self.columns = self.tile.columns(key.head_dim)
+        self.shape = ForwardShape(
+            m=self.tile.m,
+            n=self.tile.n,
+            kv_row_bytes=2 * key.head_dim * 2,
+            l2_bytes=L2_BUDGET_BYTES,
+            band=key.band,
+        )
+
+    def buffer(self, t, ordinal: Int32) -> tuple:
+        """(score buffer, phase parity) of query tile t's block, the ordinal-th of this CTA."""
+        if self.tile.buffers_per_tile == 1:
+            return t, ordinal & 1
+        return ordinal & 1, (ordinal >> 1) & 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +100,12 @@ class Shared:
     """Shared memory; kv is a ring that holds K(0), V(0), K(1), V(1), ... of the blocks visited."""
 
     q: cute.Tensor  # (rows, head_dim, query tile)
-    o: cute.Tensor  # (rows, head_dim, query tile)
+    o: (
+        cute.Tensor
+    )  # (rows, head_dim, query tile), q's memory unless the tile table gives it its own
     kv: cute.Tensor  # (n, head_dim, stage)
     kv_transposed: cute.Tensor  # (head_dim, n, stage), the same memory
-    factors: cute.Tensor  # (rows, query tile) f32: by what O is rescaled before this block
+    factors: cute.Tensor  # (rows, buffer) f32: by what O is rescaled before the block
     inverse_sums: cute.Tensor  # (rows, query tile) f32; negative where there is no output
     tmem_base: cute.Pointer
     barriers: Barriers
@@ -87,20 +113,23 @@ class Shared:
 
 def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
     """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
-    tiles_layout = tensors.tile_layout(dtype, tile.rows, head_dim, TILES, tile.span_bytes)
+    tiles_layout = tensors.tile_layout(
+        dtype, tile.rows, head_dim, tile.query_tiles, tile.span_bytes
+    )
     kv_layout = tensors.tile_layout(dtype, tile.n, head_dim, tile.kv_stages, tile.span_bytes)
-    rows_layout = cute.make_layout((tile.rows, TILES))
+    rows_layout = cute.make_layout((tile.rows, BUFFERS))
+    o_size = cute.cosize(tiles_layout) if tile.own_output else 0
     counts = {name: barrier_count(name, tile) for name in ARRIVALS}
 
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[cutlass.Int64, sum(counts.values())]
         tmem_base: Int32
-        factors: cute.struct.MemRange[cutlass.Float32, TILES * tile.rows]
-        inverse_sums: cute.struct.MemRange[cutlass.Float32, TILES * tile.rows]
+        factors: cute.struct.MemRange[cutlass.Float32, BUFFERS * tile.rows]
+        inverse_sums: cute.struct.MemRange[cutlass.Float32, BUFFERS * tile.rows]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(tiles_layout)], 1024]
-        o: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(tiles_layout)], 1024]
         kv: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(kv_layout)], 1024]
+        o: cute.struct.Align[cute.struct.MemRange[dtype, o_size], 1024]
 
     storage = cutlass.memory.SmemAllocator().allocate(Storage)
     barriers, first = {}, 0
@@ -109,7 +138,7 @@ def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
         first += count
     return Shared(
         q=tensors.smem_tensor(storage.q, tiles_layout),
-        o=tensors.smem_tensor(storage.o, tiles_layout),
+        o=tensors.smem_tensor(storage.o if tile.own_output else storage.q, tiles_layout),
         kv=tensors.smem_tensor(storage.kv, kv_layout),
         kv_transposed=tensors.smem_tensor(storage.kv, tensors.transposed(kv_layout)),
         factors=storage.factors.get_tensor(rows_layout),
@@ -120,5 +149,14 @@ def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
 
 
 def barrier_count(name: str, tile: ForwardTile) -> int:
-    """How many barriers of a name there are."""
-    return tile.kv_stages if name.startswith("kv") else TILES
+    """How many barriers of a name there are: by stage of the ring, by buffer or by query tile."""
+    if name.startswith("kv"):
+        return tile.kv_stages
+    return BUFFERS if name in ("s_full", "p_early", "p_late") else tile.query_tiles
+
+
+def arrive(barrier: cute.Pointer):
+    """One arrival per warp, behind what all its lanes did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)

@@ -64,3 +64,12 @@ def maximum(a: Float32, b: Float32, c: Float32) -> Float32:
         write_only_types=[Float32],
         read_only_args=[a, b, c],
     )
+
+
+def add_exponent(value: Float32, whole: Float32) -> Float32:
+    """value * 2^n for n in the low bits of `whole`: its bits shifted to the exponent and added."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 n; shl.b32 n, {$r1}, 23; add.s32 {$w0}, n, {$r0}; }",
+        write_only_types=[Float32],
+        read_only_args=[value, whole],
+    )

@@ -26,6 +26,10 @@ class RegisterBudget:
     others: int
 
 
+BUFFERS = 2
+"""Score buffers of a CTA: one for each of two query tiles, or two in turn for a single one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
     """Sizes of the forward kernel.
@@ -33,19 +37,26 @@ class ForwardTile:
     Attributes:
       n: keys of a block.
       kv_stages: depth of the ring that K and V blocks share.
-      registers: by role.
       early_keys: keys of a block whose probabilities the MMA warp may use before the rest is there.
+      query_tiles: of a CTA, 1 or 2, of `rows` query rows each.
+      polynomial_pairs: with `polynomial_exp2`, how many of every 16 pairs of exponentials are
+        polynomials, but none in the first and last 32 keys of a block: there the latency counts.
+      registers: by role.
       span_bytes: swizzle span of all operand tiles.
+      own_output: output tiles have memory of their own, so that the next query tiles can be loaded
+        while they are stored; otherwise they take the query tiles'.
     """
 
     n: int
     kv_stages: int
-    registers: RegisterBudget
-    early_keys: int = 96
+    early_keys: int
+    query_tiles: int = 2
+    polynomial_pairs: int = 0
+    registers: RegisterBudget = RegisterBudget(176, 88, 72)
     span_bytes: int = 128
+    own_output: bool = True
 
     rows = 128  # of a query tile: one per lane of tensor memory
-    query_tiles = 2
 
     @property
     def m(self) -> int:
@@ -53,35 +64,49 @@ class ForwardTile:
         return self.rows * self.query_tiles
 
     @property
+    def buffers_per_tile(self) -> int:
+        """How many blocks of scores of a query tile there may be at a time."""
+        return BUFFERS // self.query_tiles
+
+    @property
     def threads(self) -> int:
         return WARPS * 32
 
     def smem_bytes(self, head_dim: int) -> int:
         """Barriers and row statistics (3 KiB with padding), query and output tiles, the ring."""
-        return 3 * 1024 + (2 * self.m + self.kv_stages * self.n) * head_dim * 2
+        rows = self.m * (2 if self.own_output else 1) + self.kv_stages * self.n
+        return 3 * 1024 + rows * head_dim * 2
 
     def columns(self, head_dim: int) -> TensorColumns:
-        """First columns of what lives in tensor memory."""
+        """What lives where in tensor memory."""
         n = self.n
-        return TensorColumns(s=(0, n), p=(n // 2, n + n // 2), o=(2 * n, 2 * n + head_dim))
+        first_o = BUFFERS * n
+        return TensorColumns(
+            s=tuple(range(0, first_o, n)),
+            p=tuple(range(n // 2, first_o, n)),
+            o=tuple(range(first_o, first_o + self.query_tiles * head_dim, head_dim)),
+            end=first_o + self.query_tiles * head_dim,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorColumns:
-    """First column of scores, probabilities and output accumulators of the two query tiles.
+    """First columns of scores and probabilities by buffer, of output accumulators by query tile.
 
     P, two 16-bit values a column, takes the upper half of S's columns: a thread writes P after it
     has read its whole row of S, and the next S is multiplied after P has been.
     """
 
-    s: tuple[int, int]
-    p: tuple[int, int]
-    o: tuple[int, int]
+    s: tuple[int, ...]
+    p: tuple[int, ...]
+    o: tuple[int, ...]
+    end: int
 
 
 FORWARD_TILES: dict[int, ForwardTile] = {
     # head_dim
-    64: ForwardTile(n=128, kv_stages=8, registers=RegisterBudget(192, 72, 56)),
-    96: ForwardTile(n=128, kv_stages=5, registers=RegisterBudget(192, 72, 56), span_bytes=64),
-    128: ForwardTile(n=128, kv_stages=3, registers=RegisterBudget(192, 72, 56)),
+    64: ForwardTile(n=128, kv_stages=8, early_keys=96, polynomial_pairs=8),
+    96: ForwardTile(n=128, kv_stages=5, early_keys=96, polynomial_pairs=4, span_bytes=64),
+    128: ForwardTile(n=128, kv_stages=3, early_keys=96, polynomial_pairs=4),
+    256: ForwardTile(n=64, kv_stages=5, early_keys=32, query_tiles=1, own_output=False),
 }
