@@ -109,7 +109,7 @@ def _tensor_core_class(family: str, action: str) -> str:
     return "synchronisation"
 
 
-def _of_lane(instruction: Instruction) -> dict[str, int]:
+def of_lane(instruction: Instruction) -> dict[str, int]:
     """What every active lane adds."""
     words = instruction.words
     first, kind = words[0], words[-1]
@@ -137,7 +137,7 @@ def _of_warp(instruction: Instruction) -> dict[str, int]:
         name = "shared_written_bytes" if words[0] == "stmatrix" else "shared_read_bytes"
         return {name: 128 * count}
     if words[:2] == ("wgmma", "mma_async"):
-        return _of_product(instruction)
+        return of_product(instruction)
     if words[:2] in (("tcgen05", "ld"), ("tcgen05", "st")):
         shape = next(word for word in words if word in _TENSOR_BYTES)
         count = next((int(w[1:]) for w in words if re.fullmatch(r"x\d+", w)), 1)
@@ -148,7 +148,7 @@ def _of_warp(instruction: Instruction) -> dict[str, int]:
     return {}
 
 
-def _of_product(instruction: Instruction) -> dict[str, int]:
+def of_product(instruction: Instruction) -> dict[str, int]:
     """A warp's quarter of wgmma; its four warps share the reads of B."""
     shape = re.search(r"m64n(\d+)k(\d+)", instruction.mnemonic)
     assert shape is not None
@@ -187,7 +187,7 @@ def costs(program: Program) -> Costs:
             column = mnemonics.setdefault(instruction.mnemonic, len(mnemonics))
             entries.append((number, column))
             for table, added in (
-                (per_lane, _of_lane(instruction)),
+                (per_lane, of_lane(instruction)),
                 (per_warp, _of_warp(instruction)),
             ):
                 for name, amount in added.items():

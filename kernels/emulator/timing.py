@@ -1,0 +1,531 @@
+"""A first estimate of how long recorded CTAs take on one SM: a replay against its resources.
+
+Resources: an issue slot and execution units in each of four sub-partitions, their share of the
+tensor core, shared-memory bandwidth, bulk copies, additions to global memory (`rates`). A warp
+issues in order and waits for its operands; within straight-line arithmetic the order is one that a
+compiler would choose. Barriers, copies and products complete when what they wait for is done.
+
+It knows neither ptxas's real instructions (register moves and parameter loads are taken to be free,
+everything else to be one instruction, but for `_EXPANSIONS`) nor register banks, shared-memory bank
+conflicts, instruction fetch, power, nor other SMs, except that `rates` has the bandwidth of an SM
+when all are busy. Kernels without wgmma's group (tcgen05, clusters, cp.async) are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections import Counter, defaultdict
+
+from kernels.emulator.program import Branch, Exit, Program, Run, Single, Step
+from kernels.emulator.rates import Rates
+from kernels.emulator.report import instruction_class, of_lane, of_product
+from kernels.emulator.syntax import Immediate, Instruction, Register, registers
+from kernels.emulator.trace import Event, Trace
+
+PARTITIONS = 4
+_LANES = 32
+_FREE = ("move", "param memory")
+_UNITS = ("fma", "alu", "multiply", "special", "convert", "shuffle", "memory", "control")
+_EXPANSIONS = {"div.s32": 20, "div.u32": 16, "rem.s32": 20, "div.rn.f32": 9, "rcp.rn.f32": 6}
+"""Round numbers of instructions that ptxas makes of one; none is inside a kernel's main loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One instruction for a warp: `cycles` of its unit, 0 if it is free; latency to its results."""
+
+    unit: int
+    cycles: float
+    latency: float
+    reads: tuple[Register, ...]
+    writes: tuple[Register, ...]
+    shared_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What a step does beyond its instruction: `kind` is a method of the replay."""
+
+    kind: str
+    amount: float = 0
+    more: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step: its instructions in the order of their issue, then its action."""
+
+    ops: tuple[Op, ...]
+    action: Action | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Something that took place: a row of the timeline, a name, cycles."""
+
+    row: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """An estimate.
+
+    Attributes:
+      cycles: from the start of the first recorded CTA to the end of the last.
+      busy: cycles of work, by resource, as if it were spread evenly over the sub-partitions.
+      waits: cycles that warps waited for barriers, copies and products, by warp index.
+      intervals: the timeline.
+      rates: what it rests on.
+    """
+
+    cycles: float
+    busy: dict[str, float]
+    waits: dict[int, float]
+    intervals: tuple[Interval, ...]
+    rates: Rates
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Share of the time that each resource is at work."""
+        return {name: busy / self.cycles for name, busy in self.busy.items()}
+
+
+def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
+    """Replays a trace.
+
+    Args:
+      trace: of a launch; its CTAs run on one SM, the next one when one has ended.
+      resident_ctas: how many fit on the SM at a time.
+
+    Raises:
+      NotImplementedError: the kernel uses what the model does not know.
+      ValueError: the trace is empty.
+    """
+    if trace.program is None or not trace.warps:
+        raise ValueError("nothing was recorded: give the trace to launch")
+    return _Replay(trace, make_plans(trace.program, rates), rates).run(resident_ctas)
+
+
+def make_plans(program: Program, rates: Rates) -> list[Plan]:
+    """What every step of a program asks of an SM."""
+    return [_plan(step, rates) for step in program.steps]
+
+
+def _plan(step: Step, rates: Rates) -> Plan:
+    if isinstance(step, Run):
+        return Plan(_scheduled([_op(instruction, rates) for instruction in step.instructions]))
+    instruction = step.instruction
+    if isinstance(step, Branch | Exit):
+        guard = () if instruction.guard is None else (instruction.guard[0],)
+        return Plan((Op(_UNITS.index("control"), 1, 1, guard, ()),))
+    return Plan((_op(instruction, rates),), _action(step, rates))
+
+
+def _op(instruction: Instruction, rates: Rates) -> Op:
+    reads, writes = _registers(instruction)
+    kind = instruction_class(instruction.mnemonic)
+    if kind in _FREE or instruction.opcode == "prefetch":
+        return Op(_UNITS.index("control"), 0, 0, reads, writes)
+    unit, lanes, latency = _unit(instruction, kind, rates)
+    count = _EXPANSIONS.get(instruction.mnemonic, 1)
+    wide = instruction.words[-1] in ("s64", "u64", "b64")
+    if kind == "integer" and wide and "wide" not in instruction.words:
+        count = 4 if unit == "multiply" else 2
+    shared = _LANES * sum(n for name, n in of_lane(instruction).items() if "shared" in name)
+    if instruction.opcode in ("stmatrix", "ldmatrix"):
+        shared = 128 * int(next(w for w in instruction.words if w in ("x1", "x2", "x4"))[1:])
+    cycles, latency = count * _LANES / lanes, latency + (count - 1)
+    return Op(_UNITS.index(unit), cycles, latency, reads, writes, shared)
+
+
+def _unit(instruction: Instruction, kind: str, rates: Rates) -> tuple[str, float, float]:
+    """Unit, lanes a cycle and latency of an instruction."""
+    first = instruction.opcode
+    arithmetic = rates.arithmetic_latency
+    if kind == "floating point" and first not in ("min", "max", "neg", "abs"):
+        return "fma", rates.fma_lanes, arithmetic
+    if kind == "integer" and first in ("mul", "mad"):
+        return "multiply", rates.multiply_lanes, arithmetic
+    if kind in ("floating point", "integer", "compare"):
+        return "alu", rates.alu_lanes, arithmetic
+    if kind == "special function":
+        return "special", rates.special_lanes, rates.special_latency
+    if kind == "conversion":
+        return "convert", rates.convert_lanes, rates.convert_latency
+    if kind == "warp":
+        if first == "shfl":
+            return "shuffle", rates.shuffle_lanes, rates.shuffle_latency
+        return "alu", rates.alu_lanes, arithmetic
+    if kind == "shared memory":
+        return "memory", rates.memory_lanes, rates.shared_latency
+    if kind == "global memory":
+        return "memory", rates.memory_lanes, rates.global_latency
+    if instruction.words[:2] == ("fence", "proxy"):
+        return "control", _LANES, rates.proxy_fence_latency
+    if kind in ("synchronisation", "control", "TMA", "matrix product"):
+        return "control", _LANES, 1
+    raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
+
+
+def _registers(instruction: Instruction) -> tuple[tuple[Register, ...], tuple[Register, ...]]:
+    """Registers that an instruction waits for, and those that others wait for; not wgmma's."""
+    if instruction.opcode == "wgmma":
+        return (), ()
+    named = [tuple(registers(operand)) for operand in instruction.operands]
+    stores = instruction.opcode in ("st", "red", "stmatrix", "cp", "mbarrier", "bar", "bra")
+    writes = () if stores or not named else named[0]
+    sources = named if stores else named[1:]
+    reads = tuple(register for operand in sources for register in operand)
+    if instruction.guard is not None:
+        reads += (instruction.guard[0], *writes)
+    return reads, writes
+
+
+def _action(step: Single, rates: Rates) -> Action | None:
+    instruction = step.instruction
+    words = instruction.words
+    if words[0] == "tcgen05" or words[:2] == ("barrier", "cluster") or words[:2] == ("mma", "sync"):
+        raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
+    if words[:2] == ("wgmma", "mma_async"):
+        costs = of_product(instruction)
+        return Action("product", costs["mma_flops"], costs["shared_mma_bytes"])
+    if words[:2] == ("wgmma", "commit_group"):
+        return Action("commit_products")
+    if words[:2] == ("wgmma", "wait_group"):
+        return Action("await_products", _immediate(instruction))
+    if words[:2] == ("red", "relaxed") or (words[0] == "red" and "global" in words):
+        return Action("reduce", _LANES * of_lane(instruction)["global_reduced_bytes"])
+    if words[:4] == ("cp", "async", "bulk", "commit_group"):
+        return Action("commit_stores")
+    if words[:4] == ("cp", "async", "bulk", "wait_group"):
+        return Action("await_stores", _immediate(instruction), float("read" not in words))
+    if words[:2] == ("cp", "async") and "bulk" not in words:
+        raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
+    return None
+
+
+def _immediate(instruction: Instruction) -> int:
+    (count,) = instruction.operands
+    assert isinstance(count, Immediate)
+    return count.value
+
+
+def _scheduled(ops: list[Op]) -> tuple[Op, ...]:
+    """Straight-line instructions in the order that keeps the longest chain of results going."""
+    following: list[list[int]] = [[] for _ in ops]
+    missing = [0] * len(ops)
+    last_write: dict[Register, int] = {}
+    last_reads: dict[Register, list[int]] = defaultdict(list)
+
+    def after(before: int, number: int) -> None:
+        if before != number and number not in following[before]:
+            following[before].append(number)
+            missing[number] += 1
+
+    for number, op in enumerate(ops):
+        for register in op.reads:
+            if register in last_write:
+                after(last_write[register], number)
+            last_reads[register].append(number)
+        for register in op.writes:
+            for reader in last_reads.pop(register, ()):
+                after(reader, number)
+            if register in last_write:
+                after(last_write[register], number)
+            last_write[register] = number
+    height = [0.0] * len(ops)
+    for number in reversed(range(len(ops))):
+        tallest = max((height[n] for n in following[number]), default=0.0)
+        height[number] = tallest + max(ops[number].latency, ops[number].cycles)
+    return _listed(ops, following, missing, height)
+
+
+def _listed(
+    ops: list[Op], following: list[list[int]], missing: list[int], height: list[float]
+) -> tuple[Op, ...]:
+    """List scheduling for one warp: of what could issue first, the one with the longest chain."""
+    ready_at = [0.0] * len(ops)
+    ready = [number for number, count in enumerate(missing) if not count]
+    units = [0.0] * len(_UNITS)
+    now, order = 0.0, []
+    while ready:
+        begin, _, number = min(
+            (
+                max(now, ready_at[n], units[ops[n].unit]) if ops[n].cycles else ready_at[n],
+                -height[n],
+                n,
+            )
+            for n in ready
+        )
+        ready.remove(number)
+        op = ops[number]
+        if op.cycles:
+            units[op.unit], now = begin + op.cycles, begin + 1
+        order.append(op)
+        for other in following[number]:
+            ready_at[other] = max(ready_at[other], begin + op.latency)
+            missing[other] -= 1
+            if not missing[other]:
+                ready.append(other)
+    return tuple(order)
+
+
+class _Partition:
+    """A sub-partition: when its issue slot, units and share of the tensor core are free."""
+
+    def __init__(self) -> None:
+        self.issue = 0.0
+        self.units = [0.0] * len(_UNITS)
+        self.tensor = 0.0
+
+
+class _Warp:
+    """A warp's place in its trace."""
+
+    def __init__(self, cta: int, index: int, items: list[int | Event]):
+        self.cta, self.index, self.items, self.position = cta, index, items, 0
+        self.plan: Plan | None = None
+        self.op = 0
+        self.ready: dict[Register, float] = {}
+        self.products: list[float] = []
+        self.product_groups: list[float] = []
+        self.stores: list[tuple[float, float]] = []
+        self.store_groups: list[tuple[float, float]] = []
+        self.since = 0.0
+        self.copies = True
+
+
+class _Replay:
+    """Runs the warps of one SM through its resources, in the order of time."""
+
+    def __init__(self, trace: Trace, plans: list[Plan], rates: Rates):
+        self.trace, self.plans, self.rates = trace, plans, rates
+        self.partitions = [_Partition() for _ in range(PARTITIONS)]
+        self.shared = self.loads = self.stores = self.additions = 0.0
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.waits: defaultdict[int, float] = defaultdict(float)
+        self.intervals: list[Interval] = []
+        self.heap: list[tuple[float, int, _Warp]] = []
+        self.order = itertools.count()
+        self.missing: Counter[tuple[int, int]] = Counter()
+        self.done: dict[tuple[int, int], float] = {}
+        self.waiting: dict[tuple[int, int], list[tuple[_Warp, float, float]]] = defaultdict(list)
+        self.end = 0.0
+        for warps in trace.warps.values():
+            for item in itertools.chain.from_iterable(warps):
+                if isinstance(item, Event) and item.kind in ("arrive", "load", "meet"):
+                    self.missing[id(item.key), item.phase] += 1
+
+    def run(self, resident_ctas: int) -> Timing:
+        """The estimate."""
+        self.pending = list(self.trace.warps.items())
+        self.left: dict[int, int] = {}
+        for _ in range(min(resident_ctas, len(self.pending))):
+            self._start(0.0)
+        while self.heap:
+            time, _, warp = heapq.heappop(self.heap)
+            self._advance(warp, time)
+        if stuck := [key for key, warps in self.waiting.items() if warps]:
+            raise ValueError(f"{len(stuck)} barriers wait for what was not recorded")
+        return Timing(
+            self.end, dict(self.busy), dict(self.waits), tuple(self.intervals), self.rates
+        )
+
+    def _start(self, time: float) -> None:
+        cta, warps = self.pending.pop(0)
+        self.left[cta] = len(warps)
+        for index, items in enumerate(warps):
+            warp = _Warp(cta, index, items)
+            warp.since = time
+            self._push(warp, time)
+
+    def _push(self, warp: _Warp, time: float) -> None:
+        heapq.heappush(self.heap, (time, next(self.order), warp))
+
+    def _advance(self, warp: _Warp, time: float) -> None:
+        """Issues what a warp can, until it waits or another warp comes first."""
+        while True:
+            if warp.plan is not None:
+                issued = self._issue(warp, time)
+                if issued is None:
+                    return
+                time, action = issued, warp.plan.action
+                warp.plan = None
+                if action is not None:
+                    time = getattr(self, f"_{action.kind}")(warp, time, action)
+            if warp.position == len(warp.items):
+                self._finish(warp, time)
+                return
+            item = warp.items[warp.position]
+            warp.position += 1
+            if isinstance(item, Event):
+                after = self._event(warp, item, time)
+                if after is None:
+                    return
+                time = after
+            else:
+                warp.plan, warp.op, warp.copies = self.plans[item], 0, True
+
+    def _issue(self, warp: _Warp, time: float) -> float | None:
+        """Issues the instructions of a plan; None if another warp may go first."""
+        assert warp.plan is not None
+        partition, ready, heap = self.partitions[warp.index % PARTITIONS], warp.ready, self.heap
+        ops = warp.plan.ops
+        for number in range(warp.op, len(ops)):
+            op = ops[number]
+            start = time
+            for register in op.reads:
+                start = max(start, ready.get(register, 0.0))
+            end = start
+            if op.cycles:
+                start = max(start, partition.issue, partition.units[op.unit])
+                if heap and start > heap[0][0]:
+                    warp.op = number
+                    self._push(warp, start)
+                    return None
+                partition.issue, partition.units[op.unit] = start + 1, start + op.cycles
+                self.busy["issue"] += 1 / PARTITIONS
+                self.busy[_UNITS[op.unit]] += op.cycles / PARTITIONS
+                time, end = start + 1, start + op.latency
+                if op.shared_bytes:
+                    end += self._share(start, op.shared_bytes)
+            for register in op.writes:
+                ready[register] = end
+        return time
+
+    def _share(self, time: float, amount: float) -> float:
+        """Takes shared-memory bandwidth; returns the delay that it adds."""
+        taken = amount / self.rates.shared_bytes
+        begin = max(time, self.shared)
+        self.shared = begin + taken
+        self.busy["shared"] += taken
+        return self.shared - time
+
+    def _finish(self, warp: _Warp, time: float) -> None:
+        self._ran(warp, time)
+        self.end = max(self.end, time)
+        self.left[warp.cta] -= 1
+        if not self.left[warp.cta] and self.pending:
+            self._start(time + self.rates.cta_latency)
+
+    def _ran(self, warp: _Warp, time: float) -> None:
+        if time > warp.since:
+            self.intervals.append(Interval(_row(warp), "runs", warp.since, time))
+
+    def _slept(self, warp: _Warp, begin: float, end: float, why: str) -> float:
+        """Notes that a warp waited; returns when it goes on."""
+        if end <= begin:
+            return begin
+        self._ran(warp, begin)
+        self.intervals.append(Interval(_row(warp), f"waits: {why}", begin, end))
+        self.waits[warp.index] += end - begin
+        warp.since = end
+        return end
+
+    def _event(self, warp: _Warp, event: Event, time: float) -> float | None:
+        """Does what an event says; None if the warp has to wait for others."""
+        key, rates = (id(event.key), event.phase), self.rates
+        if event.kind == "arrive":
+            self._contribute(key, time)
+        elif event.kind == "load":
+            end = self._copy("loads", "TMA load", time, event.amount, rates.tma_load_bytes)
+            self._contribute(key, end + rates.tma_latency)
+        elif event.kind == "store" and warp.copies:
+            warp.copies = False  # ptxas issues a copy once, however many lanes execute it
+            end = self._copy("stores", "TMA store", time, event.amount, rates.tma_store_bytes)
+            warp.stores.append((end, end + rates.tma_store_latency))
+        elif event.kind == "wait":
+            return self._await(warp, key, time, rates.barrier_latency)
+        elif event.kind == "meet":
+            self._contribute(key, time)
+            if event.amount:
+                return self._await(warp, key, time, rates.named_barrier_latency)
+        return time
+
+    def _copy(self, engine: str, name: str, time: float, amount: float, rate: float) -> float:
+        """A bulk copy's turn on its engine; returns when its last byte has left."""
+        begin = max(time, getattr(self, engine))
+        end = begin + amount / rate
+        setattr(self, engine, end)
+        self.busy[name] += end - begin
+        self.busy["shared"] += amount / self.rates.shared_bytes
+        self.intervals.append(Interval(name, f"{amount / 1024:g} KiB", begin, end))
+        return end
+
+    def _contribute(self, key: tuple[int, int], time: float) -> None:
+        """One of the arrivals or copies that a phase waits for."""
+        self.done[key] = max(self.done.get(key, 0.0), time)
+        self.missing[key] -= 1
+        if not self.missing[key]:
+            for warp, since, latency in self.waiting.pop(key, ()):
+                self._push(warp, self._slept(warp, since, self.done[key] + latency, "barrier"))
+
+    def _await(
+        self, warp: _Warp, key: tuple[int, int], time: float, latency: float
+    ) -> float | None:
+        if self.missing[key]:
+            self.waiting[key].append((warp, time, latency))
+            return None
+        return self._slept(warp, time, self.done.get(key, 0.0) + latency, "barrier")
+
+    def _product(self, warp: _Warp, time: float, action: Action) -> float:
+        """A warp's quarter of wgmma: its sub-partition's tensor core, and shared memory's share."""
+        partition, rates = self.partitions[warp.index % PARTITIONS], self.rates
+        begin = max(time, partition.tensor)
+        flops = action.amount / (rates.mma_flops / PARTITIONS)
+        taken = max(flops, action.more / (rates.shared_bytes / PARTITIONS))
+        partition.tensor = begin + taken
+        self.busy["tensor core"] += flops / PARTITIONS
+        self.busy["shared"] += action.more / rates.shared_bytes
+        warp.products.append(partition.tensor + rates.mma_latency)
+        row = f"tensor core {warp.index % PARTITIONS}"
+        self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
+        return time
+
+    def _commit_products(self, warp: _Warp, time: float, action: Action) -> float:
+        warp.product_groups.append(max(warp.products, default=time))
+        warp.products = []
+        return time
+
+    def _await_products(self, warp: _Warp, time: float, action: Action) -> float:
+        done = len(warp.product_groups) - int(action.amount)
+        if done <= 0:
+            return time
+        end = max(warp.product_groups[:done])
+        del warp.product_groups[:done]
+        return self._slept(warp, time, end, "product")
+
+    def _reduce(self, warp: _Warp, time: float, action: Action) -> float:
+        """Additions to global memory queue up; what is in flight fits into the memory's latency."""
+        rates = self.rates
+        begin = max(time, self.additions)
+        self.additions = begin + action.amount / rates.reduce_bytes
+        self.busy["reduction"] += action.amount / rates.reduce_bytes
+        return self._slept(warp, time, self.additions - rates.global_latency, "reduction")
+
+    def _commit_stores(self, warp: _Warp, time: float, action: Action) -> float:
+        if warp.stores:
+            warp.store_groups.append(
+                (max(read for read, _ in warp.stores), max(done for _, done in warp.stores))
+            )
+        warp.stores = []
+        return time
+
+    def _await_stores(self, warp: _Warp, time: float, action: Action) -> float:
+        done = len(warp.store_groups) - int(action.amount)
+        if done <= 0:
+            return time
+        which = 1 if action.more else 0
+        end = max(group[which] for group in warp.store_groups[:done])
+        if which:
+            del warp.store_groups[:done]
+        return self._slept(warp, time, end, "store")
+
+
+def _row(warp: _Warp) -> str:
+    return f"CTA {warp.cta} warp {warp.index:2}"

@@ -1,0 +1,179 @@
+"""Timing estimates of programs whose time is known in closed form, and of a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import make_inputs
+from kernels import emulator
+from kernels.emulator import Policy, arguments
+from kernels.emulator.rates import HOPPER, measured
+from kernels.emulator.timeline import chrome_trace, plot
+from kernels.emulator.timing import Timing, estimate
+from kernels.emulator.trace import Trace
+from tests.emulator import programs
+from tests.emulator.attention import attention, ptx
+
+RATES = dataclasses.replace(HOPPER, barrier_latency=0, named_barrier_latency=0)
+
+
+def timed(body: str, threads: int = 32, resident: int = 1, grid: int = 1) -> Timing:
+    """The estimate of a body between the usual head and tail."""
+    trace = Trace(frozenset(range(grid)))
+    emulator.launch(
+        programs.HEAD.format(threads=threads) + body + programs.TAIL,
+        "test",
+        grid=(grid, 1, 1),
+        block=(threads, 1, 1),
+        dynamic_smem=4096,
+        params=[programs.ADDRESS.to_bytes(8, "little")],
+        memory={programs.ADDRESS: np.zeros(4096, np.uint32)},
+        trace=trace,
+    )
+    return estimate(trace, RATES, resident)
+
+
+def cost(body: str, threads: int = 32) -> float:
+    """Cycles that a body adds to one like it."""
+    return timed(body + body, threads).cycles - timed(body, threads).cycles
+
+
+N = 64
+CHAIN = "fma.rn.f32 %r5, %r5, %r5, %r5;\n" * N
+INDEPENDENT = "".join(f"fma.rn.f32 %r{i + 10}, %r5, %r6, %r7;\n" for i in range(N))
+SPECIAL = "".join(f"ex2.approx.ftz.f32 %r{i + 10}, %r5;\n" for i in range(N))
+LOGIC = "".join(f"xor.b32 %r{i + 10}, %r5, %r6;\n" for i in range(N))
+
+
+@pytest.mark.parametrize(
+    ("body", "threads", "cycles"),
+    [
+        (CHAIN, 32, N * RATES.arithmetic_latency),
+        (CHAIN, 4 * 32, N * RATES.arithmetic_latency),
+        # Four warps of a sub-partition hide each other's latency.
+        (CHAIN, 16 * 32, N * RATES.arithmetic_latency),
+        (INDEPENDENT, 32, N),
+        (INDEPENDENT, 4 * 32, N),
+        (INDEPENDENT, 8 * 32, 2 * N),
+        (LOGIC, 32, N * 32 / RATES.alu_lanes),
+        (SPECIAL, 32, N * 32 / RATES.special_lanes),
+        (SPECIAL, 8 * 32, 2 * N * 32 / RATES.special_lanes),
+        # The special function unit works while the others do.
+        (SPECIAL + INDEPENDENT.replace("%r5, %r6", "%r8, %r9"), 32, N * 32 / RATES.special_lanes),
+        ("mov.b32 %r5, %r6;\n" * N, 32, 0),
+    ],
+)
+def test_arithmetic(body: str, threads: int, cycles: float) -> None:
+    assert cost(body, threads) == pytest.approx(cycles, abs=2)
+
+
+def test_issue_slots_limit() -> None:
+    """Eight chains of a sub-partition want twice the slots there are; some end after the others."""
+    least = 2 * N * RATES.arithmetic_latency
+    assert least <= cost(CHAIN, 32 * 32) <= 1.2 * least
+
+
+def test_compiler_hides_latency() -> None:
+    """Four chains, one after the other in the text, run side by side."""
+    chains = "".join(f"fma.rn.f32 %r{i}, %r{i}, %r{i}, %r{i};\n" * 16 for i in range(10, 14))
+    assert cost(chains) == pytest.approx(4 * 16, abs=2)
+
+
+def test_barrier_waits_for_the_slowest() -> None:
+    body = "setp.lt.u32 %p1, %r1, 32;\n@%p1 bra MEET;\n" + CHAIN + "MEET:\nbar.sync 0;"
+    timing = timed(body, 64)
+    assert timing.waits[0] == pytest.approx(N * RATES.arithmetic_latency, abs=16)
+    assert 1 not in timing.waits
+    names = {(interval.row, interval.name) for interval in timing.intervals}
+    assert ("CTA 0 warp  0", "waits: barrier") in names
+
+
+def test_bulk_load_takes_latency_and_bandwidth() -> None:
+    load = """
+    mbarrier.init.shared.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
+    add.s32 %r3, %r2, 1024;
+    mbarrier.arrive.expect_tx.shared.b64 %rd5, [%r2], 2048;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r3], [%rd1], 2048, [%r2];
+    WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r2], 0;
+    @!%p3 bra WAIT;
+    """
+    lane = "setp.ne.b32 %p1, %r1, 0;\n@%p1 bra END;\n" + load + "END:"
+    timing = timed(lane)
+    taken = RATES.tma_latency + 2048 / RATES.tma_load_bytes
+    assert taken <= timing.cycles <= taken + 120
+    assert timing.busy["TMA load"] == 2048 / RATES.tma_load_bytes
+
+
+@pytest.mark.parametrize(("resident", "factor"), [(1, 4), (2, 2), (4, 1)])
+def test_ctas_follow_each_other(resident: int, factor: int) -> None:
+    one, four = timed(CHAIN), timed(CHAIN, grid=4, resident=resident)
+    assert four.cycles == pytest.approx(factor * one.cycles, rel=0.1)
+
+
+def test_measurements_replace_assumptions() -> None:
+    values = {
+        "fma.rn.f32/throughput/16 warps": 124.0,
+        "tma load/4d/16 KB x 8/bandwidth/L2/all SMs": 40.0,
+        "tma load/4d/16 KB/latency/L2/1 SM": 1000.0,
+        "something else": 3.0,
+    }
+    rates = measured(HOPPER, values)
+    assert rates.fma_lanes == 31.0
+    assert rates.tma_latency == pytest.approx(1000 - 16384 / 40)
+    assert HOPPER.assumed - rates.assumed == {"tma_load_bytes", "tma_latency"}
+    assert rates.assumed <= {field.name for field in dataclasses.fields(rates)}
+
+
+def test_what_is_not_modelled_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"barrier\.cluster\.arrive"):
+        timed("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;")
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        estimate(Trace(), RATES)
+
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="the PTX comes from CuTe-DSL"
+)
+
+
+@needs_compiler
+def test_forward(tmp_path: pathlib.Path) -> None:
+    t, s, d = 256, 512, 128
+    case = Case(batch=1, heads=(1, 1), query_length=t, key_length=s, head_dim=d)
+    launches = attention(case, make_inputs(case, 0), gradients=False)
+    code = ptx(launches.keys[0])
+    packed = arguments.pack(code.launch, launches.arrays, launches.attributes, 1)
+    trace = Trace()
+    emulator.launch(
+        code.text,
+        code.symbol,
+        grid=packed.grid,
+        block=code.launch.block,
+        dynamic_smem=code.launch.dynamic_smem_bytes,
+        params=packed.params,
+        memory=packed.memory,
+        policy=Policy(races=False),
+        trace=trace,
+    )
+    timing = estimate(trace, HOPPER)
+    assert timing.busy["tensor core"] == pytest.approx(4 * t * s * d / HOPPER.mma_flops)
+    assert timing.busy["TMA store"] == pytest.approx(2 * t * d / HOPPER.tma_store_bytes)
+    assert max(timing.busy.values()) <= timing.cycles
+    # Two tiles one after the other: the model may neither hide nor double their work.
+    assert 0.4 < timing.utilisation["tensor core"] < 0.9
+    document = json.loads(chrome_trace(timing))
+    tracks = {e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M"}
+    assert {"tensor core 0", "TMA load", "CTA 0 warp  0", "CTA 0 warp 11"} <= tracks
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timing.cycles / 1000, rel=0.05)
+    plot(timing, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
