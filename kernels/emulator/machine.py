@@ -27,6 +27,7 @@ from kernels.emulator import (
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma,
+    tcgen05_transfer,
     tensor_memory,
     tensor_pipe,
     tma,
@@ -66,6 +67,7 @@ _BINDERS = (
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma,
+    tcgen05_transfer,
 )
 _STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
 _REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order

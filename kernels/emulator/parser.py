@@ -31,7 +31,7 @@ from kernels.emulator.syntax import (
 )
 
 VERSIONS = ((8, 0), (9, 9))
-TARGETS = ("sm_90a", "sm_100a", "sm_100f")
+TARGETS = ("sm_90a", "sm_100a", "sm_100f", "sm_103a", "sm_103f")
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _HEADER = re.compile(r"\s*\.version\s+(\d+)\.(\d+)\s*\.target\s+([\w, ]+?)\s*\.address_size\s+64\b")

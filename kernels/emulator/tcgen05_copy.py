@@ -107,6 +107,8 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return _wait_loads
     if words == ("tcgen05", "wait:st", "sync", "aligned"):
         return _wait_stores
+    if words[:3] == ("tcgen05", "ld", "red"):
+        return _bind_reduced(instruction, symbols)
     if words[0] != "tcgen05" or words[1] not in ("ld", "st") or words[2:4] != ("sync", "aligned"):
         return None
     name, repeats, *rest = words[4:]
@@ -125,8 +127,56 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     if len(registers) != len(shape.lane_of):
         return None
     if words[1] == "ld":
-        return functools.partial(_load, shape, where, registers)
+        return functools.partial(_load, shape, where, registers, None)
     return functools.partial(_store, shape, where, [reader(x, "u32", symbols) for x in registers])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """What tcgen05.ld.red makes of a thread's words: the extreme of them, as `view`."""
+
+    function: np.ufunc
+    view: str
+    magnitudes: bool
+    result: Register
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """One word per thread."""
+        typed = np.ascontiguousarray(values).view(self.view)
+        typed = np.abs(typed) if self.magnitudes else typed
+        return self.function.reduce(typed, axis=0).view(np.uint32)
+
+
+_EXTREMES = {
+    "max": (np.fmax, np.maximum),
+    "min": (np.fmin, np.minimum),
+}
+
+
+def _bind_reduced(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    words = instruction.words
+    name, repeats, operation, *flags = words[5:]
+    view = {"f32": "f4", "u32": "u4", "s32": "i4"}.get(flags.pop())
+    if (
+        words[3:5] != ("sync", "aligned")
+        or name not in ("32x32b", "16x32bx2")
+        or repeats not in _REPEATS - {"x1"}
+        or operation not in _EXTREMES
+        or view is None
+        or flags not in ([], ["abs"], ["NaN"], ["abs", "NaN"])
+        or (flags and view != "f4")
+    ):
+        return None
+    target, result, address, *gap = instruction.operands
+    assert isinstance(target, Vector)
+    assert isinstance(result, Register)
+    shape = shape_of(name, int(repeats[1:]), False)
+    if len(target.elements) != len(shape.lane_of):
+        return None
+    function = _EXTREMES[operation]["NaN" in flags or view != "f4"]
+    reduction = _Reduction(function, view, "abs" in flags, result)
+    where = _place(address, gap, symbols, shape)
+    return functools.partial(_load, shape, where, target.elements, reduction)
 
 
 Place = Callable[[Warp], tuple[Rectangle, ...]]
@@ -196,7 +246,12 @@ def _scatter(
 
 
 def _load(
-    shape: Shape, where: Place, registers: tuple[Operand, ...], warp: Warp, mask: np.ndarray
+    shape: Shape,
+    where: Place,
+    registers: tuple[Operand, ...],
+    reduction: _Reduction | None,
+    warp: Warp,
+    mask: np.ndarray,
 ) -> None:
     whole(warp, mask)
     tensor, rectangles = warp.cta.tensor, where(warp)
@@ -206,10 +261,17 @@ def _load(
             tensor.shadow.thread_reads(int(warp.lanes[0]) + threads, rectangle)
     warp.b32[rows] = NAN_WORD
 
-    def perform() -> None:
-        warp.b32[rows] = _gather(tensor, shape, rectangles)
-
     written = frozenset(r for r in registers if isinstance(r, Register))
+    if reduction is not None:
+        warp.b32[reduction.result.index] = NAN_WORD
+        written |= {reduction.result}
+
+    def perform() -> None:
+        values = _gather(tensor, shape, rectangles)
+        warp.b32[rows] = values
+        if reduction is not None:
+            warp.b32[reduction.result.index] = reduction.of(values)
+
     warp.moves.issue(Move(rectangles, written, perform), loads=True)
 
 

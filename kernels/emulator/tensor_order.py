@@ -153,10 +153,10 @@ class TensorShadow:
     def pipe_writes(self, thread: int, number: int, rectangle: Rectangle, form: int) -> None:
         """Operation `number` of a thread's pipe writes a result.
 
-        What the same pipe wrote in the same form, or by a copy before a product, comes before it.
+        What products wrote in the same form comes before it, and copies before products.
         """
         agent, row = self.clocks.pipes[thread], np.array([[thread]])
-        before = (form, SHIFTED) if form == COPIED else (form, COPIED, SHIFTED)
+        before = (SHIFTED,) if form == COPIED else (form, COPIED, SHIFTED)
         self._check_written(row, rectangle, "writes", (agent, before), shifts=form == SHIFTED)
         self._check_reads(row, rectangle, agent)
         self._set(rectangle, np.array(agent), number, form)

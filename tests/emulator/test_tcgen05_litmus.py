@@ -68,6 +68,10 @@ USE = "add.s32 %r90, %r100, 1;\n"
 END = wait() + AFTER
 """Waits for the product, so that nothing is left behind."""
 WRITE_A = "shl.b32 %r91, %r1, 5;\nadd.s32 %r91, %r91, %r2;\nst.shared.b32 [%r91+2048], %r1;\n"
+CP = (
+    f"mov.b64 %rd12, {operand(2048)};\nadd.s32 %r93, %r3, {P_COLUMN};\n"
+    "tcgen05.cp.cta_group::1.128x256b [%r93], %rd12;\n"
+)
 FENCE = "fence.proxy.async.shared::cta;\n"
 NO_BARRIER = FREE.replace("bar.sync 0;", "").replace("FREED", "GONE") + "ret;\n"
 COPY_A = one(
@@ -256,6 +260,27 @@ ROWS = (
     Litmus("load by others, columns freed", "race", "LOAD: " + LD + WAIT_LD + NO_BARRIER),
     Litmus("commit, nobody waits", "outstanding", one(commit(16))),
     Litmus("commit, wait", None, one(commit(16)) + wait(16)),
+    Litmus(
+        "copy, product with it",
+        None,
+        one(CP + mma(a=P, accumulate=False) + commit()) + END,
+    ),
+    Litmus("copy, copy over it", "race", one(CP + CP + commit()) + END),
+    Litmus("copy, load", "race", one(CP + commit()) + FENCED_BAR + LD_P + WAIT_LD + END),
+    Litmus("copy, commit, wait, fence, load", None, one(CP + commit()) + WAITED + LD_P + WAIT_LD),
+    Litmus("copy, source overwritten", "race", one(CP + commit()) + BAR + WRITE_A + END),
+    Litmus(
+        "product with P, copy over P",
+        None,
+        ST_P + WAIT_ST + FENCED_BAR + one(mma(a=P, accumulate=False) + CP + commit()) + END,
+    ),
+    Litmus(
+        "product, copy over D", "race", one(mma(P_COLUMN, accumulate=False) + CP + commit()) + END
+    ),
+    Litmus("load, copy over it", "race", LD_P + WAIT_LD + one(CP + commit()) + END),
+    Litmus(
+        "load, fences, copy over it", None, LD_P + WAIT_LD + FENCED_BAR + one(CP + commit()) + END
+    ),
     Litmus("commit to no barrier", "phase-misuse", one(commit(24))),
     Litmus("load, exit", "outstanding", LD + "@%p1 ret;\n"),
     Litmus("store, exit", "outstanding", ST + "@%p1 ret;\n"),

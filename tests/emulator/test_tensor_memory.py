@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels.emulator import EmulationError, Policy
 from kernels.emulator.memory import NAN_WORD
-from tests.emulator import sm100_ptx
+from tests.emulator import sm100_ptx, test_tcgen05_products
 from tests.emulator.programs import Launch
-from tests.emulator.sm100_ptx import ALLOCATE, FREE, WAIT_LD, WAIT_ST, registers
+from tests.emulator.sm100_ptx import (
+    AFTER,
+    ALLOCATE,
+    FREE,
+    WAIT_LD,
+    WAIT_ST,
+    commit,
+    one,
+    registers,
+    wait,
+)
+from tests.emulator.test_tcgen05_products import IMAGE, LOAD_IMAGE
 
 COLUMNS = 128
 POLICIES = (Policy("random", "late"), Policy("random", "early"), Policy("starve", "random"))
@@ -168,6 +180,80 @@ def test_split_halves(repeats: int, rng: np.random.Generator) -> None:
     expected[:, 16:, 64 : 64 + repeats] = parts[:, :16, :repeats]
     expected[:, 16:, 88 : 88 + repeats] = parts[:, :16, 40 : 40 + repeats]
     np.testing.assert_array_equal(data[128:].reshape(4, 32, COLUMNS), expected)
+
+
+@pytest.mark.parametrize("shape", ["32x32b", "16x32bx2"])
+@pytest.mark.parametrize(
+    "operation", ["max.f32", "min.abs.f32", "max.NaN.f32", "min.u32", "max.s32"]
+)
+def test_reduction(shape: str, operation: str, rng: np.random.Generator) -> None:
+    """tcgen05.ld.red also gives the extreme of a thread's words."""
+    data = np.zeros((256, COLUMNS), np.uint32)
+    values = rng.normal(size=(128, COLUMNS)).astype(np.float32)
+    values[5, 3] = values[40, 7] = np.nan
+    data[:128] = values.view(np.uint32)
+    gap = ", 16" if "x2" in shape else ""
+    body = ALLOCATE + FILL
+    body += f"tcgen05.ld.red.sync.aligned.{shape}.x8.{operation} {registers(400, 8)}, %r408, "
+    body += f"[%r4]{gap};\n" + WAIT_LD + addressed(128) + moved("st", 400, 9) + FREE
+    sm100_ptx.run(body, data)
+    name, *flags, kind = operation.split(".")
+    words = data[:128, :8]
+    if gap:
+        parts = data[:128].reshape(4, 32, COLUMNS)[:, :16]
+        words = np.concatenate([parts[:, :, :8], parts[:, :, 16:24]], 1).reshape(128, 8)
+    typed = words.view({"f32": np.float32, "u32": np.uint32, "s32": np.int32}[kind])
+    typed = np.abs(typed) if "abs" in flags else typed
+    quiet, strict = (np.fmax, np.maximum) if name == "max" else (np.fmin, np.minimum)
+    function = quiet if kind == "f32" and "NaN" not in flags else strict
+    found = data[128:, 8].view(typed.dtype)
+    np.testing.assert_array_equal(found, function.reduce(typed, axis=1))
+    np.testing.assert_array_equal(data[128:, :8], words)
+
+
+COPIES = (
+    # shape and multicast, rows, words of a row, and the lanes that each row reaches
+    ("128x256b", 128, 8, lambda row: [row]),
+    ("128x128b", 128, 4, lambda row: [row]),
+    ("4x256b", 4, 8, lambda row: [32 * row]),
+    ("32x128b.warpx4", 32, 4, lambda row: [row, row + 32, row + 64, row + 96]),
+    ("64x128b.warpx2::02_13", 64, 4, lambda row: [row % 32 + 32 * (row // 32 + i) for i in (0, 2)]),
+    (
+        "64x128b.warpx2::01_23",
+        64,
+        4,
+        lambda row: [row % 32 + 32 * (row // 32 * 2 + i) for i in (0, 1)],
+    ),
+)
+
+
+@pytest.mark.parametrize("span", [0, 32])
+@pytest.mark.parametrize(("shape", "rows", "words", "lanes_of"), COPIES, ids=lambda x: str(x)[:24])
+def test_copy(
+    shape: str, rows: int, words: int, lanes_of: Any, span: int, rng: np.random.Generator, seed: int
+) -> None:
+    """tcgen05.cp: rows of shared memory by a matrix descriptor, K-major, to lanes."""
+    layout = test_tcgen05_products.Layout(span)
+    source = rng.integers(0, 1 << 32, (rows, 8), np.uint32)
+    data = np.zeros(IMAGE + 256 * 4 * COLUMNS, np.uint8)
+    data[:32_768] = layout.image(source)
+    body = (
+        ALLOCATE
+        + LOAD_IMAGE
+        + one(
+            f"mov.b64 %rd10, {layout.descriptor(0, 4)};\nadd.s32 %r8, %r3, 24;\n"
+            f"tcgen05.cp.cta_group::1.{shape} [%r8], %rd10;\n" + commit()
+        )
+    )
+    body += wait() + AFTER + f"add.s64 %rd1, %rd1, {IMAGE};\n" + DRAIN + FREE
+    policy = POLICIES[seed % 3]
+    launch = Launch(threads=128, shared_bytes=65_536, policy=policy, seed=seed)
+    sm100_ptx.run(body, data, launch)
+    expected = np.full((128, COLUMNS), NAN_WORD, np.uint32)
+    for row in range(rows):
+        expected[lanes_of(row), 24 : 24 + words] = source[row, :words]
+    found = data[IMAGE:].view(np.uint32).reshape(256, COLUMNS)[128:]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_starts_as_nan() -> None:
