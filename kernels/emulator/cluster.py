@@ -34,7 +34,8 @@ class Cluster:
         tensor = machine.program.uses_tensor_memory
         self.clocks = self.tensor_clocks = None
         if machine.policy.races:
-            self.clocks = Clocks(len(places), machine.threads, tensor)
+            global_races = machine.policy.global_races
+            self.clocks = Clocks(len(places), machine.threads, tensor, global_races)
         if self.clocks is not None and tensor:
             self.tensor_clocks = TensorClocks(self.clocks, machine.policy.tensor_fences)
         self.refused = False

@@ -12,6 +12,7 @@ only if the policy asks for races in global memory or for one order of reduction
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -44,6 +45,10 @@ _SAYS = {
 _MOST_MERGED = 1024
 
 
+Known = Callable[[np.ndarray], np.ndarray]
+"""From agents to the last moment of each that is known."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """What a thread of a cluster knew at a release."""
@@ -51,6 +56,7 @@ class Event:
     cluster: int
     clock: np.ndarray
     fenced: np.ndarray
+    fenced_events: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +102,9 @@ class GlobalOrder:
         if not updates:
             self.overwrite(addresses)
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
-            event = Event(cluster, order.clock[thread].copy(), order.fenced[thread].copy())
+            passed_on = order.clocks.fenced_events.get(thread, 0)
+            clock, fenced = order.clock[thread].copy(), order.fenced_global[thread].copy()
+            event = Event(cluster, clock, fenced, passed_on)
             self._post(address, order.events_of(thread), event)
         order.release(threads)
 
@@ -111,10 +119,11 @@ class GlobalOrder:
             return
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
             clock = clocks.published[thread].copy()
-            fenced = np.minimum(order.fenced[thread], clock)
+            fenced = np.minimum(order.fenced_global[thread], clock)
             known = clocks.published_events.get(thread, 0)
             if clock[: order.threads].any() or known:
-                self._post(address, known, Event(cluster, clock, fenced))
+                passed_on = clocks.fenced_events.get(thread, 0) & known
+                self._post(address, known, Event(cluster, clock, fenced, passed_on))
 
     def _post(self, address: int, known: int, event: Event) -> None:
         known |= 1 << len(self._events)
@@ -152,10 +161,14 @@ class GlobalOrder:
                 clocks.published_events[thread] = order.events_of(thread)
 
     def _learn(self, cluster: int, order: Order, thread: int, events: int) -> None:
-        order.learn(thread, events)
+        passed_on, left = 0, events
+        while left:
+            passed_on |= self._events[(left & -left).bit_length() - 1].fenced_events
+            left &= left - 1
+        order.learn(thread, events, passed_on)
         clock, fenced = self._known(events, cluster, order)
         np.maximum(order.clock[thread], clock, out=order.clock[thread])
-        np.maximum(order.fenced[thread], fenced, out=order.fenced[thread])
+        np.maximum(order.fenced_global[thread], fenced, out=order.fenced_global[thread])
 
     def _known(self, events: int, cluster: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
         """What a set of events tells about the agents of a cluster: clock and fenced."""
@@ -213,34 +226,46 @@ class GlobalOrder:
         moments = plane.moment[access.granules]
         if not moments.any():
             return
-        agents, order = plane.agent[access.granules], access.order
+        agents = plane.agent[access.granules]
         fenced_too = access.kind.startswith("async") and kind in _GENERIC
-        for row, thread in enumerate(access.threads.tolist()):
-            rows = slice(None) if len(access.threads) == 1 else row
-            if not moments[rows].any():
-                continue
-            clock, fenced = order.clock[thread], order.fenced[thread]
-            if cluster != access.cluster:
-                clock, fenced = self._known(order.events_of(thread), cluster, order)
-            late = moments[rows] > clock[agents[rows]]
+        for rows, clock, fenced in self._views(access, cluster):
+            late = moments[rows] > clock(agents[rows])
             if late.any():
                 self._fail(access, kind, cluster, (rows, late), agents)
-            late = moments[rows] > fenced[agents[rows]]
-            if fenced_too and late.any():
+            late = moments[rows] > fenced(agents[rows]) if fenced_too else late
+            if late.any():
                 self._fail(access, kind, cluster, (rows, late), agents, "fence")
+
+    def _views(self, access: Access, cluster: int) -> Iterator[tuple[np.ndarray, Known, Known]]:
+        """Rows of the granules, and what their threads know of a cluster's agents."""
+        order, threads = access.order, access.threads
+        everything = np.arange(len(access.granules))
+        if cluster == access.cluster:
+            rows = threads.reshape(-1, *(1,) * (access.granules.ndim - 1))
+            yield everything, lambda a: order.clock[rows, a], lambda a: order.fenced_global[rows, a]
+            return
+        passed_on = order.clocks.fenced_events
+        told = [(order.events_of(t), passed_on.get(t, 0)) for t in threads.tolist()]
+        for both in set(told):
+            clock, fenced = self._known(both[0], cluster, order)
+            fenced = np.maximum(fenced, self._known(both[1], cluster, order)[0])
+            rows = np.array([i for i, of_thread in enumerate(told) if of_thread == both])
+            rows = everything if len(threads) == 1 else rows
+            yield rows, clock.__getitem__, fenced.__getitem__
 
     def _fail(
         self,
         access: Access,
         kind: str,
         cluster: int,
-        where: tuple[slice | int, np.ndarray],
+        where: tuple[np.ndarray, np.ndarray],
         agents: np.ndarray,
         missing: str = "",
     ) -> None:
         rows, late = where
         granule, agent = int(access.granules[rows][late][0]), int(agents[rows][late][0])
-        thread = int(access.threads[0 if isinstance(rows, slice) else rows])
+        row = int(rows[np.argwhere(late)[0][0]])
+        thread = int(access.threads[row if len(access.threads) > 1 else 0])
         other = f"thread {agent}" if agent < access.order.threads else "a copy"
         address = access.region.base + granule * GRAIN
         both = "atomic" in access.kind and "atomic" in kind

@@ -36,6 +36,8 @@ class Knowledge:
     clock: np.ndarray
     fenced: np.ndarray
     events: int = 0
+    fenced_global: np.ndarray | None = None
+    fenced_events: int = 0
 
     def merged(self, other: Knowledge | None) -> Knowledge:
         """Both together."""
@@ -45,13 +47,21 @@ class Knowledge:
             np.maximum(self.clock, other.clock),
             np.maximum(self.fenced, other.fenced),
             self.events | other.events,
+            _most(self.fenced_global, other.fenced_global),
+            self.fenced_events | other.fenced_events,
         )
+
+
+def _most(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    return a if b is None else b if a is None else np.maximum(a, b)
 
 
 class Clocks:
     """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts."""
 
-    def __init__(self, ctas: int, threads_per_cta: int, tensor: bool = False):
+    def __init__(
+        self, ctas: int, threads_per_cta: int, tensor: bool = False, global_races: bool = False
+    ):
         self.threads = threads = ctas * threads_per_cta
         self.threads_per_cta = threads_per_cta
         self.first_slot, self.slots = threads + ctas, 0
@@ -65,11 +75,14 @@ class Clocks:
         self.fenced = np.zeros((threads, agents), np.int32)
         # Until a thread knows of a barrier's initialisation, it knows less than phase 0 of it.
         self.clock[:, self.first_slot :] = self.fenced[:, self.first_slot :] = -1
+        # The same for global memory, which has proxy fences of its own.
+        self.fenced_global = self.fenced.copy() if global_races else self.fenced
         self.now = np.ones(threads // LANES, np.int32)
         self.events: dict[int, int] = {}
         self.later: dict[int, Knowledge] = {}
         self.later_events: dict[int, int] = {}
         self.published_events: dict[int, int] = {}
+        self.fenced_events: dict[int, int] = {}
         self.published: np.ndarray | None = None
         """What fences have made ready for relaxed operations to carry; none before the first."""
 
@@ -97,6 +110,7 @@ class Order:
         self.own_threads = range(rank * per_cta, (rank + 1) * per_cta)
         self.own = slice(rank * per_cta, (rank + 1) * per_cta)
         self.clock, self.fenced, self.now = clocks.clock, clocks.fenced, clocks.now
+        self.fenced_global = clocks.fenced_global
         self.visits: np.ndarray | None = None
         fine, coarse = -(-shared_bytes // _FINE), -(-shared_bytes // _COARSE)
         fine = coarse * (_COARSE // _FINE)
@@ -118,10 +132,20 @@ class Order:
 
     def release(self, threads: np.ndarray) -> Knowledge:
         """What these threads know now; their warps' next moments begin."""
-        events = 0
+        events = fenced_events = 0
         for thread in threads.tolist() if self._events else ():
             events |= self._events.get(thread, 0)
-        given = Knowledge(self.clock[threads].max(0), self.fenced[threads].max(0), events)
+            fenced_events |= self.clocks.fenced_events.get(thread, 0)
+        of_global = None
+        if self.fenced_global is not self.fenced:
+            of_global = self.fenced_global[threads].max(0)
+        given = Knowledge(
+            self.clock[threads].max(0),
+            self.fenced[threads].max(0),
+            events,
+            of_global,
+            fenced_events,
+        )
         self.clocks.advance(threads)
         return given
 
@@ -200,13 +224,17 @@ class Order:
         """These threads learn what others handed over."""
         self.clock[threads] = np.maximum(self.clock[threads], given.clock)
         self.fenced[threads] = np.maximum(self.fenced[threads], given.fenced)
+        if given.fenced_global is not None:
+            own = self.fenced_global[threads]
+            self.fenced_global[threads] = np.maximum(own, given.fenced_global)
         for thread in threads.tolist() if given.events else ():
-            self.learn(thread, given.events)
+            self.learn(thread, given.events, given.fenced_events)
 
-    def learn(self, thread: int, events: int) -> None:
-        """A thread learns of events of other CTAs."""
-        if events:
-            self._events[thread] = self._events.get(thread, 0) | events
+    def learn(self, thread: int, events: int, fenced: int) -> None:
+        """A thread learns of events, of which proxy fences have passed some on."""
+        self._events[thread] = self._events.get(thread, 0) | events
+        if fenced:
+            self.clocks.fenced_events[thread] = self.clocks.fenced_events.get(thread, 0) | fenced
 
     def events_of(self, thread: int) -> int:
         """The events that a thread knows of."""
@@ -220,9 +248,14 @@ class Order:
         """Whether any of the CTA's threads has seen a barrier complete this many phases."""
         return bool(self.clock[self.own, slot].max() >= phase)
 
-    def fence_proxy(self, threads: np.ndarray) -> None:
-        """fence.proxy.async"""
-        self.fenced[threads] = self.clock[threads]
+    def fence_proxy(self, threads: np.ndarray, space: str = "") -> None:
+        """fence.proxy.async, of one state space or of all."""
+        if space != "global":
+            self.fenced[threads] = self.clock[threads]
+        if space in ("", "global") and self.fenced_global is not self.fenced:
+            self.fenced_global[threads] = self.clock[threads]
+            for thread in threads.tolist() if self._events else ():
+                self.clocks.fenced_events[thread] = self._events.get(thread, 0)
 
     def thread_reads(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
         """Loads of `size` bytes at each address by these threads."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from kernels.emulator.barriers import NamedBarrier, TransactionBarrier, uniform
@@ -43,7 +45,7 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     if words == ("fence", "mbarrier_init", "release", "cluster"):
         return _fence_init
     if words[:3] == ("fence", "proxy", "async") and words[3:] in _PROXY_SPACES:
-        return _fence_proxy
+        return functools.partial(_fence_proxy, "".join(words[3:]))
     if words[0] == "fence" and words[1] in ("acq_rel", "sc") and words[2:] in _SCOPES:
         return _fence
     if words in _MEMORY_BARRIERS:
@@ -305,9 +307,9 @@ def _fence_init(warp: Warp, mask: np.ndarray) -> None:
         order.publish(threads, only_barriers=True)
 
 
-def _fence_proxy(warp: Warp, mask: np.ndarray) -> None:
+def _fence_proxy(space: str, warp: Warp, mask: np.ndarray) -> None:
     if warp.cta.order is not None:
-        warp.cta.order.fence_proxy(warp.lanes[mask])
+        warp.cta.order.fence_proxy(warp.lanes[mask], space)
 
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:
