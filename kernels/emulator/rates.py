@@ -25,6 +25,7 @@ class Rates:
       shared_bytes: a cycle of the SM, reads and writes together.
       tma_load_bytes, tma_store_bytes: a cycle of one SM when all SMs load or store.
       tma_latency, tma_store_latency: of the first byte, from or to L2.
+      tensor_memory_bytes: that warps load or store, a cycle of the SM; 0 if it has none.
       reduce_bytes: of fp32 additions to global memory, a cycle of one SM when all add.
       barrier_latency: from the last arrival or byte until a waiting warp goes on.
       named_barrier_latency: the same of bar.sync.
@@ -46,6 +47,7 @@ class Rates:
     shared_bytes: float
     tma_load_bytes: float
     tma_store_bytes: float
+    tensor_memory_bytes: float
     reduce_bytes: float
     arithmetic_latency: float
     special_latency: float
@@ -54,6 +56,7 @@ class Rates:
     shared_latency: float
     global_latency: float
     mma_latency: float
+    tensor_memory_latency: float
     tma_latency: float
     tma_store_latency: float
     proxy_fence_latency: float
@@ -95,6 +98,7 @@ HOPPER = Rates(
     shared_bytes=128,
     tma_load_bytes=32,
     tma_store_bytes=32,
+    tensor_memory_bytes=0,
     reduce_bytes=17,  # 31 GB/s an SM at 1.83 GHz: issue 2889 of the official implementation
     arithmetic_latency=4,
     special_latency=20,
@@ -103,6 +107,7 @@ HOPPER = Rates(
     shared_latency=29,  # arXiv 2402.13499, as are the next two
     global_latency=263,
     mma_latency=16,
+    tensor_memory_latency=0,
     tma_latency=450,
     tma_store_latency=450,
     proxy_fence_latency=20,
@@ -112,7 +117,27 @@ HOPPER = Rates(
     assumed=_ASSUMED,
 )
 
-RATES: Mapping[str, Rates] = {"sm_90a": HOPPER}
+BLACKWELL = dataclasses.replace(
+    HOPPER,
+    name="B200",
+    multiprocessors=148,
+    clock_ghz=1.85,
+    mma_flops=8192,
+    tensor_memory_bytes=512,
+    tensor_memory_latency=30,
+    assumed=_ASSUMED
+    | {
+        "reduce_bytes",
+        "arithmetic_latency",
+        "shared_latency",
+        "global_latency",
+        "tensor_memory_bytes",
+        "tensor_memory_latency",
+    },
+)
+"""What is not given here is Hopper's: the same lanes by documentation, latencies assumed equal."""
+
+RATES: Mapping[str, Rates] = {"sm_90a": HOPPER, "sm_100f": BLACKWELL}
 """By architecture of a kernel's key."""
 
 _SOURCES: dict[str, tuple[str, Callable[[float, Rates], float]]] = {

@@ -129,7 +129,7 @@ def of_lane(instruction: Instruction) -> dict[str, int]:
     return {f"{where}_{'read' if first == 'ld' else 'written'}_bytes": size}
 
 
-def _of_warp(instruction: Instruction) -> dict[str, int]:
+def of_warp(instruction: Instruction) -> dict[str, int]:
     """What every execution by a warp adds."""
     words = instruction.words
     if words[0] in ("stmatrix", "ldmatrix"):
@@ -188,7 +188,7 @@ def costs(program: Program) -> Costs:
             entries.append((number, column))
             for table, added in (
                 (per_lane, of_lane(instruction)),
-                (per_warp, _of_warp(instruction)),
+                (per_warp, of_warp(instruction)),
             ):
                 for name, amount in added.items():
                     table[number, quantities[name]] += amount

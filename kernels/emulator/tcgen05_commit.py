@@ -64,6 +64,8 @@ def _commit(
             ranks, offset = int(ranks_of(warp)[lane]), address & OFFSET_MASK
             addresses = [rank << RANK_SHIFT | offset for rank in range(16) if ranks >> rank & 1]
         homes = [_home(warp, lane, address) for address in addresses]
+        for _, barrier in homes:
+            warp.note("commit", barrier, barrier.phase)
         perform = functools.partial(_arrive, pipe, pipe.issued, pipe.done(pipe.issued), homes)
         nothing = np.zeros(0, np.int64)
         warp.cta.issue(Transfer(warp, lane, instruction, warp.cta, perform, nothing))

@@ -125,8 +125,10 @@ class _Mma:
         _check(ctas, pipe, operands, self.kind)
         shared_rows = shape.columns + (0 if self.a_in_tensor else shape.rows)
         depth = K_BYTES // shape.a_type.itemsize
-        warp.count("mma_flops", 2 * shape.rows * shape.columns * depth)
+        flops = 2 * shape.rows * shape.columns * depth
+        warp.count("mma_flops", flops)
         warp.count("shared_mma_bytes", shared_rows * K_BYTES)
+        warp.note("product", flops, amount=shared_rows * K_BYTES)
         pipe.issue(functools.partial(_make, ctas, operands))
 
     def _operands(self, warp: Warp, lane: int) -> Operands:

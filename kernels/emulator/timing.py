@@ -8,7 +8,7 @@ compiler would choose. Barriers, copies and products complete when what they wai
 It knows neither ptxas's real instructions (register moves and parameter loads are taken to be free,
 everything else to be one instruction, but for `_EXPANSIONS`) nor register banks, shared-memory bank
 conflicts, instruction fetch, power, nor other SMs, except that `rates` has the bandwidth of an SM
-when all are busy. Kernels without wgmma's group (tcgen05, clusters, cp.async) are refused.
+when all are busy. Clusters, cp.async, mma.sync and tcgen05.cp are refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from collections import Counter, defaultdict
 
 from kernels.emulator.program import Branch, Exit, Program, Run, Single, Step
 from kernels.emulator.rates import Rates
-from kernels.emulator.report import instruction_class, of_lane, of_product
+from kernels.emulator.report import instruction_class, of_lane, of_product, of_warp
 from kernels.emulator.syntax import Immediate, Instruction, Register, registers
 from kernels.emulator.trace import Event, Trace
 
 PARTITIONS = 4
 _LANES = 32
 _FREE = ("move", "param memory")
-_UNITS = ("fma", "alu", "multiply", "special", "convert", "shuffle", "memory", "control")
+_UNITS = (
+    *("fma", "alu", "multiply", "special", "convert", "shuffle", "memory", "control"),
+    "tensor memory",
+)
+_TENSOR_MEMORY = _UNITS.index("tensor memory")
 _EXPANSIONS = {"div.s32": 20, "div.u32": 16, "rem.s32": 20, "div.rn.f32": 9, "rcp.rn.f32": 6}
 """Round numbers of instructions that ptxas makes of one; none is inside a kernel's main loop."""
 
@@ -139,6 +143,10 @@ def _op(instruction: Instruction, rates: Rates) -> Op:
     shared = _LANES * sum(n for name, n in of_lane(instruction).items() if "shared" in name)
     if instruction.opcode in ("stmatrix", "ldmatrix"):
         shared = 128 * int(next(w for w in instruction.words if w in ("x1", "x2", "x4"))[1:])
+    if unit == "fma" and instruction.words[-1].endswith("x2"):
+        count = 2  # results of a lane
+    if unit == "tensor memory":
+        (count,) = (n / _LANES for n in of_warp(instruction).values())
     cycles, latency = count * _LANES / lanes, latency + (count - 1)
     return Op(_UNITS.index(unit), cycles, latency, reads, writes, shared)
 
@@ -165,6 +173,9 @@ def _unit(instruction: Instruction, kind: str, rates: Rates) -> tuple[str, float
         return "memory", rates.memory_lanes, rates.shared_latency
     if kind == "global memory":
         return "memory", rates.memory_lanes, rates.global_latency
+    if kind == "tensor memory" and rates.tensor_memory_bytes:
+        lanes = rates.tensor_memory_bytes / PARTITIONS
+        return "tensor memory", lanes, rates.tensor_memory_latency
     if instruction.words[:2] == ("fence", "proxy"):
         return "control", _LANES, rates.proxy_fence_latency
     if kind in ("synchronisation", "control", "TMA", "matrix product"):
@@ -178,6 +189,7 @@ def _registers(instruction: Instruction) -> tuple[tuple[Register, ...], tuple[Re
         return (), ()
     named = [tuple(registers(operand)) for operand in instruction.operands]
     stores = instruction.opcode in ("st", "red", "stmatrix", "cp", "mbarrier", "bar", "bra")
+    stores |= instruction.opcode == "tcgen05" and instruction.words[1] != "ld"
     writes = () if stores or not named else named[0]
     sources = named if stores else named[1:]
     reads = tuple(register for operand in sources for register in operand)
@@ -189,7 +201,10 @@ def _registers(instruction: Instruction) -> tuple[tuple[Register, ...], tuple[Re
 def _action(step: Single, rates: Rates) -> Action | None:
     instruction = step.instruction
     words = instruction.words
-    if words[0] == "tcgen05" or words[:2] == ("barrier", "cluster") or words[:2] == ("mma", "sync"):
+    if words[:2] == ("tcgen05", "wait:st"):
+        return Action("await_tensor_stores")
+    unknown = (("barrier", "cluster"), ("mma", "sync"), ("tcgen05", "cp"), ("tcgen05", "shift"))
+    if words[:2] in unknown:
         raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
     if words[:2] == ("wgmma", "mma_async"):
         costs = of_product(instruction)
@@ -294,6 +309,8 @@ class _Warp:
         self.ready: dict[Register, float] = {}
         self.products: list[float] = []
         self.product_groups: list[float] = []
+        self.committed = 0.0
+        self.tensor_stores = 0.0
         self.stores: list[tuple[float, float]] = []
         self.store_groups: list[tuple[float, float]] = []
         self.since = 0.0
@@ -306,7 +323,7 @@ class _Replay:
     def __init__(self, trace: Trace, plans: list[Plan], rates: Rates):
         self.trace, self.plans, self.rates = trace, plans, rates
         self.partitions = [_Partition() for _ in range(PARTITIONS)]
-        self.shared = self.loads = self.stores = self.additions = 0.0
+        self.shared = self.loads = self.stores = self.additions = self.tensor = 0.0
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waits: defaultdict[int, float] = defaultdict(float)
         self.intervals: list[Interval] = []
@@ -318,7 +335,7 @@ class _Replay:
         self.end = 0.0
         for warps in trace.warps.values():
             for item in itertools.chain.from_iterable(warps):
-                if isinstance(item, Event) and item.kind in ("arrive", "load", "meet"):
+                if isinstance(item, Event) and item.kind in ("arrive", "load", "meet", "commit"):
                     self.missing[id(item.key), item.phase] += 1
 
     def run(self, resident_ctas: int) -> Timing:
@@ -392,6 +409,8 @@ class _Replay:
                 self.busy["issue"] += 1 / PARTITIONS
                 self.busy[_UNITS[op.unit]] += op.cycles / PARTITIONS
                 time, end = start + 1, start + op.latency
+                if op.unit == _TENSOR_MEMORY:
+                    warp.tensor_stores = start + op.cycles
                 if op.shared_bytes:
                     end += self._share(start, op.shared_bytes)
             for register in op.writes:
@@ -439,6 +458,10 @@ class _Replay:
             warp.copies = False  # ptxas issues a copy once, however many lanes execute it
             end = self._copy("stores", "TMA store", time, event.amount, rates.tma_store_bytes)
             warp.stores.append((end, end + rates.tma_store_latency))
+        elif event.kind == "product":
+            warp.committed = self._tcgen05_product(warp, time, event.key, event.amount)
+        elif event.kind == "commit":
+            self._contribute(key, max(time, warp.committed))
         elif event.kind == "wait":
             return self._await(warp, key, time, rates.barrier_latency)
         elif event.kind == "meet":
@@ -486,6 +509,20 @@ class _Replay:
         row = f"tensor core {warp.index % PARTITIONS}"
         self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
         return time
+
+    def _tcgen05_product(self, warp: _Warp, time: float, flops: float, shared: float) -> float:
+        """tcgen05.mma, on the whole SM's tensor core; returns when its result is there."""
+        rates = self.rates
+        begin = max(time, self.tensor)
+        self.tensor = begin + max(flops / rates.mma_flops, shared / rates.shared_bytes)
+        self.busy["tensor core"] += flops / rates.mma_flops
+        self.busy["shared"] += shared / rates.shared_bytes
+        name = f"warp {warp.index}"
+        self.intervals.append(Interval("tensor core", name, begin, self.tensor))
+        return self.tensor + rates.mma_latency
+
+    def _await_tensor_stores(self, warp: _Warp, time: float, action: Action) -> float:
+        return max(time, warp.tensor_stores)
 
     def _commit_products(self, warp: _Warp, time: float, action: Action) -> float:
         warp.product_groups.append(max(warp.products, default=time))

@@ -17,6 +17,8 @@ class Event(NamedTuple):
     "load"    the mbarrier that is told   bytes of a bulk load
     "store"                               bytes of a bulk store
     "meet"    a named barrier, its turn   1 if the warp waits there, else 0
+    "product" FLOPs of tcgen05.mma        bytes that it reads of shared memory
+    "commit"  the mbarrier that is told   (tcgen05.commit) and its phase
     """
 
     kind: str

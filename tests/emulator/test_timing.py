@@ -14,12 +14,13 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from kernels import emulator
 from kernels.emulator import Policy, arguments
-from kernels.emulator.rates import HOPPER, measured
+from kernels.emulator.rates import BLACKWELL, HOPPER, measured
 from kernels.emulator.timeline import chrome_trace, plot
 from kernels.emulator.timing import Timing, estimate
 from kernels.emulator.trace import Trace
-from tests.emulator import programs
+from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import attention, ptx
+from tests.emulator.sm100_programs import Gemm
 
 RATES = dataclasses.replace(HOPPER, barrier_latency=0, named_barrier_latency=0)
 
@@ -143,6 +144,26 @@ def test_what_is_not_modelled_is_refused() -> None:
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="the PTX comes from CuTe-DSL"
 )
+
+
+@needs_compiler
+def test_blackwell_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C (128 x n) = A (128 x k) B^T by tcgen05: A and B come by TMA, C goes through registers."""
+    n, k = 128, 192
+    a, b = np.zeros((128, k), sm100_programs.BF16), np.zeros((n, k), sm100_programs.BF16)
+    trace, plain = Trace(), emulator.launch
+    monkeypatch.setattr(
+        emulator, "launch", lambda *args, **named: plain(*args, **named, trace=trace)
+    )
+    sm100_programs.run(Gemm(n, k), a, b, Policy(), 0)
+    timing = estimate(trace, BLACKWELL)
+    assert timing.busy["tensor core"] == 2 * 128 * n * k / BLACKWELL.mma_flops
+    assert timing.busy["tensor memory"] == 4 * 128 * n / BLACKWELL.tensor_memory_bytes
+    # The last block's load, its products, and reading C come one after the other.
+    least = timing.busy["TMA load"] + BLACKWELL.tma_latency + timing.busy["tensor memory"]
+    assert least + timing.busy["tensor core"] / 3 < timing.cycles < least + 2500
+    with pytest.raises(NotImplementedError, match="tcgen05"):
+        estimate(trace, HOPPER)
 
 
 @needs_compiler
