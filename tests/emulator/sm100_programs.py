@@ -1,13 +1,10 @@
-"""Small CuTe-DSL programs for sm_100, compiled to PTX in a process of their own.
-
-C (128 x n, float32) = A (128 x k) B^T (n x k): TMA loads, tcgen05.mma into tensor memory, loads
-from there, stores to global memory. One warp loads and multiplies, four write the result.
-"""
+"""Small CuTe-DSL programs for sm_100, compiled to PTX in a process of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import multiprocessing
 import os
 import re
@@ -21,24 +18,37 @@ from kernels import emulator
 from kernels.emulator import Policy
 from kernels.emulator.tensor_map import TensorMap, encode
 
-ROWS, BLOCK_K = 128, 64
 BF16 = np.dtype(ml_dtypes.bfloat16)
-_A, _B, _C = 0x10_0000, 0x20_0000, 0x40_0000
+_OPERANDS, _GAP, _RESULT = 0x10_0000, 0x10_0000, 0x80_0000
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemm:
-    """What is fixed when it is compiled; A comes from `source`: shared or tensor memory."""
+class Program:
+    """A source of tests/emulator/sm100 and what is fixed when it is compiled.
 
-    columns: int = 128
-    depth: int = 192
-    source: str = "shared"
+    Attributes:
+      boxes: box of each operand's tensor map, contiguous dimension first; all are 64 wide.
+      result: shape of the float32 result.
+      cluster: CTAs, which are also the grid.
+    """
+
+    source: str
+    arguments: tuple[int, ...]
+    boxes: tuple[tuple[int, int], ...]
+    result: tuple[int, int]
+    cluster: int = 1
+
+
+GEMM = Program("gemm", (128, 192), ((64, 128), (64, 128)), (128, 128))
+"""C (128 x 128) = A (128 x 192) B^T."""
+CHAIN = Program("chain", (3,), ((64, 128), (64, 64), (64, 64)), (128, 64))
+"""O = (Q K^T) V of 128 rows and 3 blocks of 64 keys, P from tensor memory."""
 
 
 @functools.cache
-def ptx(gemm: Gemm) -> str:
+def ptx(program: Program) -> str:
     """The text of a program."""
-    return _compiler().submit(_compile, gemm).result()
+    return _compiler().submit(_compile, program.source, program.arguments).result()
 
 
 @functools.cache
@@ -53,49 +63,42 @@ def close() -> None:
         _compiler.cache_clear()
 
 
-def run(gemm: Gemm, a: np.ndarray, b: np.ndarray, policy: Policy, seed: int) -> np.ndarray:
-    """C of one launch; a: (128, depth), b: (columns, depth) bfloat16."""
-    text = ptx(gemm)
-    return launch(text, gemm, a, b, policy, seed)
-
-
 def launch(
-    text: str, gemm: Gemm, a: np.ndarray, b: np.ndarray, policy: Policy, seed: int
+    program: Program, operands: list[np.ndarray], policy: Policy, seed: int, text: str | None = None
 ) -> np.ndarray:
-    """The same of a given text."""
-    c = np.zeros((ROWS, gemm.columns), np.float32)
-    maps = [_map(address, gemm.depth, rows) for address, rows in ((_A, ROWS), (_B, gemm.columns))]
+    """The result of one launch; `text` may replace the program's."""
+    text = ptx(program) if text is None else text
+    result = np.full(program.result, np.nan, np.float32)
+    memory, maps = {_RESULT: result.view(np.uint8)}, []
+    for i, (operand, box) in enumerate(zip(operands, program.boxes, strict=True)):
+        address, (rows, width) = _OPERANDS + i * _GAP, operand.shape
+        memory[address] = operand.view(np.uint8)
+        tensor = TensorMap(address, "bf16", (width, rows), (2 * width,), box, swizzle_bytes=128)
+        maps.append(encode(tensor))
     entry = re.search(r"\.entry (\w+)", text)
     assert entry is not None
     emulator.launch(
         text,
         entry[1],
-        grid=(1, 1, 1),
+        grid=(program.cluster, 1, 1),
         block=(160, 1, 1),
+        cluster=(program.cluster, 1, 1),
         dynamic_smem=100_000,
-        params=[*maps, _C.to_bytes(8, "little")],
-        memory={_A: a.view(np.uint8), _B: b.view(np.uint8), _C: c},
+        params=[*maps, _RESULT.to_bytes(8, "little")],
+        memory=memory,
         policy=policy,
         seed=seed,
     )
-    return c
+    return result
 
 
-def _map(address: int, depth: int, rows: int) -> bytes:
-    tensor = TensorMap(
-        address, "bf16", (depth, rows), (2 * depth,), (BLOCK_K, rows), swizzle_bytes=128
-    )
-    return encode(tensor)
-
-
-def _compile(gemm: Gemm) -> str:
+def _compile(source: str, arguments: tuple[int, ...]) -> str:
     os.environ["CUTE_DSL_ARCH"] = "sm_100a"
     os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
     import cutlass.cute as cute
 
-    from tests.emulator.sm100 import gemm as source
-
-    kernel, arguments = source.program(gemm.columns, gemm.depth, gemm.source)
+    module = importlib.import_module(f"tests.emulator.sm100.{source}")
+    kernel, placeholders = module.program(*arguments)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch sm_100a --keep-ptx --dump-dir {folder}"
-        return cute.compile(kernel, *arguments, options=options).__ptx__
+        return cute.compile(kernel, *placeholders, options=options).__ptx__

@@ -21,7 +21,7 @@ from kernels.emulator.report import QUANTITIES, instruction_class
 from kernels.emulator.roles import roles
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
-from tests.emulator.sm100_programs import Gemm
+from tests.emulator.sm100_programs import GEMM
 
 WORDS = 16384
 
@@ -164,7 +164,7 @@ def test_blackwell_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         emulator, "launch", lambda *args, **named: reports.append(plain(*args, **named))
     )
-    sm100_programs.run(Gemm(n, k), a, b, Policy(), 0)
+    sm100_programs.launch(GEMM, [a, b], Policy(), 0)
     (report,) = reports
     assert report.of("mma_flops") == 2 * 128 * n * k
     assert report.of("tma_loaded_bytes") == 2 * (128 + n) * k

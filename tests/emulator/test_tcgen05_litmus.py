@@ -161,6 +161,16 @@ ROWS = (
     Litmus("load, use", "tensor-wait", LD + USE + WAIT_LD),
     Litmus("load, wait for stores, use", "tensor-wait", LD + WAIT_ST + USE + WAIT_LD),
     Litmus("load, overwrite the register", "tensor-wait", LD + "mov.b32 %r101, 0;\n" + WAIT_LD),
+    Litmus(
+        "load, move, wait, use",
+        None,
+        LD + "mov.b64 %rd20, {%r100, %r101};\nmov.b32 %r95, %r101;\n" + WAIT_LD + USE,
+    ),
+    Litmus(
+        "load, move, use of the copy",
+        "tensor-wait",
+        LD + "mov.b64 %rd20, {%r100, %r101};\nadd.s64 %rd21, %rd20, 1;\n" + WAIT_LD,
+    ),
     Litmus("load, load into the same register", "tensor-wait", LD + LD + WAIT_LD),
     Litmus("store, overwrite the source", None, ST_P + "mov.b32 %r110, 0;\n" + WAIT_ST),
     Litmus(
@@ -326,3 +336,23 @@ def test_fences_may_be_waived() -> None:
     for body in (MMA + BAR + LD + WAIT_LD + wait(), ST_P + BAR + MMA_P + wait()):
         with pytest.raises(EmulationError, match=r"race|tensor-wait"):
             sm100_ptx.run(ALLOCATE + body + FREE, np.zeros(64, np.uint8), launch)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
+def test_moves_before_the_wait(policy: Policy, rng: np.random.Generator) -> None:
+    """What is moved before the wait holds the loaded values behind it."""
+    data = rng.integers(0, 1 << 32, (128, 8), np.uint32)
+    own = "shl.b32 %r94, %r1, 5;\ncvt.u64.u32 %rd2, %r94;\nadd.s64 %rd3, %rd1, %rd2;\n"
+    body = own + "ld.global.v2.b32 {%r110, %r111}, [%rd3];\n"
+    body += "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r4], {%r110, %r111};\n" + WAIT_ST + LD
+    body += "mov.b64 %rd20, {%r101, %r100};\nmov.b64 {%r95, %r96}, %rd20;\n"
+    body += "mov.b32 %r97, %r96;\nmov.b32 {%rs1, %rs2}, %r95;\n" + WAIT_LD
+    body += "cvt.u32.u16 %r98, %rs1;\ncvt.u32.u16 %r99, %rs2;\n"
+    body += "st.global.b64 [%rd3+8], %rd20;\nst.global.v2.b32 [%rd3+16], {%r97, %r98};\n"
+    body += "st.global.b32 [%rd3+24], %r99;\n"
+    words = data[:, :2].copy()
+    launch = Launch(threads=128, shared_bytes=16_384, policy=policy)
+    sm100_ptx.run(ALLOCATE + body + FREE, data.reshape(-1), launch)
+    low, high = words[:, 1] & 0xFFFF, words[:, 1] >> 16
+    expected = np.stack([words[:, 1], words[:, 0], words[:, 0], low, high], 1)
+    np.testing.assert_array_equal(data[:, 2:7], expected)

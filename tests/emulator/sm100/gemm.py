@@ -12,12 +12,12 @@ ROWS, BLOCK_K = 128, 64
 MMA_WARP = 4
 
 
-def program(columns: int, depth: int, source: str):
+def program(columns: int, depth: int):
     """A program and its arguments for compilation."""
     a = make_fake_compact_tensor(BFloat16, (ROWS, depth), stride_order=(1, 0), assumed_align=16)
     b = make_fake_compact_tensor(BFloat16, (columns, depth), stride_order=(1, 0), assumed_align=16)
     c = make_ptr(Float32, 0, cute.AddressSpace.gmem, assumed_align=16)
-    return Gemm(columns, depth, source), (a, b, c)
+    return Gemm(columns, depth), (a, b, c)
 
 
 def fence_before():
@@ -33,8 +33,8 @@ def fence_after():
 class Gemm:
     """One CTA: warps 0-3 write the result, warp 4 loads and multiplies."""
 
-    def __init__(self, columns: int, depth: int, source: str):
-        self.columns, self.depth, self.source = columns, depth, source
+    def __init__(self, columns: int, depth: int):
+        self.columns, self.depth = columns, depth
 
     def mma(self):
         """The products' shape and types."""
