@@ -131,7 +131,7 @@ def _load(instruction: Instruction, symbols: dict[str, int], form: Form) -> Effe
         for column, place in enumerate(put):
             if place is not None:
                 place(warp, mask, words[:, column])
-        return _polled(warp, instruction, addresses[mask], words) if strong else None
+        return polled(warp, instruction, addresses[mask], words) if strong else None
 
     return effect
 
@@ -165,7 +165,7 @@ def _acquire(part: Part, relaxed: bool) -> None:
         device.acquire(cta.cluster.number, cta.order, part.threads, part.keys, relaxed)
 
 
-def _polled(
+def polled(
     warp: Warp, instruction: Instruction, addresses: np.ndarray, words: np.ndarray
 ) -> Yield | Wait:
     """Who reads the same value again and again sleeps until memory changes.
@@ -204,6 +204,7 @@ def _store(instruction: Instruction, symbols: dict[str, int], form: Form) -> Eff
             _release(part, form.meaning)
             chosen = values if part.lanes is mask else values[part.lanes[mask]]
             part.region.store(part.addresses, chosen)
+            part.changed()
         return YIELD if strong else None
 
     return effect

@@ -9,13 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kernels.emulator.access import elements
+from kernels.emulator.access import elements, polled
 from kernels.emulator.alu import flush
 from kernels.emulator.cta import Reduction
 from kernels.emulator.program import Effect
 from kernels.emulator.spaces import SHARED, Part, parts
 from kernels.emulator.syntax import Instruction, Operand, Register
-from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, reader, write
+from kernels.emulator.warp import YIELD, Reader, Wait, Warp, Yield, address_reader, reader, write
 
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 _COUNTS = {"v2": 2, "v4": 4, "v8": 8}
@@ -141,7 +141,7 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     sources = [_values(x, form, symbols) for x in values]
     if result is None and form.operation == "add" and form.halves == 1 and form.type_[0] != "b":
         return _reduce(addresses_of, sources[0], form)
-    return _update(addresses_of, sources, form, result)
+    return _update(instruction, addresses_of, sources, form, result)
 
 
 def _values(operand: Operand, form: Form, symbols: dict[str, int]) -> Reader:
@@ -179,13 +179,18 @@ def _begin(part: Part, form: Form, reads: bool) -> None:
 
 
 def _update(
-    addresses_of: Reader, sources: list[Reader], form: Form, result: Operand | None
+    instruction: Instruction,
+    addresses_of: Reader,
+    sources: list[Reader],
+    form: Form,
+    result: Operand | None,
 ) -> Effect:
     """Lanes one after the other, in an order that the policy's seed gives."""
     size = form.dtype.itemsize
     number = form.whole // size
 
-    def effect(warp: Warp, mask: np.ndarray) -> Yield:
+    def effect(warp: Warp, mask: np.ndarray) -> Yield | Wait:
+        changes = False
         operands = [source(warp) for source in sources]
         old = np.zeros((len(mask), number), form.dtype)
         for part in parts(warp, mask, addresses_of(warp), form.space, form.whole):
@@ -197,14 +202,20 @@ def _update(
                 there = part.region.load(address, size, number).view(form.dtype)
                 old[lane] = there[0]
                 new = form.update(there, [operand[lane : lane + 1] for operand in operands])
-                part.region.store(address, np.ascontiguousarray(new).view(f"u{size}"))
+                words = np.ascontiguousarray(new).view(f"u{size}")
+                if (words != there.view(f"u{size}")).any():
+                    part.region.store(address, words)
+                    part.changed()
+                    changes = True
         if result is not None:
             bytes_each = size * form.halves
             words = old.view(f"u{bytes_each}")
             for column, one in enumerate(elements(result)):
                 if isinstance(one, Register):
                     write(warp, mask, one, f"u{one.bank[1:]}", words[:, column])
-        return YIELD
+        if changes or result is None:
+            return YIELD
+        return polled(warp, instruction, addresses_of(warp)[mask], old[mask].view(f"u{size}"))
 
     return effect
 
@@ -222,6 +233,7 @@ def _reduce(addresses_of: Reader, source: Reader, form: Form) -> Effect:
             reduction = Reduction(part.region, part.threads, moment, part.addresses, chosen)
             if releases or part.home is not None:
                 reduction.perform(np.ones(len(chosen), bool))
+                part.changed()
             else:
                 cta.reduce(reduction)
         return YIELD if releases else None

@@ -71,6 +71,7 @@ _BINDERS = (
 )
 _STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
 _REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order
+_STARVED_STEPS = 512  # after which even a starved warp may run, lest others poll for ever
 _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
 
 
@@ -242,7 +243,7 @@ class Machine:
             return None
         if self.policy.schedule == "in_order":
             return ready[0]
-        if self.policy.schedule == "starve":
+        if self.policy.schedule == "starve" and self._steps % _STARVED_STEPS:
             ready = [warp for warp in ready if warp.index != warp.cta.starved] or ready
         return ready[int(self.rng.integers(len(ready)))]
 

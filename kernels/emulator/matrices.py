@@ -78,7 +78,9 @@ def _store(
         part.writes(_ROW_BYTES)
         rows = np.stack([source(warp) for source in sources]).view(np.uint16).reshape(-1, 8, 8)
         rows = rows.swapaxes(1, 2) if transposed else rows
-        part.region.store(part.addresses, np.ascontiguousarray(rows.reshape(-1, 8)).view(np.uint64))
+        words = np.ascontiguousarray(rows.reshape(-1, 8)).view(np.uint64)
+        part.region.store(part.addresses, words)
+        part.changed()
 
     return effect
 

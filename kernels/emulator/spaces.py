@@ -57,13 +57,18 @@ class Part:
         if home is None:
             self.region.check_writable()
             self._shadow("atomic" if atomic else "write", size)
-            self.warp.cta.machine.memory.version += 1
             return
-        home.shared_version += 1
         if home.order is not None and atomic:
             home.order.thread_updates(self.threads, self.addresses, size)
         elif home.order is not None:
             home.order.thread_writes(self.threads, self.addresses, size)
+
+    def changed(self) -> None:
+        """There is news in this memory."""
+        if self.home is None:
+            self.warp.cta.machine.memory.version += 1
+        else:
+            self.home.shared_version += 1
 
     def settle(self) -> None:
         """Makes what these threads have reduced to these addresses and not made yet."""

@@ -23,6 +23,7 @@ from kernels.emulator.warp import (
 )
 
 _NAMED_BARRIERS = 16
+_ATTEMPTS = 8
 _SEMANTICS = {"shared", "shared:cta", "shared:cluster", "b64"} | {
     "release",
     "acquire",
@@ -238,13 +239,22 @@ class _TryWait:
             self._pass(warp, threads, barrier)
             write(warp, mask, self._result, "pred", True)
 
+        def fail() -> None:
+            write(warp, mask, self._result, "pred", False)
+
         if barrier.passed(parity):
             succeed()
             return YIELD
-        if warp.retrying != (address, parity) or not self._blocks:
-            warp.retrying = (address, parity)
-            write(warp, mask, self._result, "pred", False)
+        if warp.retrying != (address, parity):
+            warp.retrying, warp.attempts = (address, parity), _ATTEMPTS
+            fail()
             return YIELD
+        if not self._blocks:
+            return Wait(
+                lambda: barrier.passed(parity) or warp.wakes(),
+                lambda: succeed() if barrier.passed(parity) else fail(),
+                lambda: barrier.describe(parity),
+            )
         return Wait(lambda: barrier.passed(parity), succeed, lambda: barrier.describe(parity))
 
     def _pass(self, warp: Warp, threads: np.ndarray, barrier: TransactionBarrier) -> None:
