@@ -19,6 +19,7 @@ _REMOVED = (
     r"cp\.async\.bulk\.commit_group",
     r"cp\.async\.bulk\.wait_group",
     r"red\.release",
+    r"tcgen05\.(alloc|dealloc|commit|fence|wait)",
 )
 """Instructions whose absence must be noticed."""
 
@@ -36,10 +37,13 @@ def mutations(ptx: str) -> Iterator[Mutation]:
     """Every mutation of a kernel."""
     lines = ptx.split("\n")
     for number, line in enumerate(lines, 1):
-        code = line.strip()
-        for change, new in _changes(code):
-            text = "\n".join([*lines[: number - 1], new, *lines[number:]])
-            yield Mutation(number, f"{change}: {code}", text)
+        statements = re.findall(r"[^;]+;?", line)
+        for place, statement in enumerate(statements):
+            code = statement.strip()
+            for change, new in _changes(code):
+                broken = "".join([*statements[:place], new, *statements[place + 1 :]])
+                text = "\n".join([*lines[: number - 1], broken, *lines[number:]])
+                yield Mutation(number, f"{change}: {code}", text)
 
 
 def _changes(code: str) -> Iterator[tuple[str, str]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kernels.emulator import Policy
+from kernels.emulator import EmulationError, Policy
 from tests.emulator import sm100_programs
+from tests.emulator.mutations import mutations
 from tests.emulator.sm100_programs import BF16, CHAIN, GEMM, Program
 
 if importlib.util.find_spec("cutlass") is None:
@@ -52,3 +55,29 @@ def test_result(program: Program, policy: Policy, seed: int) -> None:
     arrays = operands(program, seed)
     found = sm100_programs.launch(program, arrays, policy, seed)
     np.testing.assert_array_equal(found, REFERENCES[program](*arrays))
+
+
+def notices(program: Program, text: str, expected: np.ndarray) -> str:
+    """The rule that a broken text breaks, "result" if it computes something else, or ""."""
+    for seed, policy in enumerate(POLICIES[:2]):
+        policy = dataclasses.replace(policy, most_steps=50_000)
+        try:
+            found = sm100_programs.launch(program, operands(program, 0), policy, seed, text)
+        except EmulationError as error:
+            return error.rule
+        if not np.array_equal(found, expected):
+            return "result"
+    return ""
+
+
+@pytest.mark.parametrize("program", SHAPES, ids=lambda program: program.source)
+def test_broken_programs_are_noticed(program: Program) -> None:
+    expected = REFERENCES[program](*operands(program, 0))
+    broken = list(mutations(sm100_programs.ptx(program)))
+    rules = [notices(program, mutation.text, expected) for mutation in broken]
+    noticed = sum(map(bool, rules))
+    print(f"{program.source}: {noticed} of {len(broken)}, {Counter(rules).most_common()}")
+    survivors = [m for m, rule in zip(broken, rules, strict=True) if not rule]
+    for mutation in survivors:
+        print(f"survives: line {mutation.line}, {mutation.change}")
+    assert not survivors

@@ -122,7 +122,6 @@ class Chain:
             self.multiply(maps, (q, k, v), base, barriers)
         else:
             self.convert(base, o, barriers, thread)
-        fence_before()
         cute.arch.sync_threads()
         if warp == MMA_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
@@ -166,8 +165,8 @@ class Chain:
         slices = of_s.get_slice(0), of_o.get_slice(0)
         for block in cutlass.range_constexpr(self.blocks):
             if cutlass.const_expr(block > 0):
+                # No fence: who used S and P has told p_full, whose fence is behind.
                 cute.arch.mbarrier_wait(empty, (block - 1) % 2)
-                fence_after()
             rows = 2 * KEYS + (ROWS if block == 0 else 0)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, rows * HEAD_DIM * 2)

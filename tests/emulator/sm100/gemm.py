@@ -103,7 +103,6 @@ class Gemm:
                 tcgen05.commit(done)
         else:
             self.write(mma, d, c, done, thread)
-        fence_before()
         cute.arch.sync_threads()
         if warp == MMA_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
