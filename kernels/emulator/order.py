@@ -7,8 +7,7 @@ barrier it has seen complete. What one elected lane signals orders only what tha
 are no agents, except that
 
 - a moment lasts until the warp's next release (all lanes of a warp count alike), and
-- what a whole warp reads is known when all of its lanes are known, what a warp's asynchronous
-  operation reads when any lane that waited for it is.
+- what a warp's asynchronous operation reads is known when any lane that waited for it is.
 
 `fenced` is the part of `clock` that a fence.proxy.async has passed on to the asynchronous proxy:
 what threads wrote must be known there before TMA or wgmma may touch it.
@@ -22,6 +21,7 @@ import numpy as np
 
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES
+from kernels.emulator.readers import Readers
 
 BARRIER_SLOTS = 64
 PIPE_SLOTS = 8
@@ -115,9 +115,8 @@ class Order:
         fine, coarse = -(-shared_bytes // _FINE), -(-shared_bytes // _COARSE)
         fine = coarse * (_COARSE // _FINE)
         self._writer, self._written = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
-        self._reader, self._read = np.zeros(fine, np.int16), np.zeros(fine, np.int32)
         self._events = clocks.events
-        self._warp_read: dict[int, np.ndarray] = {}
+        self._readers = Readers(fine)
         self._atomic: np.ndarray | None = None
         self._touched = np.zeros(coarse, bool)
         self._async_writer = np.zeros(coarse, np.int16)
@@ -262,11 +261,7 @@ class Order:
         fine, coarse = self._entries(addresses, size)
         self._check_written(self.clock, threads, fine, coarse, "reads")
         warp = int(threads[0]) // LANES
-        if len(threads) == LANES:
-            self._plane(self._warp_read, warp, 0)[fine] = self.now[warp]
-        else:
-            self._reader[fine] = threads[:, None]
-            self._read[fine] = self.now[warp]
+        self._readers.record(self.clock, threads, fine, int(self.now[warp]))
         self._touched[coarse] = True
 
     def thread_writes(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
@@ -274,7 +269,7 @@ class Order:
         fine, coarse = self._entries(addresses, size)
         self._check_written(self.clock, threads, fine, coarse, "writes")
         known = self.clock[threads]
-        self._check_reads(known, fine, coarse, int(threads[0]) // LANES)
+        self._check_reads(known, fine, coarse)
         self._record_writes(threads, fine, coarse)
         if self._atomic is not None:
             self._atomic[fine] = False
@@ -302,7 +297,7 @@ class Order:
             self._check_written(self.clock, threads, fine, coarse, "updates")
         if polls:
             return
-        self._check_reads(self.clock[threads], fine, coarse, int(threads[0]) // LANES)
+        self._check_reads(self.clock[threads], fine, coarse)
         self._record_writes(threads, fine, coarse)
         self._atomic[fine] = True
 
@@ -365,7 +360,7 @@ class Order:
         threads = np.array([thread])
         self._check_async_operands(threads, coarse, "writes")
         fine = self._fine_of(coarse)
-        self._check_reads(self.clock[threads], fine.reshape(1, -1), coarse.reshape(1, -1), None)
+        self._check_reads(self.clock[threads], fine.reshape(1, -1), coarse.reshape(1, -1))
         self._written[fine] = 0
         self._touched[coarse] = False
         self._async_writer[coarse] = slot
@@ -424,20 +419,16 @@ class Order:
                 int(threads[at[0]]) % LANES,
             )
 
-    def _check_reads(
-        self, known: np.ndarray, fine: np.ndarray, coarse: np.ndarray, own: int | None
-    ) -> None:
-        """Faults unless everything that read these entries is known; `own` warp may read on."""
-        rows = np.arange(len(known))[:, None]
-        late = self._read[fine] > known[rows, self._reader[fine]]
-        if late.any():
-            self._fail_fine(fine, late, "writes what", "reads", self._reader)
-        for warp, plane in self._warp_read.items():
-            if warp != own:
-                least = known[:, warp * LANES : (warp + 1) * LANES].min(1)
-                late = plane[fine] > least[:, None]
-                if late.any():
-                    self._fail_reading(self.base + int(fine[late][0]) * _FINE, warp, "a load")
+    def _check_reads(self, known: np.ndarray, fine: np.ndarray, coarse: np.ndarray) -> None:
+        """Faults unless everything that read these entries is known."""
+        reader = self._readers.unknown(known, fine)
+        if reader is not None:
+            entry, thread = reader
+            raise Fault(
+                "race",
+                f"writes shared address {self.base + entry * _FINE:#x}, which thread {thread} "
+                "reads, and nothing orders the two",
+            )
         for warp, plane in self._async_read.items():
             most = known[:, warp * LANES : (warp + 1) * LANES].max(1)
             late = plane[coarse] > most[:, None]

@@ -74,6 +74,59 @@ STORED:
 STORE_WAITED = STORE.format(end="cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;")
 
 
+NEIGHBOUR = """
+and.b32 %r5, %r1, 31; setp.eq.u32 %p5, %r5, 31; shl.b32 %r10, %r1, 2; add.s32 %r11, %r2, %r10;
+@!%p5 ld.shared.b32 %r21, [%r11+1028];
+{between}
+st.shared.b32 [%r11+1024], %r1;
+"""
+LOADS_OF_TWO = """
+and.b32 %r5, %r1, 31; setp.eq.u32 %p5, %r5, 7; setp.eq.u32 %p6, %r1, 40;
+@%p5 ld.shared.b32 %r21, [%r2+1024];
+{between}
+@%p6 st.shared.b32 [%r2+1024], %r1;
+"""
+LOADS_IN_TURN = """
+setp.ne.u32 %p1, %r1, 0; setp.eq.u32 %p4, %r1, 3; setp.eq.u32 %p5, %r1, 5; setp.eq.u32 %p6, %r1, 40;
+@!%p1 mbarrier.init.shared.b64 [%r2], 9;
+@!%p1 mbarrier.init.shared.b64 [%r2+8], {count};
+bar.sync 0;
+@%p4 ld.shared.b32 %r21, [%r2+1024];
+{first}
+@!%p1 mbarrier.arrive.shared.b64 _, [%r2];
+@%p5 ld.shared.b32 %r21, [%r2+1024];
+@%p5 mbarrier.arrive.shared.b64 _, [%r2+8];
+@!%p6 bra END;
+AGAIN:
+mbarrier.try_wait.parity.shared.b64 %p7, [%r2+8], 0;
+@!%p7 bra AGAIN;
+st.shared.b32 [%r2+1024], %r1;
+END:
+"""
+EVERYBODY = INIT.format(fence="").replace("], 1;", "], 64;")
+STATE = (
+    WRITE_COPY
+    + EVERYBODY.replace("bar.sync 0;", "bar.sync 0; shl.b32 %r10, %r1, 2; add.s32 %r11, %r2, %r10;")
+    + """
+st.shared.b32 [%r11+1024], %r1;
+mbarrier.arrive{order}.shared.b64 %rd9, [%r2];
+STATE: mbarrier.test_wait.shared.b64 %p7, [%r2], %rd9; @!%p7 bra STATE;
+"""
+)
+FLAG = """
+setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 32;
+@%p1 st.shared.b32 [%r2+2048], 0;
+bar.sync 0;
+@%p1 st.shared.b32 [%r2+1024], %r1;
+@%p1 st.{st}.cta.shared.b32 [%r2+2048], 1;
+@!%p2 bra END;
+AGAIN:
+ld.{ld}.cta.shared.b32 %r5, [%r2+2048]; setp.eq.u32 %p3, %r5, 0; @%p3 bra AGAIN;
+ld.shared.b32 %r6, [%r2+1024];
+END:
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Litmus:
     """A program of 64 threads."""
@@ -100,6 +153,103 @@ ROWS = (
         "load, barrier, store of another thread",
         None,
         WRITE_COPY + "bar.sync 0;" + READ_NEXT + "bar.sync 0;" + WRITE_COPY,
+    ),
+    Litmus("load of a neighbour's, store", "race", NEIGHBOUR.format(between="")),
+    Litmus(
+        "load of a neighbour's, warp's barrier, store",
+        None,
+        NEIGHBOUR.format(between="bar.warp.sync -1;"),
+    ),
+    Litmus(
+        "loads by lanes of two warps, store that knows of one",
+        "race",
+        LOADS_OF_TWO.format(between="bar.warp.sync -1;"),
+    ),
+    Litmus(
+        "loads by lanes of two warps, store that knows of both",
+        None,
+        LOADS_OF_TWO.format(between="bar.sync 0;"),
+    ),
+    Litmus(
+        "loads by two lanes of a warp, store that knows of the later one",
+        "race",
+        LOADS_IN_TURN.format(count=1, first=""),
+    ),
+    Litmus(
+        "loads by two lanes of a warp, store that knows of both",
+        None,
+        LOADS_IN_TURN.format(count=2, first="@%p4 mbarrier.arrive.shared.b64 _, [%r2+8];"),
+    ),
+    Litmus(
+        "load by all lanes of one word, store of one of them",
+        "race",
+        "ld.shared.b32 %r5, [%r2+1024]; setp.eq.u32 %p4, %r1, 40; bar.warp.sync -1;"
+        "@%p4 st.shared.b32 [%r2+1024], %r1;",
+    ),
+    Litmus(
+        "copy, test_wait, load",
+        None,
+        INIT_FENCED + COPY_256 + WAIT_0.replace("try", "test").replace(", 1000", "") + READ_COPY,
+    ),
+    Litmus("arrival, wait by its state, load", None, STATE.format(order="") + READ_NEXT),
+    Litmus(
+        "relaxed arrival, wait by its state, load",
+        "race",
+        STATE.format(order=".relaxed.cta") + READ_NEXT,
+    ),
+    Litmus(
+        "an arrival that is dropped",
+        None,
+        EVERYBODY
+        + "setp.eq.u32 %p6, %r1, 5; @%p6 mbarrier.arrive_drop.shared.b64 _, [%r2];"
+        + "@!%p6 mbarrier.arrive.shared.b64 _, [%r2];"
+        + WAIT_0
+        + "@!%p6 mbarrier.arrive.shared.b64 _, [%r2];"
+        + WAIT.format(parity=1),
+    ),
+    Litmus(
+        "an arrival that is not dropped",
+        "deadlock",
+        EVERYBODY
+        + "setp.eq.u32 %p6, %r1, 5; mbarrier.arrive.shared.b64 _, [%r2];"
+        + WAIT_0
+        + "@!%p6 mbarrier.arrive.shared.b64 _, [%r2];"
+        + WAIT.format(parity=1),
+    ),
+    Litmus(
+        "mbarrier.inval, ordinary store",
+        None,
+        EVERYBODY + "@%p1 bra END; mbarrier.inval.shared.b64 [%r2]; st.shared.b64 [%r2], 5; END:",
+    ),
+    Litmus(
+        "mbarrier.inval in mid-phase",
+        "phase-misuse",
+        EVERYBODY
+        + "@%p1 bra END; mbarrier.arrive.shared.b64 _, [%r2];"
+        + "mbarrier.inval.shared.b64 [%r2]; END:",
+    ),
+    Litmus(
+        "store, fence of global memory alone, copy over it",
+        "proxy-fence",
+        WRITE_COPY + "fence.proxy.async.global;" + INIT_FENCED + COPY_256 + WAIT_0,
+    ),
+    Litmus(
+        "flag in shared memory: release, acquire, load",
+        None,
+        FLAG.format(st="release", ld="acquire"),
+    ),
+    Litmus("flag in shared memory: relaxed store", "race", FLAG.format(st="relaxed", ld="acquire")),
+    Litmus("flag in shared memory: relaxed load", "race", FLAG.format(st="release", ld="relaxed")),
+    Litmus("additions to a shared word", None, "atom.shared.add.u32 %r5, [%r2+1024], 1;"),
+    Litmus(
+        "additions to a shared word, load",
+        "race",
+        "red.shared.add.u32 [%r2+1024], 1; ld.shared.b32 %r5, [%r2+1024];",
+    ),
+    Litmus(
+        "additions to a shared word, barrier, load",
+        None,
+        "red.shared.add.u32 [%r2+1024], 1; bar.sync 0; ld.shared.b32 %r5, [%r2+1024];",
     ),
     Litmus("copy, wait, load", None, INIT_FENCED + COPY_256 + WAIT_0 + READ_COPY),
     Litmus("copy, load", "race", INIT_FENCED + COPY_256 + READ_COPY),
