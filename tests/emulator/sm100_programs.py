@@ -43,6 +43,8 @@ GEMM = Program("gemm", (128, 192), ((64, 128), (64, 128)), (128, 128))
 """C (128 x 128) = A (128 x 192) B^T."""
 CHAIN = Program("chain", (3,), ((64, 128), (64, 64), (64, 64)), (128, 64))
 """O = (Q K^T) V of 128 rows and 3 blocks of 64 keys, P from tensor memory."""
+PAIR = Program("pair", (128, 192), ((64, 128), (64, 64)), (256, 128), cluster=2)
+"""C (256 x 128) = A (256 x 192) B^T by a pair of CTAs."""
 
 
 @functools.cache

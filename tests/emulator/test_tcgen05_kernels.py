@@ -13,7 +13,7 @@ import pytest
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import sm100_programs
 from tests.emulator.mutations import mutations
-from tests.emulator.sm100_programs import BF16, CHAIN, GEMM, Program
+from tests.emulator.sm100_programs import BF16, CHAIN, GEMM, PAIR, Program
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
@@ -28,6 +28,7 @@ POLICIES = (
 SHAPES = {
     GEMM: ((128, 192), (128, 192)),
     CHAIN: ((128, 64), (192, 64), (192, 64)),
+    PAIR: ((256, 192), (128, 192)),
 }
 
 
@@ -40,7 +41,7 @@ def chain(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return p.astype(np.float64) @ v.astype(np.float64)
 
 
-REFERENCES: dict[Program, Callable[..., np.ndarray]] = {GEMM: product, CHAIN: chain}
+REFERENCES: dict[Program, Callable[..., np.ndarray]] = {GEMM: product, CHAIN: chain, PAIR: product}
 
 
 def operands(program: Program, seed: int) -> list[np.ndarray]:
