@@ -91,16 +91,14 @@ def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> No
     cubins = {key: kernel.cubin for key, kernel in by_key.items()}
     document = Manifest(cubins, cache.toolchain(), output)
     _replace(output / "manifest.json", manifest.dump(document).encode())
-    current = {cubin.file for cubin in cubins.values()}
-    for file in output.glob("*.cubin"):
-        if file.name not in current:
-            file.unlink()
+    _remove_others(output, "*.cubin", cubins.values())
 
 
 def package_ptx(entries: Iterable[cache.Entry], output: pathlib.Path) -> None:
-    """Writes the kernels' PTX and its manifest: what a driver loads that runs PTX itself.
+    """Writes the kernels' PTX and its manifest, which replace what was there.
 
-    The records are those of the cubins, but for the file and its SHA-256.
+    That is what a driver loads that runs PTX itself. The records are the cubins', but for the file
+    and its SHA-256.
     """
     output.mkdir(parents=True, exist_ok=True)
     cubins = {}
@@ -111,6 +109,14 @@ def package_ptx(entries: Iterable[cache.Entry], output: pathlib.Path) -> None:
         _replace(output / cubins[key].file, text)
     document = Manifest(cubins, cache.toolchain(), output)
     _replace(output / "manifest.json", manifest.dump(document).encode())
+    _remove_others(output, "*.ptx", cubins.values())
+
+
+def _remove_others(output: pathlib.Path, pattern: str, cubins: Iterable[Cubin]) -> None:
+    current = {cubin.file for cubin in cubins}
+    for file in output.glob(pattern):
+        if file.name not in current:
+            file.unlink()
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import multiprocessing
@@ -11,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from fa4_jax import catalogue, runtime
+from fa4_jax import catalogue, manifest, runtime
 from fa4_jax.key import Pass
 
 if importlib.util.find_spec("cutlass") is None:
@@ -97,6 +98,20 @@ def test_package_replaces_and_removes(
     before = (tmp_path / "manifest.json").read_bytes()
     package.package([entry], tmp_path)
     assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+def test_package_of_ptx(compiler_process: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
+    entry = compiler_process.submit(remote.compile_scale).result()
+    (tmp_path / "old.ptx").write_text("")
+    package.package_ptx([entry], tmp_path)
+    packaged = manifest.load(tmp_path / "manifest.json").cubins[entry.cubin.key]
+    text = (tmp_path / packaged.file).read_bytes()
+    assert text == entry.ptx.encode()
+    assert f".entry {packaged.symbol}(".encode() in text
+    assert packaged.sha256 == hashlib.sha256(text).hexdigest()
+    same = dataclasses.replace(packaged, file=entry.cubin.file, sha256=entry.cubin.sha256)
+    assert same == entry.cubin
+    assert {file.name for file in tmp_path.iterdir()} == {packaged.file, "manifest.json"}
 
 
 def test_cache_finds_what_it_stored(

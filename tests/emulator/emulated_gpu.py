@@ -33,12 +33,13 @@ from kernels.emulator.driver import SETTINGS_VARIABLE
 
 @contextlib.contextmanager
 def settings(text: str) -> Iterator[None]:
-    """Sets the emulated device's for a while."""
-    os.environ[SETTINGS_VARIABLE] = text
+    """Adds to the emulated device's for a while."""
+    before = os.environ.get(SETTINGS_VARIABLE, "")
+    os.environ[SETTINGS_VARIABLE] = f"{before} {text}"
     try:
         yield
     finally:
-        del os.environ[SETTINGS_VARIABLE]
+        os.environ[SETTINGS_VARIABLE] = before
 
 
 def verdicts(case: Case, seed: int, how: str, gradients: bool = True) -> list[Verdict]:

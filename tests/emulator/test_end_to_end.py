@@ -92,7 +92,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("emulated")
     library = folder / "libemulated_cuda.so"
     compiler.shared_library(library, compiler.ROOT / "ffi" / "testing" / "emulated_cuda.cc")
-    entries = [cache.find(key) for key in catalogue.keys("sm_90a")]
+    entries = [cache.find(key) for key in catalogue.all_keys()]
     if None in entries:
         pytest.fail("these tests need the kernels: run python -m kernels.build")
     package.package_ptx([entry for entry in entries if entry is not None], folder / "ptx")
@@ -105,7 +105,18 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def gpu(variables: dict[str, str]) -> Iterator[Gpu]:
-    """Calls functions of emulated_gpu in a process whose GPU is emulated."""
+    """Calls functions of emulated_gpu in a process whose GPU is an emulated Hopper."""
+    yield from process(variables)
+
+
+@pytest.fixture(scope="module")
+def blackwell(variables: dict[str, str]) -> Iterator[Gpu]:
+    """The same with an emulated Blackwell."""
+    yield from process(variables | {SETTINGS_VARIABLE: "capability=10.0"})
+
+
+def process(variables: dict[str, str]) -> Iterator[Gpu]:
+    """A process with these environment variables."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         # The variables must be there when the new process imports fa4_jax, and not stay here.
         with pytest.MonkeyPatch.context() as patch:
@@ -123,6 +134,35 @@ def gpu(variables: dict[str, str]) -> Iterator[Gpu]:
 def test_conforms(gpu: Gpu, case: Case, how: str, seed: int) -> None:
     verdicts = gpu(emulated_gpu.verdicts, case, seed, how)
     assert [verdict.name for verdict in verdicts] == ["output", "lse", "dq", "dk", "dv"]
+    assert not [verdict for verdict in verdicts if verdict.failure]
+
+
+BLACKWELL = (
+    Case(batch=1, heads=(2, 1), query_length=200, key_length=300),
+    Case(
+        batch=2,
+        heads=(1, 1),
+        query_length=200,
+        key_length=260,
+        is_causal=True,
+        query_offset=(-40, 90),
+        key_lengths=(100, 260),
+        poison=True,
+        dtype="fp16",
+    ),
+    Case(batch=1, heads=(1, 1), query_length=150, key_length=190, head_dim=72, numerics="exact"),
+)
+
+
+@pytest.mark.skipif("sm_100f" not in catalogue.ARCHITECTURES, reason="no kernels for sm_100f yet")
+@pytest.mark.parametrize(
+    ("case", "how"),
+    list(zip(BLACKWELL, HOW, strict=False)),
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_blackwell_forward_conforms(blackwell: Gpu, case: Case, how: str, seed: int) -> None:
+    verdicts = blackwell(emulated_gpu.verdicts, case, seed, how, False)
+    assert [verdict.name for verdict in verdicts] == ["output", "lse"]
     assert not [verdict for verdict in verdicts if verdict.failure]
 
 
