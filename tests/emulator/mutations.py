@@ -15,6 +15,9 @@ _REMOVED = (
     r"wgmma\.wait_group",
     r"wgmma\.commit_group",
     r"mbarrier\.init",
+    r"barrier\.cluster",
+    r"clusterlaunchcontrol\.try_cancel",
+    r"st\.async",
     r"mbarrier\.arrive",
     r"cp\.async\.bulk\.commit_group",
     r"cp\.async\.bulk\.wait_group",
@@ -58,6 +61,11 @@ def _changes(code: str) -> Iterator[tuple[str, str]]:
         yield "relaxed", code.replace("acquire", "relaxed")
     if code.startswith("red.release"):
         yield "relaxed", code.replace("release", "relaxed")
+    if re.match(r"barrier\.cluster\.arrive(\.aligned)?;", code):
+        yield "relaxed", code.replace("arrive", "arrive.relaxed")
+    if ".multicast::cluster" in code and code.endswith(";"):
+        alone = re.sub(r"\.multicast::cluster(::all)?", "", code)
+        yield "to itself alone", re.sub(r", %rs\d+", "", alone)
     barrier = re.match(r"bar\.sync\s+(\S+), (\d+);", code)
     if barrier:
         yield "fewer threads", f"bar.sync {barrier[1]}, {int(barrier[2]) - 32};"
