@@ -20,7 +20,7 @@ from kernels.emulator.timing import Timing, estimate
 from kernels.emulator.trace import Trace
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import attention, ptx
-from tests.emulator.sm100_programs import Gemm
+from tests.emulator.sm100_programs import GEMM
 
 RATES = dataclasses.replace(HOPPER, barrier_latency=0, named_barrier_latency=0)
 
@@ -155,7 +155,7 @@ def test_blackwell_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         emulator, "launch", lambda *args, **named: plain(*args, **named, trace=trace)
     )
-    sm100_programs.run(Gemm(n, k), a, b, Policy(), 0)
+    sm100_programs.launch(GEMM, [a, b], Policy(), 0)
     timing = estimate(trace, BLACKWELL)
     assert timing.busy["tensor core"] == 2 * 128 * n * k / BLACKWELL.mma_flops
     assert timing.busy["tensor memory"] == 4 * 128 * n / BLACKWELL.tensor_memory_bytes
