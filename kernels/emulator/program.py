@@ -183,6 +183,11 @@ def _piece(
     return _Piece((instruction,), effect=effect)
 
 
+def _is_sink(operand: Operand) -> bool:
+    """Whether a half is not wanted: the underscore in place of a register."""
+    return isinstance(operand, Symbol) and operand.name == "_"
+
+
 def _label(branch: Instruction) -> str:
     (target,) = branch.operands
     assert isinstance(target, Symbol)
@@ -283,6 +288,7 @@ class _Compiler:
         for view, dtype in alu.DTYPES.items():
             for i in range(2):
                 self._namespace[f"t{i}_{view}"] = np.empty(LANES, dtype)
+            self._namespace[f"sink_{view}"] = np.empty(LANES, dtype)
 
     def call(self, instruction: Instruction) -> _Call | None:
         """The call of an arithmetic instruction, or None if it is none."""
@@ -294,8 +300,9 @@ class _Compiler:
             return None
         if len(results) != len(operation.results) or len(sources) != len(operation.sources):
             raise PtxError(f"line {instruction.line}: wrong operand count: {instruction.text}")
+        unpacks = key.startswith("unpack")
         views = [
-            self._view(instruction, operand, view)
+            view if unpacks and _is_sink(operand) else self._view(instruction, operand, view)
             for operand, view in zip(results, operation.results, strict=True)
         ]
         texts = [
@@ -305,14 +312,16 @@ class _Compiler:
         function = operation.function
         if operation.function in (alu.shift_left, alu.shift_right):
             function, texts[1] = self._shift(instruction, operation, sources, texts[1])
-        writes = [operand for operand in results if isinstance(operand, Register)]
         return _Call(
             self._function(function),
             tuple(texts),
-            tuple(f"{view}[{r.index}]" for view, r in zip(views, writes, strict=True)),
+            tuple(
+                f"{view}[{x.index}]" if isinstance(x, Register) else f"sink_{view}"
+                for view, x in zip(views, results, strict=True)
+            ),
             tuple(views),
             frozenset(r for operand in sources for r in registers(operand)),
-            frozenset(writes),
+            frozenset(operand for operand in results if isinstance(operand, Register)),
         )
 
     def _shift(

@@ -176,6 +176,16 @@ def test_floats(entry: tuple[str, int, Any], rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(execute(instruction, sources, np.float32), expected)
 
 
+def test_unpacks_one_half(rng: np.random.Generator) -> None:
+    x = integers(rng, np.uint64)
+    for operands, shift in (("{{{d}, _}}", 0), ("{{_, {d}}}", 32)):
+        for guard in ("", "setp.eq.s32 %p1, %r1, %r1;\n@%p1 "):
+            found = execute(f"{guard}mov.b64 {operands}, {{0}};", [x], np.uint32)
+            assert np.array_equal(found, (x >> np.uint64(shift)).astype(np.uint32))
+    with pytest.raises(PtxError, match="a register is expected"):
+        execute("mov.b32 {d}, 0; mov.b32 _, {0};", [x.astype(np.uint32)], np.uint32)
+
+
 def test_fma_rounds_once() -> None:
     """The product's last bits decide a tie that two roundings would get wrong."""
     a = np.full(32, 1 + 2.0**-12, np.float32)
