@@ -33,6 +33,9 @@ from kernels.emulator.syntax import (
 VERSIONS = ((8, 0), (9, 9))
 TARGETS = ("sm_90a", "sm_100a", "sm_100f", "sm_103a", "sm_103f")
 
+_FAMILIES = {"wgmma": ("sm_90a",), "tcgen05": TARGETS[1:]}
+"""Instructions that only some targets have."""
+
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _HEADER = re.compile(r"\s*\.version\s+(\d+)\.(\d+)\s*\.target\s+([\w, ]+?)\s*\.address_size\s+64\b")
 _ENTRY = re.compile(r"(?:\.visible\s+)?\.entry\s+([\w$]+)\s*\((.*?)\)\s*([^{]*)\{", re.DOTALL)
@@ -94,8 +97,15 @@ def parse(text: str) -> Module:
     kernels = {}
     for entry in _ENTRY.finditer(text):
         kernel = dataclasses.replace(_kernel(text, entry, shared), variables=variables)
+        _check_target(kernel, header[3])
         kernels[kernel.name] = kernel
     return Module(version, header[3], kernels)
+
+
+def _check_target(kernel: Kernel, target: str) -> None:
+    for instruction in kernel.instructions:
+        if target not in _FAMILIES.get(instruction.opcode, (target,)):
+            raise PtxError(f"line {instruction.line}: {target} has no {instruction.text}")
 
 
 def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...]) -> Kernel:

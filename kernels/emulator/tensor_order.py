@@ -82,17 +82,27 @@ class TensorClocks:
         return int(self._columns[agent])
 
     def fence_before(self, threads: np.ndarray) -> None:
-        """tcgen05.fence::before_thread_sync"""
+        """tcgen05.fence::before_thread_sync; relaxed operations carry what it passes on, too."""
         order, column = self.order, self._of_threads.start
         order.clock[threads, column + threads] = order.now[threads // LANES]
         for thread in threads.tolist():
             if thread in self.pipes:
                 pipe = self.pipes[thread] - self.threads
                 order.clock[thread, self._of_pipes.start + PIPE_SLOTS + pipe] = self.issued[pipe]
+        if order.published is None:
+            order.published = np.zeros_like(order.clock)
+            order.published[:, order.first_slot :] = -1
+        first = order.first_pipe
+        order.published[threads, first:] = order.clock[threads, first:]
         order.advance(threads)
 
     def fence_after(self, threads: np.ndarray) -> None:
-        """tcgen05.fence::after_thread_sync"""
+        """tcgen05.fence::after_thread_sync; it also takes what relaxed waits have seen."""
+        order, first = self.order, self.order.first_pipe
+        for thread in threads.tolist() if order.later else ():
+            if thread in order.later:
+                given = order.later[thread].clock[first:]
+                order.clock[thread, first:] = np.maximum(order.clock[thread, first:], given)
         known = self.order.clock[threads]
         passed = np.concatenate([known[:, self._of_threads], known[:, self._of_pipes]], 1)
         self.seen[threads] = np.maximum(self.seen[threads], passed)

@@ -41,6 +41,14 @@ def test_good_launch() -> None:
         (TEXT.replace("ret;", "bra NOWHERE;"), "no label NOWHERE"),
         (TEXT.replace("mov.u32 %r1,", "mov.u64 %r1,"), "line 14"),
         (TEXT.replace("mov.u32 %r1, %tid.x", "add.s32 %r1, %r1"), "wrong operand count"),
+        (
+            TEXT.replace("ret;", "tcgen05.wait::ld.sync.aligned;"),
+            "line 17: sm_90a has no tcgen05.wait::ld",
+        ),
+        (
+            TEXT.replace("sm_90a", "sm_100a").replace("ret;", "wgmma.fence.sync.aligned;"),
+            "sm_100a has no wgmma.fence",
+        ),
     ],
 )
 def test_text(ptx: str, message: str) -> None:

@@ -293,7 +293,6 @@ def test_loops_of_different_lengths() -> None:
     [
         "dp4a.u32.u32 %r5, %r1, %r6, %r7;",
         "ld.global.nc.L1::no_allocate.v3.b32 {%r5, %r6, %r7}, [%rd1];",
-        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r5], %rd1, %rd2, %r6, %p1;",
         "cvt.rs.bf16x2.f32 %r5, %r6, %r7, %r8;",
     ],
 )

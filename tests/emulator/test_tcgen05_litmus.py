@@ -59,7 +59,12 @@ def mma(
 P = f"[%r3+{P_COLUMN}]"
 MMA = one(mma(accumulate=False) + commit())
 MMA_P = one(mma(a=P, accumulate=False) + commit())
+P_PRODUCT = mma(a=P, accumulate=False) + commit()
 WAITED = wait() + AFTER
+PLAIN, RELAXED_FORM = "try_wait.parity.shared", "try_wait.parity.relaxed.cluster.shared"
+RELAXED = wait().replace(PLAIN, RELAXED_FORM)
+RELAXED_8 = wait(8).replace(PLAIN, RELAXED_FORM)
+ARRIVE_RELAXED = "mbarrier.arrive.relaxed.cluster.shared.b64 %rd9, [%r2+8], 1;\n"
 LD = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r100, %r101}, [%r4];\n"
 ST = "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r4], {%r1, %r1};\n"
 LD_P = f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {sm100_ptx.registers(100, 8)}, [%r4+{P_COLUMN}];\n"
@@ -274,6 +279,20 @@ ROWS = (
         "copy, product with it",
         None,
         one(CP + mma(a=P, accumulate=False) + commit()) + END,
+    ),
+    Litmus(
+        "product, commit, relaxed wait, fence, load", None, MMA + RELAXED + AFTER + LD + WAIT_LD
+    ),
+    Litmus("product, commit, relaxed wait, load", "race", MMA + RELAXED + LD + WAIT_LD),
+    Litmus(
+        "store, wait, fence, relaxed arrival and wait, fence, product with it",
+        None,
+        ST_P + WAIT_ST + BEFORE + ARRIVE_RELAXED + one(RELAXED_8 + AFTER + P_PRODUCT) + END,
+    ),
+    Litmus(
+        "store, wait, relaxed arrival and wait, fence, product with it",
+        "race",
+        ST_P + WAIT_ST + ARRIVE_RELAXED + one(RELAXED_8 + AFTER + P_PRODUCT) + END,
     ),
     Litmus("copy, copy over it", "race", one(CP + CP + commit()) + END),
     Litmus("copy, load", "race", one(CP + commit()) + FENCED_BAR + LD_P + WAIT_LD + END),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.emulator import EmulationError, Policy
+from kernels.emulator import EmulationError, Policy, PtxError
 from kernels.emulator.memory import NAN_WORD
 from tests.emulator import sm100_ptx, test_tcgen05_products
 from tests.emulator.programs import Launch
@@ -342,3 +342,21 @@ def test_lanes_of_a_warp(operation: str, rule: str) -> None:
     with pytest.raises(EmulationError) as caught:
         sm100_ptx.run(ALLOCATE + f"tcgen05.{operation}" + WAIT_ST + WAIT_LD, np.zeros(64, np.uint8))
     assert caught.value.rule == rule, caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r5], %rd1, %rd2, %r6, %p1;",
+        "tcgen05.mma.cta_group::1.kind::mxf4.block_scale [%r5], %rd1, %rd2, %r6, [%r7], [%r8], 1;",
+        "tcgen05.mma.cta_group::1.kind::i8 [%r5], %rd1, %rd2, %r6, %p1;",
+        "tcgen05.mma.sp.cta_group::1.kind::f16 [%r5], %rd1, %rd2, [%r7], %r6, %p1;",
+        "tcgen05.shift.cta_group::1.down [%r5];",
+        "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%r5], %rd1;",
+        "tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r5}, [%r6];",
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::two.b64 [%r5];",
+    ],
+)
+def test_what_is_missing_is_named(body: str) -> None:
+    with pytest.raises(PtxError, match=r"line \d+: not implemented: " + body.split()[0]):
+        sm100_ptx.run(body, np.zeros(64, np.uint8))
