@@ -11,15 +11,19 @@ from collections.abc import Iterator
 
 from fa4_jax.key import DTYPES, HEAD_DIM_TILES, POLYNOMIAL_EXP2_TILES, KernelKey, Pass
 
-ARCHITECTURES = ("sm_90a",)
-"""Architectures with kernels. sm_100f joins when its kernels exist."""
+ARCHITECTURES = ("sm_90a", "sm_100f")
+"""Architectures with kernels."""
+
+BACKWARD_ARCHITECTURES = ("sm_90a",)
+"""Architectures with a backward; on the others gradients run on the default path."""
 
 
 def keys(arch: str) -> Iterator[KernelKey]:
     """The kernels of one architecture, in build order."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):
         yield from _forward(arch, dtype, head_dim)
-        yield from _backward(arch, dtype, head_dim)
+        if arch in BACKWARD_ARCHITECTURES:
+            yield from _backward(arch, dtype, head_dim)
 
 
 def all_keys() -> tuple[KernelKey, ...]:

@@ -180,19 +180,22 @@ class Forward:
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
 
         sizes = (batch, query_length, key_length, heads, kv_heads)
-        schedule = make_schedule(extents, sizes, (window_left, window_right), tile.m)
-        scales = (scale_log2, rescale_threshold_log2)
+        window = (window_left, window_right)
         budget = tile.registers
         first_correction, _ = WARPS_OF_ROLE["correction"]
+        # Each role makes its schedule: made once, its values would take registers of all of them.
         if warp < first_correction:
             cute.arch.setmaxregister_increase(budget.softmax)
             if warp // 4 < tile.query_tiles:
+                schedule = make_schedule(extents, sizes, window, tile.m)
+                scales = (scale_log2, rescale_threshold_log2)
                 self.rows.soften(shared, schedule, base, lse, scales)
         elif warp < mma_warp:
             cute.arch.setmaxregister_decrease(budget.correction)
-            self.rows.correct(shared, schedule, base)
+            self.rows.correct(shared, make_schedule(extents, sizes, window, tile.m), base)
         else:
             cute.arch.setmaxregister_decrease(budget.others)
+            schedule = make_schedule(extents, sizes, window, tile.m)
             if warp == mma_warp:
                 self.multiply(shared, schedule, base)
             elif warp == WARPS_OF_ROLE["load"][0]:

@@ -108,5 +108,6 @@ FORWARD_TILES: dict[int, ForwardTile] = {
     64: ForwardTile(n=128, kv_stages=8, early_keys=96, polynomial_pairs=8),
     96: ForwardTile(n=128, kv_stages=5, early_keys=96, polynomial_pairs=4, span_bytes=64),
     128: ForwardTile(n=128, kv_stages=3, early_keys=96, polynomial_pairs=4),
+    192: ForwardTile(n=64, kv_stages=5, early_keys=32, own_output=False),
     256: ForwardTile(n=64, kv_stages=5, early_keys=32, query_tiles=1, own_output=False),
 }

@@ -12,9 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
-from fa4_jax.key import KernelKey, Pass, head_dim_tile
+from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, head_dim_tile
 from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import compile
@@ -38,21 +39,22 @@ class Ptx:
 
 @functools.cache
 def ptx(key: KernelKey) -> Ptx:
-    """Compiles a kernel to PTX, in the one process that may import cutlass."""
-    return _compiler().submit(_compile, key).result()
+    """Compiles a kernel to PTX, in the one process that may import cutlass for its architecture."""
+    return _compiler(key.arch).submit(_compile, key).result()
 
 
 @functools.cache
-def _compiler() -> ProcessPoolExecutor:
+def _compiler(arch: str) -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    pool.submit(compile.prepare_process, "sm_90a").result()
+    pool.submit(compile.prepare_process, arch).result()
     return pool
 
 
 def close() -> None:
-    """Ends the compiling process, if there is one."""
+    """Ends the compiling processes, if there are any."""
     if _compiler.cache_info().currsize:
-        _compiler().shutdown()
+        for arch in catalogue.ARCHITECTURES:
+            _compiler(arch).shutdown()
         _compiler.cache_clear()
 
 
@@ -127,7 +129,9 @@ class Attention:
         return packed.results
 
 
-def attention(case: Case, inputs: Inputs, gradients: bool = True) -> Attention:
+def attention(
+    case: Case, inputs: Inputs, gradients: bool = True, arch: str = "sm_90a"
+) -> Attention:
     """The launches of a case, as `fa4_jax.attention` makes them."""
     batch, (left, right) = case.batch, _window(case)
     offsets = np.broadcast_to(np.asarray(case.query_offset), (batch,))
@@ -142,9 +146,10 @@ def attention(case: Case, inputs: Inputs, gradients: bool = True) -> Attention:
     band = left != UNBOUNDED or right != UNBOUNDED
 
     def key(kernel: Pass, **flags: bool) -> KernelKey:
-        return KernelKey("sm_90a", kernel, case.dtype, tile, **flags)
+        return KernelKey(arch, kernel, case.dtype, tile, **flags)
 
-    keys = [key(Pass.FORWARD, band=band)]
+    polynomial = case.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
+    keys = [key(Pass.FORWARD, band=band, polynomial_exp2=polynomial)]
     if gradients:
         keys += [
             key(Pass.BACKWARD_PRE, deterministic=case.deterministic),

@@ -1,0 +1,255 @@
+"""Roles of the Blackwell forward that work row by row: softmax and correction warps."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from kernels.common import bands, tensors
+from kernels.common import ptx as common_ptx
+from kernels.common.schedule import Schedule, Work, assign
+from kernels.sm100 import products, ptx, softmax
+from kernels.sm100.forward_data import FACTORS, Config, Shared, arrive
+
+LN_2 = 0.6931471805599453
+CHUNK = 32  # columns of tensor memory that a thread takes at a time
+NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
+
+
+class RowRoles:
+    """Softmax and correction; a thread has one row of one query tile."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @cute.jit
+    def soften(
+        self,
+        shared: Shared,
+        schedule: Schedule,
+        base: cute.Pointer,
+        lse: cute.Pointer,
+        scales: tuple,
+    ):
+        """Softmax warps: probabilities of all blocks of all tiles, and the LSE."""
+        scale_log2, rescale_threshold_log2 = scales
+        scales = (scale_log2, rescale_threshold_log2 / scale_log2)
+        _, query_length, _, heads, _ = schedule.sizes
+        used, live = Int32(0), Int32(0)
+        for turn in cutlass.range(schedule.rounds, unroll=1):
+            if schedule.tile(turn) < schedule.tiles:
+                work = assign(schedule.tile(turn), schedule, self.config.shape)
+                count = work.blocks.end - work.blocks.begin
+                row_lse = cute.make_tensor(
+                    lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
+                    cute.make_layout(query_length),
+                )
+                self.soften_tile(shared, work, base, row_lse, scales, (live, used))
+                if count > 0:
+                    live += 1
+                    used += count
+
+    @cute.jit
+    def soften_tile(
+        self,
+        shared: Shared,
+        work: Work,
+        base: cute.Pointer,
+        row_lse: cute.Tensor,
+        scales: tuple,
+        position: tuple,
+    ):
+        """One row of one query tile, from scores to its inverse sum and LSE."""
+        scale_log2, _ = scales
+        live, used = position
+        thread, _, _ = cute.arch.thread_idx()
+        t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
+        lane_row = thread % self.config.tile.rows
+        row = work.first_row + thread
+        low, high = bands.row_limits(work.band, row, tensors.INT32)
+        reference, row_sum = -Float32.inf, Float32(0.0)
+        begin, end = work.blocks.begin, work.blocks.end
+        if end > begin:
+            # Blocks masked on the right edge, then unmasked ones, then those masked on the left.
+            right = cutlass.max(cutlass.min(work.blocks.full_end, end), begin)
+            left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
+            phases = ((end, right, True), (right, left, False), (left, begin, True))
+            if cutlass.const_expr(not self.config.band):
+                phases = ((end, right, True), (right, begin, False))
+            for phase in cutlass.range_constexpr(len(phases)):
+                above, down_to, masked = phases[phase]
+                for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+                    reference, row_sum = self.soften_block(
+                        shared,
+                        base,
+                        (t, lane_row, block, used + end - 1 - block, block != end - 1),
+                        (reference, row_sum),
+                        scales,
+                        (low, high),
+                        masked,
+                    )
+        valid = (row < work.band.query_length) & (row_sum != 0.0)
+        logarithm = (reference * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN_2
+        if row < cute.size(row_lse):
+            row_lse[row] = softmax.select(valid, logarithm, -Float32.inf)
+        if end > begin:
+            cute.arch.mbarrier_wait(shared.barriers.sums_empty + t, (live & 1) ^ 1)
+            shared.inverse_sums[lane_row, t] = softmax.select(
+                valid, 1.0 / row_sum, Float32(NO_OUTPUT)
+            )
+            arrive(shared.barriers.sums_full + t)
+
+    @cute.jit
+    def soften_block(
+        self,
+        shared: Shared,
+        base: cute.Pointer,
+        position: tuple,
+        row_state: tuple,
+        scales: tuple,
+        limits: tuple,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """P of one block from its S; returns the row's new reference and sum.
+
+        position: (query tile, row in it, block, blocks before it, whether any is in this tile).
+        """
+        t, lane_row, block, ordinal, later = position
+        reference, row_sum = row_state
+        scale_log2, lag_limit = scales
+        n, columns = self.config.tile.n, self.config.columns
+        buffer, phase = self.config.buffer(t, ordinal)
+        scores_at = products.lane_base(base.toint()) + columns.s[0] + buffer * n
+        probabilities_at = scores_at + (columns.p[0] - columns.s[0])
+        cute.arch.mbarrier_wait(shared.barriers.s_full + buffer, phase)
+        ptx.fence_after_sync()
+        scores = ptx.tmem_load(scores_at, n)
+        if cutlass.const_expr(masked):
+            scores = softmax.mask(scores, block * n, *limits)
+        new = softmax.new_reference(scores, reference, lag_limit)
+        factor = softmax.rescale_factor(reference, new, scale_log2)
+        if later:
+            shared.factors[lane_row, buffer] = factor
+            cute.arch.barrier_arrive(barrier_id=factor_barrier(buffer), number_of_threads=64)
+        shift = softmax.finite_reference(new) * scale_log2
+        values = []
+        for start in cutlass.range_constexpr(0, n, CHUNK):
+            middle = 0 < start < n - CHUNK
+            polynomial_pairs = self.config.polynomial_pairs if middle else 0
+            chunk = softmax.exponentiate(
+                scores[start : start + CHUNK], shift, scale_log2, polynomial_pairs
+            )
+            rounded = [
+                common_ptx.round_pair(self.config.dtype, low, high)
+                for low, high in zip(chunk[::2], chunk[1::2], strict=True)
+            ]
+            ptx.tmem_store(probabilities_at + start // 2, rounded)
+            values += chunk
+            if start + CHUNK == self.config.tile.early_keys:
+                self.release_probabilities(shared.barriers.p_early + buffer)
+        self.release_probabilities(shared.barriers.p_late + buffer)
+        return new, row_sum * factor + softmax.total(values)
+
+    def release_probabilities(self, barrier: cute.Pointer):
+        """What this warp has stored of P may be multiplied."""
+        ptx.tmem_store_wait()
+        ptx.fence_before_sync()
+        arrive(barrier)
+
+    @cute.jit
+    def correct(self, shared: Shared, schedule: Schedule, base: cute.Pointer):
+        """Correction warps: rescaling of O, and output tiles to shared memory."""
+        used, live, turns = Int32(0), Int32(0), Int32(0)
+        for turn in cutlass.range(schedule.rounds, unroll=1):
+            if schedule.tile(turn) < schedule.tiles:
+                work = assign(schedule.tile(turn), schedule, self.config.shape)
+                count = work.blocks.end - work.blocks.begin
+                if count > 0:
+                    self.correct_tile(shared, base, used, count)
+                for t in cutlass.range_constexpr(self.config.tile.query_tiles):
+                    self.write_output(shared, base, t, (count > 0, live, turns, used + count - 1))
+                turns += 1
+                if count > 0:
+                    live += 1
+                    used += count
+
+    @cute.jit
+    def correct_tile(self, shared: Shared, base: cute.Pointer, used: Int32, count: Int32):
+        """Rescales the accumulators block by block, after `used` blocks of other tiles."""
+        tiles, alone = self.config.tile.query_tiles, self.config.tile.query_tiles == 1
+        for t in cutlass.range_constexpr(tiles):
+            # The first product of a tile overwrites O, which these warps have read by now.
+            buffer, _ = self.config.buffer(t, used)
+            ptx.fence_before_sync()
+            arrive(shared.barriers.p_early + buffer)
+        for step in cutlass.range(1, count, unroll=1):
+            for t in cutlass.range_constexpr(tiles):
+                buffer, _ = self.config.buffer(t, used + step)
+                cute.arch.barrier(barrier_id=factor_barrier(buffer), number_of_threads=64)
+                if cutlass.const_expr(alone):
+                    cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
+                ptx.fence_after_sync()
+                self.rescale(shared, base, t, buffer)
+                ptx.fence_before_sync()
+                arrive(shared.barriers.p_early + buffer)
+
+    @cute.jit
+    def rescale(self, shared: Shared, base: cute.Pointer, t: cutlass.Constexpr[int], buffer: Int32):
+        """O_t *= factor by row, skipped by warps in which no row's reference moved."""
+        thread, _, _ = cute.arch.thread_idx()
+        factor = shared.factors[thread % self.config.tile.rows, buffer]
+        if cute.arch.vote_any_sync(factor != 1.0):
+            first = products.lane_base(base.toint()) + self.config.columns.o[t]
+            for start in cutlass.range_constexpr(0, self.config.head_dim, CHUNK):
+                values = ptx.tmem_load(first + start, CHUNK)
+                ptx.tmem_store(first + start, softmax.multiply(values, factor))
+            ptx.tmem_store_wait()
+
+    @cute.jit
+    def write_output(
+        self,
+        shared: Shared,
+        base: cute.Pointer,
+        t: cutlass.Constexpr[int],
+        position: tuple,
+    ):
+        """O / sum of one query tile to shared memory; 0 where there is no output.
+
+        position: (whether the tile has blocks, such tiles before it, tiles before it, ordinal of
+        its last block).
+        """
+        has_blocks, live, turn, last = position
+        thread, _, _ = cute.arch.thread_idx()
+        lane_row = thread % self.config.tile.rows
+        inverse = Float32(NO_OUTPUT)
+        if has_blocks:
+            cute.arch.mbarrier_wait(shared.barriers.sums_full + t, live & 1)
+            inverse = shared.inverse_sums[lane_row, t]
+            arrive(shared.barriers.sums_empty + t)
+            alone = self.config.tile.query_tiles == 1
+            phase = last if cutlass.const_expr(alone) else live
+            cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
+            ptx.fence_after_sync()
+        cute.arch.mbarrier_wait(shared.barriers.out_empty + t, (turn & 1) ^ 1)
+        lanes = products.lane_base(base.toint())
+        # A loop that stays one: unrolled, the addresses of all stores would be kept in registers.
+        for start in cutlass.range(0, self.config.head_dim, CHUNK, unroll=1):
+            rounded = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
+            pairs = cute.recast_tensor(rounded, Int32)
+            pairs.fill(0)
+            if has_blocks:
+                values = ptx.tmem_load(lanes + self.config.columns.o[t] + start, CHUNK)
+                values = softmax.multiply(values, inverse)
+                for i in cutlass.range_constexpr(CHUNK // 2):
+                    pair = common_ptx.round_pair(
+                        self.config.dtype, values[2 * i], values[2 * i + 1]
+                    )
+                    pairs[i] = Int32(cutlass.select_(inverse < 0.0, Int32(0), pair))
+            row = cute.local_tile(shared.o[lane_row, None, t], (CHUNK,), (start // CHUNK,))
+            cute.autovec_copy(rounded, row)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        arrive(shared.barriers.out_full + t)
+
+
+def factor_barrier(buffer: Int32) -> Int32:
+    """Named barrier of the calling warp of softmax or correction and its partner."""
+    return FACTORS + 4 * buffer + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4

@@ -1,0 +1,111 @@
+"""The project's Blackwell kernels on the emulator: right by the oracle, whatever the timing.
+
+`python -m tests.emulator.test_blackwell --seeds 20` runs every conformance case that the kernels
+take under so many seeds and policies, in parallel processes; CI runs the cases below. About 40 s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import Verdict, compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
+from kernels.emulator import Policy
+from tests.emulator.attention import attention
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+POLICIES = (
+    Policy("starve", "late"),
+    Policy("random", "random"),
+    Policy("in_order", "early"),
+    Policy("random", "late"),
+    Policy("starve", "random", resident_ctas=1),
+)
+
+_ONE = {"batch": 1, "heads": (1, 1)}
+CASES = (
+    Case(**_ONE, query_length=300, key_length=420),
+    Case(**_ONE, query_length=257, key_length=600, growing=True, is_causal=True, query_offset=343),
+    Case(batch=2, heads=(2, 1), query_length=130, key_length=275, window=(50, 70)),
+    Case(**_ONE, query_length=1, key_length=129, head_dim=128),
+    Case(
+        batch=2,
+        heads=(2, 2),
+        query_length=150,
+        key_length=190,
+        query_lengths=(70, 149),
+        key_lengths=(0, 130),
+        poison=True,
+    ),
+    Case(batch=1, heads=(2, 1), query_length=300, key_length=400, head_dim=128, is_causal=True),
+    Case(
+        **_ONE,
+        query_length=100,
+        key_length=500,
+        head_dim=128,
+        dtype="fp16",
+        numerics="exact",
+        growing=True,
+    ),
+    Case(**_ONE, query_length=150, key_length=190, head_dim=72),
+    Case(**_ONE, query_length=300, key_length=140, head_dim=96, is_causal=True),
+    Case(batch=3, heads=(1, 1), query_length=129, key_length=200, head_dim=192, growing=True),
+    Case(batch=1, heads=(3, 1), query_length=200, key_length=230, head_dim=256, is_causal=True),
+    Case(
+        batch=2,
+        heads=(2, 1),
+        query_length=70,
+        key_length=140,
+        head_dim=256,
+        key_lengths=(100, 0),
+        poison=True,
+    ),
+)
+
+
+def verdicts(case: Case, policy: Policy, seed: int) -> list[Verdict]:
+    """Verdicts on output and LSE of the forward kernel."""
+    inputs = make_inputs(case, seed)
+    launches = attention(case, inputs, gradients=False, arch="sm_100f")
+    polynomial = any(key.polynomial_exp2 for key in launches.keys)
+    results = launches.run(policy, seed)
+    with np.errstate(all="ignore"):
+        expected = oracle(case, inputs)
+        usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
+        return [
+            compare(
+                name,
+                case.dtype,
+                results[name],
+                expected[name],
+                [some[name] for some in usual],
+                polynomial,
+            )
+            for name in ("output", "lse")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    list(zip(CASES, itertools.cycle(POLICIES), strict=False)),
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_forward_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> None:
+    assert not [verdict for verdict in verdicts(case, policy, seed) if verdict.failure]
+
+
+def test_forward_ignores_timing(seed: int) -> None:
+    """No result depends on who comes first."""
+    case = dataclasses.replace(CASES[1], batch=2)
+    launches = attention(case, make_inputs(case, seed), gradients=False, arch="sm_100f")
+    first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(POLICIES))
+    for other, (name, value) in itertools.product(others, first.items()):
+        assert np.array_equal(value, other[name]), name
