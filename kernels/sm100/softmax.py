@@ -61,16 +61,15 @@ def exp2_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     (FlashAttention-4, emulated exponential: Cody-Waite reduction with rounding to minus infinity.)
     """
     packed = cute.arch
-    x = tuple(cute.arch.fmax(value, _SMALLEST) for value in x)
+    low, high = (cute.arch.fmax(value, _SMALLEST) for value in x)
     rounder = (Float32(_ROUNDER), Float32(_ROUNDER))
-    shifted = packed.add_packed_f32x2(x, rounder, rnd="rm")
+    shifted = packed.add_packed_f32x2((low, high), rounder, rnd="rm")
     whole = packed.add_packed_f32x2(shifted, (Float32(-_ROUNDER), Float32(-_ROUNDER)))
-    rest = packed.sub_packed_f32x2(x, whole)
+    rest = packed.sub_packed_f32x2((low, high), whole)
     value = (Float32(CUBIC[2]), Float32(CUBIC[2]))
     for coefficient in (CUBIC[1], CUBIC[0], 1.0):
         value = packed.fma_packed_f32x2(rest, value, (Float32(coefficient), Float32(coefficient)))
-    low, high = (ptx.add_exponent(v, s) for v, s in zip(value, shifted, strict=True))
-    return low, high
+    return ptx.add_exponent(value[0], shifted[0]), ptx.add_exponent(value[1], shifted[1])
 
 
 def exponentiate(
@@ -80,10 +79,10 @@ def exponentiate(
 
     polynomial_pairs: of every 16 pairs, how many take the polynomial, evenly spread.
     """
-    scale, shift = (scale_log2, scale_log2), (-shift, -shift)
+    scales, shifts = (scale_log2, scale_log2), (-shift, -shift)
     values = []
     for i, pair in enumerate(zip(scores[::2], scores[1::2], strict=True)):
-        exponents = cute.arch.fma_packed_f32x2(pair, scale, shift)
+        exponents = cute.arch.fma_packed_f32x2(pair, scales, shifts)
         if (i + 1) * polynomial_pairs // 16 > i * polynomial_pairs // 16:
             values += exp2_pair(exponents)
         else:
@@ -98,7 +97,7 @@ def total(values: list[Float32]) -> Float32:
     for i, pair in enumerate(pairs[4:]):
         chains[i % 4] = cute.arch.add_packed_f32x2(chains[i % 4], pair)
     halves = [cute.arch.add_packed_f32x2(chains[i], chains[i + 2]) for i in range(2)]
-    low, high = cute.arch.add_packed_f32x2(*halves)
+    low, high = cute.arch.add_packed_f32x2(halves[0], halves[1])
     return low + high
 
 
