@@ -32,6 +32,8 @@ from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, re
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
 
+_MOST_SCALE = 15
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -82,6 +84,8 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     if len(rest) > 1:
         (_, power) = rest
         assert isinstance(power, Immediate)
+        if words[3] == "kind:f8f6f4" or not 0 <= power.value <= _MOST_SCALE:
+            return None
         scale = 2.0**-power.value
     return _Mma(
         kind=words[3].removeprefix("kind:"),
@@ -141,6 +145,8 @@ class _Mma:
                 raise Fault("descriptor", "A in tensor memory cannot be transposed", lane)
             if group == 2 and rows < TENSOR_LANES:
                 raise Fault("not implemented", "A in tensor memory with 128 rows of a pair", lane)
+            if rows < TENSOR_LANES and a_at >> 16 != int(self.d_of(warp)[lane]) >> 16:
+                raise Fault("misaligned", "64 rows of A and D start at different lanes", lane)
             a = _pieces(a_at, rows, K_BYTES // 4, False)
         else:
             a = Tile(a_at, shape.mn_major[0], rows, shape.a_type.itemsize)

@@ -41,6 +41,7 @@ TYPES: dict[str, tuple[str, int, Any]] = {
     "bf16": ("f16", 1, np.dtype(ml_dtypes.bfloat16)),
     "e4m3": ("f8f6f4", 0, np.dtype(ml_dtypes.float8_e4m3fn)),
     "e5m2": ("f8f6f4", 1, np.dtype(ml_dtypes.float8_e5m2)),
+    "tf32": ("tf32", 2, np.dtype(np.float32)),
 }
 
 
@@ -191,11 +192,18 @@ def program(product: Product) -> str:
     return body + FREE
 
 
+def values(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+    """Random values; 32-bit ones that tf32 holds."""
+    if dtype.itemsize < 4:
+        return rng.normal(size=shape).astype(dtype)
+    return rng.normal(size=shape).astype(ml_dtypes.bfloat16).astype(dtype)
+
+
 def multiply(product: Product, rng: np.random.Generator, seed: int = 0) -> None:
     """Runs a product and compares every cell of D, those that are not written too."""
     (_, _, a_type), (_, _, b_type) = TYPES[product.a_type], TYPES[product.b_type]
-    a = rng.normal(size=(product.rows, product.depth)).astype(a_type)
-    b = rng.normal(size=(product.columns, product.depth)).astype(b_type)
+    a = values(rng, (product.rows, product.depth), a_type)
+    b = values(rng, (product.columns, product.depth), b_type)
     data = np.zeros(IMAGE + 128 * ROW_BYTES, np.uint8)
     if product.a is not None:
         data[A_AT:B_AT] = product.a.image(a)[: B_AT - A_AT]
@@ -247,6 +255,16 @@ def test_types(
 ) -> None:
     for b in (Layout(128, step=2), Layout(64, mn_major=True), Layout(0, mn_major=True), Layout(0)):
         multiply(Product(a=a, b=b, a_type=a_type, b_type=b_type), rng, seed)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("a", [None, Layout(128, step=1), Layout(0)], ids=str)
+def test_tf32(a: Layout | None, rows: int, rng: np.random.Generator, seed: int) -> None:
+    for b in (Layout(128), Layout(64, step=1), Layout(0)):
+        multiply(Product(rows, a=a, b=b, a_type="tf32", b_type="tf32"), rng, seed)
+    with pytest.raises(EmulationError, match="not implemented: an MN-major operand of 32 bits"):
+        b = Layout(128, mn_major=True)
+        multiply(Product(rows, a=a, b=b, a_type="tf32", b_type="tf32"), rng, seed)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +340,14 @@ def test_matrix_descriptor(bits: int, rule: str, rng: np.random.Generator) -> No
     with pytest.raises(EmulationError) as caught:
         multiply(Product(b=Wrong(128)), rng)
     assert caught.value.rule == rule, caught.value
+
+
+def test_rows_of_a_and_d() -> None:
+    """64 rows of A lie in the lanes of D."""
+    text = program(Product(rows=64, lane=16, a=None))
+    text = text.replace(f"%r7, %r3, {(16 << 16) + A_COLUMN}", f"%r7, %r3, {A_COLUMN}")
+    with pytest.raises(EmulationError, match="misaligned: 64 rows of A and D"):
+        sm100_ptx.run(text, np.zeros(IMAGE + 131_072, np.uint8), BIG)
 
 
 @pytest.mark.parametrize(("rows", "lane"), [(64, 8), (64, 32), (128, 16)])

@@ -351,6 +351,7 @@ def test_lanes_of_a_warp(operation: str, rule: str) -> None:
         "tcgen05.mma.cta_group::1.kind::mxf4.block_scale [%r5], %rd1, %rd2, %r6, [%r7], [%r8], 1;",
         "tcgen05.mma.cta_group::1.kind::i8 [%r5], %rd1, %rd2, %r6, %p1;",
         "tcgen05.mma.sp.cta_group::1.kind::f16 [%r5], %rd1, %rd2, [%r7], %r6, %p1;",
+        "tcgen05.mma.cta_group::1.kind::f16 [%r5], %rd1, %rd2, %r6, %p1, 16;",
         "tcgen05.shift.cta_group::1.down [%r5];",
         "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%r5], %rd1;",
         "tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r5}, [%r6];",
