@@ -1,4 +1,8 @@
-"""The driver's tensor map (CUtensorMap): 128 bytes, of which only the first 64 carry anything."""
+"""The driver's tensor map (CUtensorMap): 128 bytes, of which the hardware needs the first 64.
+
+Behind those the driver (not CuTe-DSL) writes the box's bytes at 64 and the alignment of its swizzle
+at 72; kernels run with and without.
+"""
 
 from __future__ import annotations
 

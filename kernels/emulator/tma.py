@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from kernels.emulator import tensor_map
+from kernels.emulator.alu import flush
 from kernels.emulator.bulk import (
     Extent,
     LoadForm,
@@ -34,6 +35,9 @@ _TILED = ("tile", "mbarrier:complete_tx:bytes")
 _TO_GLOBAL = ("global", "shared:cta", "tile", "bulk_group")
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 _ALIGNMENT = 128
+_NAN_FILLED = ("fp16", "bf16", "f32", "f32_ftz")
+_NAN_FILL = 0x7FF7  # in every 16 bits (seen on an H200)
+_TF32_BITS = 13  # of a float32's mantissa that tf32 has not
 
 
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
@@ -55,8 +59,8 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
 def _decoded(data: bytes) -> TensorMap:
     tensor = tensor_map.decode(data)
     size = tensor_map.ELEMENT_BYTES[tensor.dtype]
-    odd = tensor.interleave or tensor.tf32 or tensor.nan_fill or tensor.dtype == "f32_ftz"
-    if odd or tensor.box[0] * size % CHUNK:
+    unknown = tensor.nan_fill and tensor.dtype not in _NAN_FILLED
+    if tensor.interleave or unknown or tensor.box[0] * size % CHUNK:
         raise Fault("not implemented", f"tensor map {tensor}")
     if tensor.swizzle_bytes and tensor.box[0] * size > tensor.swizzle_bytes:
         raise Fault("descriptor", f"the box is wider than the swizzle span: {tensor}")
@@ -127,7 +131,11 @@ class _Box:
         tensor = _fetch_map(warp, int(self.map_of(warp)[lane]))
         if len(tensor.sizes) != len(self.coordinates):
             raise Fault("descriptor", f"{len(self.coordinates)} coordinates of {tensor}")
-        return tensor, tuple(int(coordinate(warp)[lane]) for coordinate in self.coordinates)
+        at = tuple(int(coordinate(warp)[lane]) for coordinate in self.coordinates)
+        if at[0] * tensor_map.ELEMENT_BYTES[tensor.dtype] % CHUNK:
+            message = f"a box at {at}: the first coordinate must be a multiple of {CHUNK} bytes"
+            raise Fault("misaligned", message, lane)
+        return tensor, at
 
 
 def _load(
@@ -171,6 +179,8 @@ def _store(
     def effect(warp: Warp, mask: np.ndarray) -> Yield:
         for lane in np.flatnonzero(mask).tolist():
             tensor, at = box.read(warp, lane)
+            if min(at) < 0:
+                raise Fault("out-of-bounds", f"stores a box at {at}, before the tensor", lane)
             size = math.prod(tensor.box) * tensor_map.ELEMENT_BYTES[tensor.dtype]
             chunks = chunks_of(warp.cta, int(shared_of(warp)[lane]), size, _ALIGNMENT)
             chunks = swizzled(chunks, tensor.swizzle_bytes)
@@ -208,8 +218,18 @@ def _load_box(home: Cta, tensor: TensorMap, at: tuple[int, ...], chunks: np.ndar
     source = _global_view(home, tensor)
     inside, of_box = _window(tensor, at)
     box = np.zeros(tensor.box[::-1], source.dtype)
-    box[of_box] = source[inside]
+    if tensor.nan_fill:
+        box.view(np.uint16)[...] = _NAN_FILL
+    box[of_box] = _rounded(source[inside]) if tensor.tf32 else source[inside]
     fill(home, chunks, box.reshape(-1).view(np.uint8))
+
+
+def _rounded(bits: np.ndarray) -> np.ndarray:
+    """Bits of float32 values rounded to tf32, to nearest even; every NaN becomes one."""
+    last = np.uint32(1 << _TF32_BITS)
+    half = (last >> 1) - 1 + (bits >> _TF32_BITS & 1)
+    nan = bits & 0x7FFFFFFF > 0x7F800000
+    return np.where(nan, np.uint32(0x7FFFE000), (bits + half) & ~(last - 1))
 
 
 def _put_box(
@@ -223,5 +243,9 @@ def _put_box(
         return
     dtype = tensor_map.DTYPES[tensor.dtype]
     old = np.ascontiguousarray(target[inside]).view(dtype)
-    result = updated(operation, old, np.ascontiguousarray(box).view(dtype))
+    new = np.ascontiguousarray(box).view(dtype)
+    if tensor.dtype == "f32_ftz":
+        result = flush(updated(operation, flush(old), flush(new)))
+    else:
+        result = updated(operation, old, new)
     target[inside] = np.ascontiguousarray(result).view(target.dtype)

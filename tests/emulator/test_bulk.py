@@ -93,7 +93,7 @@ def test_reductions(operation: str, dtype: Any, rng: np.random.Generator) -> Non
 @pytest.mark.parametrize("kind", ["u32", "i32", "u64", "fp16", "bf16", "f32"])
 @pytest.mark.parametrize("span", [0, 64, 128])
 def test_tensor_reductions(operation: str, kind: str, span: int, rng: np.random.Generator) -> None:
-    """A box of eight rows that sticks out of the tensor on two sides."""
+    """A box of eight rows that sticks out of the tensor on its far sides."""
     dtype = DTYPES[kind]
     if operation == "xor" and np.dtype(dtype).kind not in "iu":
         return
@@ -111,15 +111,16 @@ def test_tensor_reductions(operation: str, kind: str, span: int, rng: np.random.
         f"shl.b32 %r5, %r1, 4; shr.u32 %r8, %r5, 7; and.b32 %r8, %r8, {max(span // 16, 1) - 1};"
         "shl.b32 %r8, %r8, 4; xor.b32 %r8, %r8, %r5;",
     )
-    body += "mov.b32 %r10, 4; mov.b32 %r11, -3; add.s64 %rd4, %rd1, 1024;"
+    first = 16 // size
+    body += f"mov.b32 %r10, {first}; mov.b32 %r11, 3; add.s64 %rd4, %rd1, 1024;"
     name = f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.tile.bulk_group"
     body += OUT.replace("add.s64 %rd4, %rd1, 512;", "").format(
         operation=name, target="%rd4, {%r10, %r11}", size="", read=""
     )
     programs.run(body, data)
     expected = old.copy()
-    inside = expected[:5, 4:]
-    expected[:5, 4:] = _MEANINGS[operation](inside, new[3:, : columns - 4]).astype(dtype)
+    inside = expected[3:, first:]
+    expected[3:, first:] = _MEANINGS[operation](inside, new[:5, :-first]).astype(dtype)
     np.testing.assert_array_equal(data[512:1024].view(dtype).reshape(8, columns), expected)
 
 
@@ -274,3 +275,24 @@ def test_signal_for_a_cta_that_has_exited(seed: int) -> None:
             wait = WAIT.format(name="WAITED", order="", parity=0)
             programs.run(body + wait, np.zeros(256, np.uint8), launch)
         assert caught.value.rule in ("outstanding", "cluster-exit")
+
+
+@pytest.mark.parametrize(("kind", "flushes"), [("f32", False), ("f32_ftz", True), (None, False)])
+def test_subnormal_sums(kind: str | None, flushes: bool) -> None:
+    """Only maps of the flushing type flush, operands and sums; as an H200 does."""
+    values = np.array([1e-40, 2e-39, 1, -1e-40, 0, 1e-38, 3e-38, -2] * 16, np.float32)
+    data = np.zeros(1280, np.uint8)
+    data[:512] = data[512:1024] = values.view(np.uint8)
+    tensor = TensorMap(programs.ADDRESS + 512, kind or "f32", (32, 4), (128,), (32, 4))
+    data[1024:1152] = np.frombuffer(encode(tensor), np.uint8)
+    if kind is None:
+        name = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+        out = OUT.format(operation=name, target="%rd4", size=", 512", read="")
+    else:
+        name = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
+        out = "mov.b32 %r10, 0;" + OUT.replace("%rd1, 512", "%rd1, 1024").format(
+            operation=name, target="%rd4, {%r10, %r10}", size="", read=""
+        )
+    programs.run(FILL + out, data)
+    expected = np.where(np.abs(values) < 2.0**-126, 0, 2 * values) if flushes else 2 * values
+    np.testing.assert_array_equal(data[512:1024].view(np.float32), expected)

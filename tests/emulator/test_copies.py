@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
+from kernels.emulator import EmulationError
 from kernels.emulator.tensor_map import DSL_FLAG, TensorMap, decode, encode
 from tests.emulator import programs
 
@@ -114,15 +116,68 @@ def test_load_then_store(
         "rank": len(at),
         "names": names,
     }
-    body = (LOAD + STORE + DUMP_SHARED).format(**fields)
+    store = STORE if min(at) >= 0 else ""
+    body = (LOAD + store + DUMP_SHARED).format(**fields)
     programs.run(body, data, programs.Launch(threads=64, shared_bytes=65_536))
     inside = expected_box(tensor, box, at)
     dumped = data[DUMP : DUMP + size]
     np.testing.assert_array_equal(dumped, swizzled(inside.reshape(-1).view(np.uint8), span))
     stored = data[target_at : target_at + tensor.nbytes].view(np.uint16).reshape(tensor.shape)
-    visited = expected_box(np.ones_like(tensor), box, at).sum()
+    if not store:
+        with pytest.raises(EmulationError, match=r"out-of-bounds: stores a box at"):
+            launch = programs.Launch(threads=64, shared_bytes=65_536)
+            programs.run((LOAD + STORE).format(**fields), data, launch)
+    visited = expected_box(np.ones_like(tensor), box, at).sum() if store else 0
     assert (stored != 0).sum() == visited
     np.testing.assert_array_equal(stored[stored != 0], tensor[stored != 0])
+
+
+def load_rows(tensor: TensorMap, values: np.ndarray, at: int, size: int) -> np.ndarray:
+    """What a load of a two-dimensional box at (at, 0) leaves in shared memory."""
+    data = np.zeros(DUMP + 65_536, np.uint8)
+    data[:128] = np.frombuffer(encode(tensor), np.uint8)
+    data[TENSOR : TENSOR + values.nbytes] = values.reshape(-1).view(np.uint8)
+    fields = {
+        "coordinates": f"mov.b32 %r40, {at}; mov.b32 %r41, 0;",
+        "size": size,
+        "rank": 2,
+        "names": "%r40, %r41",
+    }
+    body = (LOAD + DUMP_SHARED).format(**fields)
+    programs.run(body, data, programs.Launch(threads=64, shared_bytes=65_536))
+    return data[DUMP : DUMP + size]
+
+
+def test_rounding_to_tf32() -> None:
+    """Bits that an H200 gave: to nearest even, infinity beyond the largest, one NaN."""
+    given = [0x3F801000, 0x3F803000, 0x3F801001, 0x3F800FFF, 0xBF803000, 0x00000001, 0x807FFFFF]
+    given += [0x7F800000, 0x7FC12345, 0x7F801FFF, 0x7F7FFFFF, 0x00B37868]
+    rounded = [0x3F800000, 0x3F804000, 0x3F802000, 0x3F800000, 0xBF804000, 0, 0x80800000]
+    rounded += [0x7F800000, 0x7FFFE000, 0x7FFFE000, 0x7F800000, 0x00B38000]
+    values = np.array(given, np.uint32)
+    fields = {"sizes": (12, 1), "byte_strides": (48,), "box": (12, 1)}
+    for kind in ("f32", "f32_ftz"):
+        tensor = TensorMap(programs.ADDRESS + TENSOR, kind, **fields, tf32=True)
+        assert load_rows(tensor, values, 0, 48).view(np.uint32).tolist() == rounded
+        tensor = TensorMap(programs.ADDRESS + TENSOR, kind, **fields)
+        assert load_rows(tensor, values, 0, 48).view(np.uint32).tolist() == given
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "f32"])
+def test_nan_outside(kind: str, rng: np.random.Generator) -> None:
+    """Every 16 bits outside are 0x7ff7, as an H200 fills them."""
+    values = rng.integers(0, 100, (2, 32), np.uint16)
+    size = 4 if kind == "f32" else 2
+    fields = {"sizes": (64 // size, 2), "byte_strides": (64,), "box": (64 // size, 3)}
+    tensor = TensorMap(programs.ADDRESS + TENSOR, kind, **fields, nan_fill=True)
+    loaded = load_rows(tensor, values, -16 // size, 192).view(np.uint16).reshape(3, 32)
+    expected = np.full((3, 32), 0x7FF7, np.uint16)
+    expected[:2, 8:] = values[:, :24]
+    np.testing.assert_array_equal(loaded, expected)
+    with pytest.raises(EmulationError, match=r"misaligned.*multiple of 16 bytes"):
+        load_rows(tensor, values, 4 // size, 192)
+    with pytest.raises(EmulationError, match="not implemented"):
+        load_rows(dataclasses.replace(tensor, dtype="u16"), values, 0, 192)
 
 
 def test_tensor_map_of_every_field() -> None:
@@ -135,6 +190,8 @@ def test_tensor_map_of_every_field() -> None:
         swizzle_bytes=64,
         l2_promotion=2,
         large=True,
+        nan_fill=True,
+        tf32=True,
         other_flags=DSL_FLAG,
     )
     assert len(encode(tensor)) == 128
