@@ -10,8 +10,8 @@ import numpy as np
 
 from kernels.emulator.alu import flush
 
-NAN_WORD = 0x7FFFDEAD
-"""Uninitialised memory and registers: a NaN as float32, as two bfloat16 and as two float16."""
+NAN_WORD = 0x7FFF7FFF
+"""Uninitialised memory and registers: NaNs as every floating-point type."""
 
 
 class Fault(Exception):

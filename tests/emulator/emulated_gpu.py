@@ -48,10 +48,10 @@ def verdicts(case: Case, seed: int, how: str, gradients: bool = True) -> list[Ve
         return run_case(case, seed, "kernel", gradients)
 
 
-def results(case: Case, seed: int, how: str) -> dict[str, np.ndarray]:
+def results(case: Case, seed: int, how: str, gradients: bool = True) -> dict[str, np.ndarray]:
     """Everything that a case computes, by kernels alone."""
     with settings(how):
-        return compute(case, make_inputs(case, seed), "kernel")
+        return compute(case, make_inputs(case, seed), "kernel", gradients)
 
 
 def _forward(*operands: Any, implementation: Any = "kernel", **options: Any) -> Any:

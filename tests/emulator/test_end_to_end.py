@@ -5,12 +5,14 @@ JAX -> plan -> ffi_call -> handler -> driver API -> the kernels' PTX on the emul
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import json
 import multiprocessing
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ import pytest
 
 from fa4_jax import catalogue, runtime
 from fa4_jax.conformance.cases import CASES, Case
+from fa4_jax.key import KernelKey, Pass
 from kernels.build import cache, package
 from kernels.emulator.driver import SETTINGS_VARIABLE, Driver, settings
 from tests.emulator import emulated_gpu
@@ -181,6 +184,22 @@ def test_vmap(gpu: Gpu, seed: int) -> None:
     for one, other in zip(together, apart, strict=True):
         assert one.shape == other.shape
         assert np.array_equal(one, other)
+
+
+def test_what_no_kernel_writes_is_nan(
+    variables: dict[str, str], tmp_path: pathlib.Path, seed: int
+) -> None:
+    """Results do not start as what XLA's memory held, which might be the right numbers."""
+    entry = cache.find(KernelKey("sm_90a", Pass.FORWARD, "bf16", 64))
+    assert entry is not None
+    store = re.compile(r"\n\s*cp\.async\.bulk\.tensor\.4d\.global\.shared::cta[^;]*;")
+    assert len(store.findall(entry.ptx)) > 0
+    package.package_ptx([dataclasses.replace(entry, ptx=store.sub("", entry.ptx))], tmp_path)
+    case = Case(batch=1, heads=(1, 1), query_length=70, key_length=100)
+    for call in process(variables | {runtime.KERNELS_VARIABLE: str(tmp_path)}):
+        results = call(emulated_gpu.results, case, seed, "", False)
+    assert np.isnan(results["output"].astype(np.float32)).all()
+    assert not np.isnan(results["lse"]).any()
 
 
 def test_reports(gpu: Gpu, tmp_path: pathlib.Path, seed: int) -> None:
