@@ -1,4 +1,4 @@
-"""tcgen05.cp: rows of shared memory to lanes of tensor memory, by a thread's pipe."""
+"""tcgen05.cp: rows of shared memory to lanes of tensor memory; tcgen05.shift: lanes up by one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernels.emulator.memory import Fault
-from kernels.emulator.program import Effect
+from kernels.emulator.program import LANES, Effect
 from kernels.emulator.swizzle import CHUNK
 from kernels.emulator.syntax import Instruction
 from kernels.emulator.tcgen05_descriptor import Tile, tile_bytes
 from kernels.emulator.tensor_memory import pair_of
-from kernels.emulator.tensor_order import COPIED, Rectangle
+from kernels.emulator.tensor_order import COPIED, SHIFTED, TENSOR_LANES, Rectangle
 from kernels.emulator.tensor_pipe import pipe_of
 from kernels.emulator.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
 
+_SHIFTED_COLUMNS = 8
 # Shape and multicast: words of a row, and the first rows and the lanes that each piece gets.
 _SHAPES: dict[tuple[str, ...], tuple[int, tuple[tuple[int, int], ...], int]] = {
     ("128x256b",): (8, ((0, 0),), 128),
@@ -33,8 +34,16 @@ _ROWS = {"128x256b": 128, "128x128b": 128, "64x128b": 64, "32x128b": 32, "4x256b
 
 
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of tcgen05.cp, or None if it is none."""
+    """The effect of tcgen05.cp or shift, or None if it is none."""
     words = instruction.words
+    if words in (
+        ("tcgen05", "shift", "cta_group:1", "down"),
+        ("tcgen05", "shift", "cta_group:2", "down"),
+    ):
+        (address,) = instruction.operands
+        return functools.partial(
+            _shift, words[2] == "cta_group:2", address_reader(address, symbols)
+        )
     if words[:2] != ("tcgen05", "cp") or words[2] not in ("cta_group:1", "cta_group:2"):
         return None
     if words[3:] not in _SHAPES:
@@ -86,3 +95,28 @@ def _make(ctas: tuple[Cta, ...], source: np.ndarray, targets: list[tuple[int, Re
         rows = data[: data.size // 4 * 4].view(np.uint32)[source // 4]
         for row, rectangle in targets:
             cta.tensor.data[rectangle.cells] = rows[row : row + rectangle.lanes]
+
+
+def _shift(paired: bool, target_of: Reader, warp: Warp, mask: np.ndarray) -> Yield:
+    """In each quarter of the lanes, lane i gets the 32 bytes of lane i + 1; the last one stays."""
+    for lane in np.flatnonzero(mask).tolist():
+        address, thread = int(target_of(warp)[lane]), int(warp.lanes[lane])
+        if address >> 16:
+            raise Fault("not implemented", f"tcgen05.shift from lane {address >> 16}", lane)
+        rectangle = Rectangle(0, address & 0xFFFF, TENSOR_LANES, _SHIFTED_COLUMNS)
+        pipe = pipe_of(warp, thread)
+        ctas = pair_of(warp, thread) if paired else (warp.cta,)
+        for cta in ctas:
+            cta.tensor.check(rectangle)
+            cta.tensor.touched[thread] = pipe.issued + 1
+            if cta.tensor.shadow is not None:
+                cta.tensor.shadow.pipe_writes(thread, pipe.issued + 1, rectangle, SHIFTED)
+        pipe.issue(functools.partial(_make_shift, ctas, rectangle))
+    return YIELD
+
+
+def _make_shift(ctas: tuple[Cta, ...], rectangle: Rectangle) -> None:
+    for cta in ctas:
+        quarters = cta.tensor.data[rectangle.cells].reshape(-1, LANES, _SHIFTED_COLUMNS)
+        moved = np.concatenate([quarters[:, 1:], quarters[:, -1:]], 1)
+        cta.tensor.data[rectangle.cells] = moved.reshape(-1, _SHIFTED_COLUMNS)

@@ -163,10 +163,11 @@ class TensorShadow:
     def pipe_writes(self, thread: int, number: int, rectangle: Rectangle, form: int) -> None:
         """Operation `number` of a thread's pipe writes a result.
 
-        What products wrote in the same form comes before it, and copies before products.
+        What products wrote in the same form comes before it, copies and shifts come before
+        products, shifts before copies, products before shifts.
         """
         agent, row = self.clocks.pipes[thread], np.array([[thread]])
-        before = (SHIFTED,) if form == COPIED else (form, COPIED, SHIFTED)
+        before = {COPIED: (SHIFTED,), SHIFTED: ()}.get(form, (form, COPIED, SHIFTED))
         self._check_written(row, rectangle, "writes", (agent, before), shifts=form == SHIFTED)
         self._check_reads(row, rectangle, agent)
         self._set(rectangle, np.array(agent), number, form)

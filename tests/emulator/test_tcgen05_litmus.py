@@ -69,6 +69,7 @@ LD = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r100, %r101}, [%r4];\n"
 ST = "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r4], {%r1, %r1};\n"
 LD_P = f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {sm100_ptx.registers(100, 8)}, [%r4+{P_COLUMN}];\n"
 ST_P = f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r4+{P_COLUMN}], {sm100_ptx.registers(110, 8)};\n"
+P_READY = ST_P + WAIT_ST + FENCED_BAR
 USE = "add.s32 %r90, %r100, 1;\n"
 END = wait() + AFTER
 """Waits for the product, so that nothing is left behind."""
@@ -77,6 +78,7 @@ CP = (
     f"mov.b64 %rd12, {operand(2048)};\nadd.s32 %r93, %r3, {P_COLUMN};\n"
     "tcgen05.cp.cta_group::1.128x256b [%r93], %rd12;\n"
 )
+SHIFT = f"add.s32 %r93, %r3, {P_COLUMN};\ntcgen05.shift.cta_group::1.down [%r93];\n"
 FENCE = "fence.proxy.async.shared::cta;\n"
 NO_BARRIER = FREE.replace("bar.sync 0;", "").replace("FREED", "GONE") + "ret;\n"
 COPY_A = one(
@@ -294,6 +296,17 @@ ROWS = (
         "race",
         ST_P + WAIT_ST + ARRIVE_RELAXED + one(RELAXED_8 + AFTER + P_PRODUCT) + END,
     ),
+    Litmus("shift, product with it", None, P_READY + one(SHIFT + P_PRODUCT) + END),
+    Litmus("shift, copy over it", None, P_READY + one(SHIFT + CP + commit()) + END),
+    Litmus("copy, shift of it", "race", P_READY + one(CP + SHIFT + commit()) + END),
+    Litmus("shift, shift", "race", P_READY + one(SHIFT + SHIFT + commit()) + END),
+    Litmus(
+        "product, shift of its result",
+        None,
+        one(mma(P_COLUMN, accumulate=False) + SHIFT + commit()) + END,
+    ),
+    Litmus("shift, load", "race", P_READY + one(SHIFT + commit()) + FENCED_BAR + LD_P + END),
+    Litmus("store, shift", "race", ST_P + WAIT_ST + one(SHIFT + commit()) + END),
     Litmus("copy, copy over it", "race", one(CP + CP + commit()) + END),
     Litmus("copy, load", "race", one(CP + commit()) + FENCED_BAR + LD_P + WAIT_LD + END),
     Litmus("copy, commit, wait, fence, load", None, one(CP + commit()) + WAITED + LD_P + WAIT_LD),

@@ -16,6 +16,7 @@ from tests.emulator.programs import Launch
 from tests.emulator.sm100_ptx import (
     AFTER,
     ALLOCATE,
+    BEFORE,
     FREE,
     WAIT_LD,
     WAIT_ST,
@@ -256,6 +257,21 @@ def test_copy(
     np.testing.assert_array_equal(found, expected)
 
 
+def test_shift(rng: np.random.Generator, seed: int) -> None:
+    """tcgen05.shift: lane i gets lane i + 1, but for the last one of every quarter."""
+    data = np.zeros((256, COLUMNS), np.uint32)
+    data[:128] = rng.integers(0, 1 << 32, (128, COLUMNS), np.uint32)
+    body = ALLOCATE + FILL + BEFORE + "bar.sync 0;\n" + AFTER
+    body += one("add.s32 %r8, %r3, 16;\ntcgen05.shift.cta_group::1.down [%r8];\n" + commit())
+    launch = Launch(threads=128, policy=POLICIES[seed % 3], seed=seed)
+    sm100_ptx.run(body + wait() + AFTER + DRAIN + FREE, data, launch)
+    expected = data[:128].copy()
+    for lane in range(128):
+        if lane % 32 < 31:
+            expected[lane, 16:24] = data[lane + 1, 16:24]
+    np.testing.assert_array_equal(data[128:], expected)
+
+
 def test_starts_as_nan() -> None:
     data = np.zeros((256, COLUMNS), np.float32)
     sm100_ptx.run(ALLOCATE + DRAIN + FREE, data)
@@ -352,7 +368,7 @@ def test_lanes_of_a_warp(operation: str, rule: str) -> None:
         "tcgen05.mma.cta_group::1.kind::i8 [%r5], %rd1, %rd2, %r6, %p1;",
         "tcgen05.mma.sp.cta_group::1.kind::f16 [%r5], %rd1, %rd2, [%r7], %r6, %p1;",
         "tcgen05.mma.cta_group::1.kind::f16 [%r5], %rd1, %rd2, %r6, %p1, 16;",
-        "tcgen05.shift.cta_group::1.down [%r5];",
+        "tcgen05.shift.cta_group::1.up [%r5];",
         "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%r5], %rd1;",
         "tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r5}, [%r6];",
         "tcgen05.commit.cta_group::1.mbarrier::arrive::two.b64 [%r5];",
