@@ -18,7 +18,7 @@ from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, head_dim_tile
 from fa4_jax.manifest import Launch
 from kernels import emulator
-from kernels.build import compile
+from kernels.build import cache, compile
 from kernels.emulator import Policy, arguments
 
 UNBOUNDED = 1 << 30
@@ -39,7 +39,9 @@ class Ptx:
 
 @functools.cache
 def ptx(key: KernelKey) -> Ptx:
-    """Compiles a kernel to PTX, in the one process that may import cutlass for its architecture."""
+    """The PTX of a kernel: the build's, or compiled in the one process that may import cutlass."""
+    if (built := cache.find(key)) is not None:
+        return Ptx(built.ptx, built.cubin.symbol, built.cubin.launch)
     return _compiler(key.arch).submit(_compile, key).result()
 
 
