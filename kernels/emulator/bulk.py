@@ -150,6 +150,10 @@ class Extent:
         first = (address - region.base) // GRAIN
         return cls(region, np.arange(first, first + size // GRAIN)[None, :])
 
+    def nowhere(self) -> Extent:
+        """Nothing of the same region: an operation that is not looked at."""
+        return Extent(self.region, self.granules[:, :0])
+
     def check(self, kind: str, warp: Warp, thread: int, agent: int, moment: int) -> Access | None:
         """Faults unless what conflicts is ordered before; None where that is not looked at."""
         device, order = warp.cta.machine.global_order, warp.cta.order

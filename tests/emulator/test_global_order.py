@@ -22,6 +22,7 @@ START = f"""
 mov.u32 %r3, %ctaid.x;
 setp.ne.u32 %p8, %r3, 0;
 setp.ne.u32 %p9, %r1, 0;
+setp.gt.u32 %p7, %r1, 31;
 mul.wide.u32 %rd2, %r1, 4;
 add.s64 %rd3, %rd1, %rd2;
 add.s64 %rd4, %rd1, {FLAG};
@@ -223,6 +224,8 @@ ROWS = (
     ),
     Litmus("TMA store, TMA load", "race", FILL + STORE_BOX, LOAD_BOX),
     Litmus("TMA store, TMA store", "race", FILL + STORE_BOX, FILL + STORE_BOX),
+    Litmus("TMA store by all lanes of a warp", None, FILL + STORE_BOX.replace("%p9", "%p7"), ""),
+    Litmus("TMA store by two warps", "race", FILL + STORE_BOX.replace("@%p9 bra STORED;", ""), ""),
     Litmus("TMA load, store", "race", LOAD_BOX, WRITE),
     Litmus("TMA load, release, acquire, store", None, LOAD_BOX + SIGNAL, AWAIT + WRITE),
     Litmus(
