@@ -115,7 +115,7 @@ class GlobalOrder:
         if not updates:
             self.overwrite(addresses)
         clocks = order.clocks
-        if clocks.published is None:
+        if clocks.published is None or not clocks.fences:
             return
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
             clock = clocks.published[thread].copy()

@@ -143,7 +143,8 @@ class Machine:
         self.grid, self.block, self.cluster = geometry.grid, geometry.block, geometry.cluster
         self.cluster_grid = geometry.cluster_grid
         kernel = program.kernel
-        self.explicit_cluster = kernel.cluster is not None or math.prod(self.cluster) > 1
+        named = kernel.cluster is not None or kernel.explicit_cluster
+        self.explicit_cluster = named or math.prod(self.cluster) > 1
         self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
         self.dynamic_bytes = geometry.dynamic_bytes
         self.rng = np.random.default_rng(seed)

@@ -83,6 +83,8 @@ class Clocks:
         self.later_events: dict[int, int] = {}
         self.published_events: dict[int, int] = {}
         self.fenced_events: dict[int, int] = {}
+        self.fences = False
+        """Whether there has been any fence but fence.mbarrier_init."""
         self.published: np.ndarray | None = None
         """What fences have made ready for relaxed operations to carry; none before the first."""
 
@@ -170,6 +172,7 @@ class Order:
             clocks.published[threads, clocks.first_slot :] = np.maximum(own, rows)
         else:
             clocks.published[threads] = self.clock[threads]
+            clocks.fences = True
             self.clocks.advance(threads)
 
     def acquire_later(

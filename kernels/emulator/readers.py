@@ -73,6 +73,8 @@ class Readers:
                 found = _exactly(plane, told, entries, late)
                 if found is not None:
                     return found[0], warp * LANES + found[1]
+            if not plane.older:
+                continue
             for row, entry in np.argwhere(np.isin(entries, list(plane.older))).tolist():
                 at = int(entries[row, entry])
                 for moment, mask in plane.older[at]:

@@ -58,6 +58,7 @@ STORED:
 
 SHAPES = [
     # sizes, box, coordinates, contiguous dimension first
+    ((200,), (64,), (160,)),
     ((64, 20), (64, 16), (0, 0)),
     ((64, 20), (64, 16), (0, 12)),
     ((96, 20), (64, 8), (64, -3)),

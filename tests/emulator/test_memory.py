@@ -487,3 +487,20 @@ def test_small_copies_tell_a_barrier(
 def test_other_forms_are_refused(body: str) -> None:
     with pytest.raises(PtxError, match=r"line \d+"):
         programs.run(body, np.zeros(32, np.uint32))
+
+
+def test_advice_is_no_access() -> None:
+    """Prefetches go anywhere, cache policies are opaque."""
+    body = """
+    createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
+    prefetch.global.L2 [%rd1]; prefetch.tensormap [%rd1];
+    applypriority.global.L2::evict_normal [%rd1], 128;
+    mov.b32 %r5, 64;
+    cp.async.bulk.prefetch.L2.global.L2::cache_hint [%rd1], %r5, %rd9;
+    cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd1, {%r5, %r5}];
+    ld.global.L1::no_allocate.L2::cache_hint.b32 %r6, [%rd1], %rd9;
+    st.global.L2::cache_hint.b32 [%rd1+64], %r6, %rd9;
+    """
+    data = np.arange(32, dtype=np.uint32)
+    programs.run(body.replace("1.0;", "0f3F800000;"), data)
+    assert data.tolist() == [*range(16), 0, *range(17, 32)]
