@@ -49,7 +49,7 @@ from cutlass.cute.nvgpu import cpasync
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Param, Result
 from kernels.common import launches, tensors
-from kernels.common.schedule import Schedule, Work, assign, make_schedule
+from kernels.common.schedule import Schedule
 from kernels.sm100 import products, ptx
 from kernels.sm100.forward_data import (
     ARRIVALS,
@@ -62,6 +62,7 @@ from kernels.sm100.forward_data import (
     barrier_count,
 )
 from kernels.sm100.forward_rows import RowRoles
+from kernels.sm100.packing import UNIT, Work, assign, make_schedule
 from kernels.sm100.tiles import TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
 
@@ -110,10 +111,10 @@ class Forward:
             staged = tensors.tile_layout(self.config.dtype, rows, d, 1, tile.span_bytes)
             return cute.slice_(staged, (None, None, 0))
 
-        q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(tile.rows), (tile.rows, d))
+        q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(UNIT), (UNIT, d))
         k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
         v_map, _ = cpasync.make_tiled_tma_atom(load, v_tensor, layout(tile.n), (tile.n, d))
-        o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(tile.rows), (tile.rows, d))
+        o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(UNIT), (UNIT, d))
         ctas = cute.ceil_div(query_length, tile.m) * heads * batch
         ctas = cutlass.min(ctas, sm_count)
         self.kernel(
@@ -243,10 +244,8 @@ class Forward:
     def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32):
         """Loads of one tile that has blocks, after `position` loads into the ring."""
         tile, d = self.config.tile, self.config.head_dim
-        coordinates = tensors.bthd_coordinates()
-        q = coordinates[None, None, work.head, work.batch]
-        q_rows = cute.domain_offset((work.first_row, 0), q)
-        kv = coordinates[None, None, work.kv_head, work.batch]
+        units = tile.rows // UNIT
+        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
         ahead = tile.buffers_per_tile
@@ -254,8 +253,10 @@ class Forward:
             full = shared.barriers.q_full + t
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
-            source = cute.local_tile(q_rows, (tile.rows, d), (t, 0))
-            tensors.tma_load(maps.q, source, shared.q[None, None, t], full)
+            for unit in cutlass.range(units, unroll=1):
+                source = self.unit_coordinates(work, t * units + unit)
+                target = cute.local_tile(shared.q[None, None, t], (UNIT, d), (unit, 0))
+                tensors.tma_load(maps.q, source, target, full)
             if cutlass.const_expr(t == 0):
                 self.load_block(maps.k, shared, kv_tiles, last, position)
                 position += 1
@@ -269,6 +270,14 @@ class Forward:
             if step + ahead < count:
                 self.load_block(maps.k, shared, kv_tiles, last - step - ahead, position)
                 position += 1
+
+    def unit_coordinates(self, work: Work, unit: Int32) -> cute.Tensor:
+        """TMA coordinates of a unit of the tile in [B, length, heads, head_dim]."""
+        query, head = work.unit(unit)
+        rows = tensors.bthd_coordinates()[None, None, head, work.batch]
+        return cute.local_tile(
+            cute.domain_offset((query, 0), rows), (UNIT, self.config.head_dim), (0, 0)
+        )
 
     @cute.jit
     def load_block(
@@ -401,25 +410,30 @@ class Forward:
     @cute.jit
     def store(self, maps: Maps, shared: Shared, schedule: Schedule):
         """Store warp: output tiles to global memory."""
-        tile, turns = self.config.tile, Int32(0)
+        tile, d, turns = self.config.tile, self.config.head_dim, Int32(0)
+        units = tile.rows // UNIT
         for turn in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(turn) < schedule.tiles:
                 work = assign(schedule.tile(turn), schedule, self.config.shape)
-                o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
-                o = cute.domain_offset((work.first_row, 0), o)
                 for t in cutlass.range_constexpr(tile.query_tiles):
                     cute.arch.mbarrier_wait(shared.barriers.out_full + t, turns & 1)
-                    target = cute.local_tile(o, (tile.rows, self.config.head_dim), (t, 0))
-                    tensors.tma_store(maps.o, shared.o[None, None, t], target)
-                    cute.arch.cp_async_bulk_commit_group()
+                    # One thread stores, since the group that it waits for is its own.
+                    with cute.arch.elect_one():
+                        for unit in cutlass.range(units, unroll=1):
+                            target = self.unit_coordinates(work, t * units + unit)
+                            o = cute.local_tile(shared.o[None, None, t], (UNIT, d), (unit, 0))
+                            tensors.tma_store(maps.o, o, target)
+                        cute.arch.cp_async_bulk_commit_group()
                 for t in cutlass.range_constexpr(tile.query_tiles):
-                    cute.arch.cp_async_bulk_wait_group(tile.query_tiles - 1 - t, read=True)
+                    with cute.arch.elect_one():
+                        cute.arch.cp_async_bulk_wait_group(tile.query_tiles - 1 - t, read=True)
                     arrive(shared.barriers.out_empty + t)
                     if cutlass.const_expr(not tile.own_output):
                         arrive(shared.barriers.q_empty + t)
                 turns += 1
         # Shared memory and the CTA outlive the last store.
-        cute.arch.cp_async_bulk_wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
 
 
 Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -443,10 +457,10 @@ def source(key: KernelKey) -> KernelSource:
             Result("lse", "f32", launches.dims("q", (0, 2, 1))),
         ),
         params=(
-            launches.bthd_map("q", tile.rows, tile.span_bytes),
+            launches.bthd_map("q", UNIT, tile.span_bytes),
             launches.bthd_map("k", tile.n, tile.span_bytes),
             launches.bthd_map("v", tile.n, tile.span_bytes),
-            launches.bthd_map("o", tile.rows, tile.span_bytes),
+            launches.bthd_map("o", UNIT, tile.span_bytes),
             *launches.pointers("extents", "lse"),
             *launches.SIZES,
             *scalars,

@@ -87,7 +87,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Maps:
-    """TMA descriptors, boxes (rows, span) of [B, length, heads, head_dim] tensors."""
+    """TMA descriptors of [B, length, heads, head_dim] tensors; q and o move by units of 8 rows."""
 
     q: cute.CopyAtom
     k: cute.CopyAtom

@@ -6,9 +6,10 @@ from cutlass import Float32, Int32
 
 from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
-from kernels.common.schedule import Schedule, Work, assign
+from kernels.common.schedule import Schedule
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import FACTORS, Config, Shared, arrive
+from kernels.sm100.packing import UNIT, Work, assign
 
 LN_2 = 0.6931471805599453
 CHUNK = 32  # columns of tensor memory that a thread takes at a time
@@ -34,16 +35,19 @@ class RowRoles:
         scale_log2, rescale_threshold_log2 = scales
         scales = (scale_log2, rescale_threshold_log2 / scale_log2)
         _, query_length, _, heads, _ = schedule.sizes
+        thread, _, _ = cute.arch.thread_idx()
         used, live = Int32(0), Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(turn) < schedule.tiles:
                 work = assign(schedule.tile(turn), schedule, self.config.shape)
                 count = work.blocks.end - work.blocks.begin
+                query, head = work.unit(thread // UNIT)
                 row_lse = cute.make_tensor(
-                    lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
+                    lse + (cutlass.Int64(work.batch) * heads + head) * query_length,
                     cute.make_layout(query_length),
                 )
-                self.soften_tile(shared, work, base, row_lse, scales, (live, used))
+                row = query + thread % UNIT
+                self.soften_tile(shared, work, base, row_lse, scales, (row, live, used))
                 if count > 0:
                     live += 1
                     used += count
@@ -58,13 +62,15 @@ class RowRoles:
         scales: tuple,
         position: tuple,
     ):
-        """One row of one query tile, from scores to its inverse sum and LSE."""
+        """One row of one query tile, from scores to its inverse sum and LSE.
+
+        position: (query, tiles with blocks before this one, blocks before it).
+        """
         scale_log2, _ = scales
-        live, used = position
+        row, live, used = position
         thread, _, _ = cute.arch.thread_idx()
         t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
         lane_row = thread % self.config.tile.rows
-        row = work.first_row + thread
         low, high = bands.row_limits(work.band, row, tensors.INT32)
         reference, row_sum = -Float32.inf, Float32(0.0)
         begin, end = work.blocks.begin, work.blocks.end

@@ -1,0 +1,85 @@
+"""Which rows a query tile holds: units of eight queries of one head.
+
+Where there are fewer queries than a CTA has rows, the query heads of a KV head share its tiles:
+unit u of a KV head holds eight queries from 8 (u // pack) of its head u % pack, pack the heads of a
+group or 1 where every head has tiles of its own. Eight rows are one atom of the swizzled layout of
+shared memory, so a unit is one TMA box whatever pack is.
+"""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from kernels.common import bands, tensors
+from kernels.common.schedule import ForwardShape, Schedule, batch_band, nth_tile
+
+UNIT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One tile's work: units of one batch element and KV head."""
+
+    first_unit: Int32
+    pack: Int32
+    head: Int32  # of unit 0
+    kv_head: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
+
+    def unit(self, index: Int32) -> tuple[Int32, Int32]:
+        """(first query, head) of a unit of this tile."""
+        queries, head = _divide(self.first_unit + index, self.pack)
+        return queries * UNIT, self.head + head
+
+
+def make_schedule(extents: cute.Pointer, sizes: tuple, window: tuple, rows: int) -> Schedule:
+    """The schedule of query tiles of so many rows."""
+    batch, query_length, _, heads, _ = sizes
+    pack = _pack(sizes, rows)
+    tiles = _tiles(query_length, pack, rows) * (heads // pack) * batch
+    ctas, _, _ = cute.arch.grid_dim()
+    return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
+
+
+def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
+    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
+    batch, query_length, key_length, heads, kv_heads = schedule.sizes
+    group, pack = heads // kv_heads, _pack(schedule.sizes, shape.m)
+    rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
+    section = cutlass.max(rows_in_l2 // key_length, 1) * (group // pack)
+    tiles = _tiles(query_length, pack, shape.m)
+    tile, packed_head = nth_tile(index, section, heads // pack * batch, tiles)
+    tile = tiles - 1 - tile if shape.band else tile
+    batch_index, packed_head = _divide(packed_head, heads // pack)
+    head = packed_head * pack
+    band = batch_band(schedule.extents, batch_index, schedule.window if shape.band else None)
+    units = shape.m // UNIT
+    first_unit = tile * units
+    first_query = first_unit // pack * UNIT
+    last_query = (first_unit + units - 1) // pack * UNIT + UNIT - 1
+    rows = last_query - first_query + 1
+    blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < key_length)
+    return Work(first_unit, pack, head, head // group, batch_index, band, blocks, padded)
+
+
+def _pack(sizes: tuple, rows: int) -> Int32:
+    """Heads that share a tile."""
+    _, query_length, _, heads, kv_heads = sizes
+    return Int32(cutlass.select_(query_length < rows, heads // kv_heads, Int32(1)))
+
+
+def _tiles(query_length: Int32, pack: Int32, rows: int) -> Int32:
+    """Tiles of one batch element and its `pack` heads."""
+    units = (query_length + UNIT - 1) // UNIT * pack
+    return (units * UNIT + rows - 1) // rows
+
+
+def _divide(value: Int32, divisor: Int32) -> tuple[Int32, Int32]:
+    quotient = value // divisor
+    return quotient, value - quotient * divisor
