@@ -19,8 +19,8 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
 
 POLICIES = (
-    Policy("random", "late"),
-    Policy("starve", "random"),
+    Policy("random", "late", global_races=True),
+    Policy("starve", "random", global_races=True),
     Policy("random", "early"),
     Policy("in_order", "late", resident_ctas=1),
     Policy("starve", "late"),

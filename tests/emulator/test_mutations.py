@@ -23,8 +23,8 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
 
 POLICIES = (
-    Policy("random", "late", ordered_reductions=True, most_steps=300_000),
-    Policy("starve", "random", most_steps=300_000),
+    Policy("random", "late", global_races=True, ordered_reductions=True, most_steps=300_000),
+    Policy("starve", "random", global_races=True, most_steps=300_000),
 )
 
 CASES = (
