@@ -31,6 +31,7 @@ class Readers:
     def __init__(self, entries: int):
         self._entries = entries
         self._planes: dict[int, _Plane] = {}
+        self._latest: dict[int, int] = {}
 
     def record(
         self, clock: np.ndarray, threads: np.ndarray, entries: np.ndarray, moment: int
@@ -40,6 +41,7 @@ class Readers:
         if warp not in self._planes:
             moments, masks = np.zeros(self._entries, np.int32), np.zeros(self._entries, np.uint32)
             self._planes[warp] = _Plane(moments, masks, {})
+        self._latest[warp] = moment
         plane, bits = self._planes[warp], _BITS[threads % LANES][:, None]
         before = plane.moment[entries]
         stale = before != moment
@@ -68,6 +70,8 @@ class Readers:
         """
         for warp, plane in self._planes.items():
             told = known[:, warp * LANES : (warp + 1) * LANES]
+            if told.min() >= self._latest[warp]:
+                continue
             late = plane.moment[entries] > told.min(1)[:, None]
             if late.any():
                 found = _exactly(plane, told, entries, late)
