@@ -24,12 +24,15 @@ class Target:
       arch: "sm_90a", "sm_100f", or None without a supported device.
       manifest: installed kernels, or None without any.
       unavailable: why arch or manifest is missing, in words.
+      fast_exp2: the special-function unit keeps up with the tensor core (compute capability 10.3),
+        so that no exponential is a polynomial.
       platforms: JAX platforms that can launch kernels.
     """
 
     arch: str | None
     manifest: Manifest | None
     unavailable: str = ""
+    fast_exp2: bool = False
     platforms: tuple[str, ...] = ("cuda",)
 
 
@@ -65,8 +68,10 @@ class Plan:
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes))
 
 
-def kernel_keys(problem: Problem, arch: str) -> tuple[tuple[KernelKey, ...], tuple[KernelKey, ...]]:
-    """Keys of the forward and of the backward launches.
+def kernel_keys(
+    problem: Problem, arch: str, fast_exp2: bool = False
+) -> tuple[tuple[KernelKey, ...], tuple[KernelKey, ...]]:
+    """Keys of the forward and of the backward launches; `fast_exp2` as in `Target`.
 
     Raises:
       KeyError: the head dim has no tile (`unsupported` says so in words).
@@ -79,6 +84,7 @@ def kernel_keys(problem: Problem, arch: str) -> tuple[tuple[KernelKey, ...], tup
         return KernelKey(arch, kernel, problem.dtype, tile, **flags)
 
     polynomial = problem.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
+    polynomial &= not fast_exp2
     forward = key(Pass.FORWARD, band=problem.band, polynomial_exp2=polynomial)
     backward = (
         key(Pass.BACKWARD_PRE, deterministic=problem.deterministic),
@@ -138,7 +144,7 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
         if implementation == "kernel":
             raise NotImplementedError(f"implementation='kernel': {reason}")
         return Plan(problem, forward_reason=reason, backward_reason=reason)
-    forward, backward = kernel_keys(problem, target.arch)
+    forward, backward = kernel_keys(problem, target.arch, target.fast_exp2)
     forward_reason = _missing(forward, target.manifest)
     backward_reason = forward_reason or _missing(backward, target.manifest)
     if forward_reason is not None and implementation == "kernel":

@@ -16,5 +16,6 @@ def current_target() -> Target:
         arch=None if unavailable else runtime.device_arch(),
         manifest=runtime.manifest(),
         unavailable=unavailable or "",
+        fast_exp2=not unavailable and runtime.compute_capability() == 103,
         platforms=("cuda", "cpu") if runtime.has_stand_in() else ("cuda",),
     )

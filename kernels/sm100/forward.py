@@ -44,7 +44,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Param, Result
@@ -108,8 +108,9 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def layout(rows):
-            staged = tensors.tile_layout(self.config.dtype, rows, d, 1, tile.span_bytes)
-            return cute.slice_(staged, (None, None, 0))
+            swizzle = tensors.SWIZZLES[tile.span_bytes]
+            atom = warpgroup.make_smem_layout_atom(swizzle, self.config.dtype)
+            return cute.tile_to_shape(atom, (rows, d), order=(0, 1))
 
         q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(UNIT), (UNIT, d))
         k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))

@@ -52,7 +52,7 @@ class ForwardTile:
     early_keys: int
     query_tiles: int = 2
     polynomial_pairs: int = 0
-    registers: RegisterBudget = RegisterBudget(176, 88, 72)
+    registers: RegisterBudget = RegisterBudget(184, 80, 64)
     span_bytes: int = 128
     own_output: bool = True
 

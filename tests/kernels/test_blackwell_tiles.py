@@ -1,0 +1,110 @@
+"""What a Blackwell GPU would refuse, and what its machine code must hold, by the tables alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
+from kernels.build import cache, cubin_info
+from kernels.sm100 import tiles
+
+OPCODES = {
+    "UTCHMMA": (0x5EA, 0x9EA),  # A from shared memory, from tensor memory
+    "LDTM": (0x9EE,),
+    "STTM": (0x9ED,),
+    "UTMALDG": (0x5B4,),
+    "UTMASTG": (0x3B5,),
+}
+MUFU, EX2 = 0x308, 2
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
+def test_forward_tile_fits(head_dim: int) -> None:
+    tile = tiles.FORWARD_TILES[head_dim]
+    assert tile.smem_bytes(head_dim) <= tiles.MAX_DYNAMIC_SMEM_BYTES
+    assert head_dim * 2 % tile.span_bytes == 0
+    assert tile.n % 16 == 0 and tile.n <= 256 and tile.early_keys % 32 == 0
+    assert tile.early_keys < tile.n
+    budget = tile.registers
+    assert all(count % 8 == 0 for count in (budget.softmax, budget.correction, budget.others))
+    warpgroups = 2 * budget.softmax + budget.correction + budget.others
+    assert warpgroups * 128 <= tiles.REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
+def test_tensor_memory_is_disjoint_where_live(head_dim: int) -> None:
+    """S by buffers, O by query tiles; P inside its own S, behind what is read first of it."""
+    tile = tiles.FORWARD_TILES[head_dim]
+    columns = tile.columns(head_dim)
+    areas = [(s, tile.n) for s in columns.s] + [(o, head_dim) for o in columns.o]
+    used = [column for first, width in areas for column in range(first, first + width)]
+    assert len(used) == len(set(used)) and max(used) < tiles.TENSOR_MEMORY_COLUMNS
+    assert len(columns.s) == tiles.BUFFERS and len(columns.o) == tile.query_tiles
+    assert columns.end == max(used) + 1
+    for s, p in zip(columns.s, columns.p, strict=True):
+        assert s <= p and p + tile.n // 2 <= s + tile.n
+
+
+KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.FORWARD]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
+    """Products, tensor-memory moves, copies and exponentials, counted in the cubin.
+
+    One body of softmax for each kind of block (masked or not), one of the MMA warp's loop behind
+    its first scores, one of the correction warps' rescaling.
+    """
+    entry = cache.find(key)
+    assert entry is not None, "run python -m kernels.build"
+    code = cubin_info.instructions(entry.code, entry.cubin.symbol)
+    found = dict.fromkeys((*OPCODES, "MUFU.EX2"), 0)
+    for word in code:
+        number = cubin_info.opcode(word)
+        for name, numbers in OPCODES.items():
+            found[name] += number in numbers
+        found["MUFU.EX2"] += number == MUFU and word[1] >> 10 & 0xF == EX2
+    assert found == expected(key)
+
+
+def expected(key: KernelKey) -> dict[str, int]:
+    """Instructions of the forward kernel of a key."""
+    tile, d = tiles.FORWARD_TILES[key.head_dim], key.head_dim
+    bodies = 3 if key.band else 2
+    spans = d * 2 // tile.span_bytes
+    scores = tile.buffers_per_tile + 1  # of a query tile: the first ones, and those in the loop
+    middle = max(tile.n // 32 - 2, 0)
+    polynomial = 2 * tile.polynomial_pairs * middle if key.polynomial_exp2 else 0
+    return {
+        "UTCHMMA": tile.query_tiles * (scores * d // 16 + tile.n // 16),
+        "LDTM": bodies * tile.n // 32 + tile.query_tiles * (d // 32 + 1),
+        "STTM": bodies * tile.n // 32 + tile.query_tiles * d // 32,
+        "UTMALDG": spans * (tile.query_tiles + scores + 1),
+        "UTMASTG": spans * tile.query_tiles,
+        "MUFU.EX2": bodies * (tile.n - polynomial + 1),
+    }
+
+
+def test_arrivals_follow_from_the_roles() -> None:
+    """Barriers count the warps that signal them. Imports cutlass, so in a process of its own."""
+    source = (
+        "from kernels.sm100.forward_data import ARRIVALS as a, WARPS_OF_ROLE as roles, Barriers\n"
+        "import dataclasses\n"
+        "warps = {role: count for role, (_, count) in roles.items()}\n"
+        "assert warps['softmax0'] == warps['softmax1'] == warps['correction'] == 4\n"
+        "assert a['p_early'] == warps['softmax0'] + warps['correction']\n"
+        "assert a['p_late'] == a['sums_full'] == warps['softmax0']\n"
+        "assert a['out_full'] == a['sums_empty'] == warps['correction']\n"
+        "single = set(a) - {'p_early', 'p_late', 'sums_full', 'sums_empty', 'out_full'}\n"
+        "assert all(a[name] == 1 for name in single)\n"
+        "assert [f.name for f in dataclasses.fields(Barriers)] == list(a)\n"
+        "taken = [w for first, count in roles.values() for w in range(first, first + count)]\n"
+        "assert len(taken) == len(set(taken)) <= 16\n"
+    )
+    environment = os.environ | {"CUTE_DSL_ARCH": "sm_100f"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment, check=True)
