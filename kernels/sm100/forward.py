@@ -58,7 +58,6 @@ from kernels.sm100.forward_data import (
     Maps,
     Shared,
     allocate,
-    arrive,
     barrier_count,
 )
 from kernels.sm100.forward_rows import RowRoles
@@ -428,9 +427,9 @@ class Forward:
                 for t in cutlass.range_constexpr(tile.query_tiles):
                     with cute.arch.elect_one():
                         cute.arch.cp_async_bulk_wait_group(tile.query_tiles - 1 - t, read=True)
-                    arrive(shared.barriers.out_empty + t)
+                    products.arrive(shared.barriers.out_empty + t)
                     if cutlass.const_expr(not tile.own_output):
-                        arrive(shared.barriers.q_empty + t)
+                        products.arrive(shared.barriers.q_empty + t)
                 turns += 1
         # Shared memory and the CTA outlive the last store.
         with cute.arch.elect_one():

@@ -153,10 +153,3 @@ def barrier_count(name: str, tile: ForwardTile) -> int:
     if name.startswith("kv"):
         return tile.kv_stages
     return BUFFERS if name in ("s_full", "p_early", "p_late") else tile.query_tiles
-
-
-def arrive(barrier: cute.Pointer):
-    """One arrival per warp, behind what all its lanes did."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)

@@ -8,7 +8,7 @@ from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.schedule import Schedule
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.forward_data import FACTORS, Config, Shared, arrive
+from kernels.sm100.forward_data import FACTORS, Config, Shared
 from kernels.sm100.packing import UNIT, Work, assign
 
 LN_2 = 0.6931471805599453
@@ -102,7 +102,7 @@ class RowRoles:
             shared.inverse_sums[lane_row, t] = softmax.select(
                 valid, 1.0 / row_sum, Float32(NO_OUTPUT)
             )
-            arrive(shared.barriers.sums_full + t)
+            products.arrive(shared.barriers.sums_full + t)
 
     @cute.jit
     def soften_block(
@@ -159,7 +159,7 @@ class RowRoles:
         """What this warp has stored of P may be multiplied."""
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
-        arrive(barrier)
+        products.arrive(barrier)
 
     @cute.jit
     def correct(self, shared: Shared, schedule: Schedule, base: cute.Pointer):
@@ -186,7 +186,7 @@ class RowRoles:
             # The first product of a tile overwrites O, which these warps have read by now.
             buffer, _ = self.config.buffer(t, used)
             ptx.fence_before_sync()
-            arrive(shared.barriers.p_early + buffer)
+            products.arrive(shared.barriers.p_early + buffer)
         for step in cutlass.range(1, count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
                 buffer, _ = self.config.buffer(t, used + step)
@@ -196,7 +196,7 @@ class RowRoles:
                 ptx.fence_after_sync()
                 self.rescale(shared, base, t, buffer)
                 ptx.fence_before_sync()
-                arrive(shared.barriers.p_early + buffer)
+                products.arrive(shared.barriers.p_early + buffer)
 
     @cute.jit
     def rescale(self, shared: Shared, base: cute.Pointer, t: cutlass.Constexpr[int], buffer: Int32):
@@ -230,7 +230,7 @@ class RowRoles:
         if has_blocks:
             cute.arch.mbarrier_wait(shared.barriers.sums_full + t, live & 1)
             inverse = shared.inverse_sums[lane_row, t]
-            arrive(shared.barriers.sums_empty + t)
+            products.arrive(shared.barriers.sums_empty + t)
             alone = self.config.tile.query_tiles == 1
             phase = last if cutlass.const_expr(alone) else live
             cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
@@ -253,7 +253,7 @@ class RowRoles:
             row = cute.local_tile(shared.o[lane_row, None, t], (CHUNK,), (start // CHUNK,))
             cute.autovec_copy(rounded, row)
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive(shared.barriers.out_full + t)
+        products.arrive(shared.barriers.out_full + t)
 
 
 def factor_barrier(buffer: Int32) -> Int32:

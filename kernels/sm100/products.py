@@ -70,15 +70,17 @@ class Product:
         b: cute.Tensor,
         accumulate: Any,
         steps: tuple[int, int],
+        first_of_a: int = 0,
     ):
         """acc (+)= a b over K steps [first, end); the whole warp calls, one thread issues.
 
         accumulate: of the first step, a constant or a runtime Boolean.
+        first_of_a: the step that `a` starts with, if it holds only a part of K.
         """
         mma = self.tiled()
         for k in range(*steps):
             mma.set(tcgen05.Field.ACCUMULATE, accumulate if k == steps[0] else True)
-            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            cute.gemm(mma, acc, a[None, None, k - first_of_a], b[None, None, k], acc)
 
 
 def commit(barrier: cute.Pointer):
@@ -90,3 +92,10 @@ def commit(barrier: cute.Pointer):
 def lane_base(base: Int32) -> Int32:
     """Address of column 0 in the first of the lanes that the calling warp reaches."""
     return base + ((cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21)
+
+
+def arrive(barrier: cute.Pointer):
+    """One arrival per warp, behind what all its lanes did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)

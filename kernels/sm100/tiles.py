@@ -111,3 +111,70 @@ FORWARD_TILES: dict[int, ForwardTile] = {
     192: ForwardTile(n=64, kv_stages=5, early_keys=32, own_output=False),
     256: ForwardTile(n=64, kv_stages=5, early_keys=32, query_tiles=1, own_output=False),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardRegisters:
+    """Registers per thread after setmaxnreg: the reduce warpgroup, two compute warpgroups, one of
+    the single-warp roles; multiples of 8 that sum to at most 512."""
+
+    reduce: int
+    compute: int
+    others: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTile:
+    """Sizes of the backward kernel.
+
+    Attributes:
+      stages: depth of the Q ring and of the dO ring.
+      span_bytes: swizzle span of the operand tiles.
+      registers: by role.
+    """
+
+    stages: int
+    span_bytes: int = 128
+    registers: BackwardRegisters = BackwardRegisters(136, 144, 88)
+
+    m = 128  # query rows of a step
+    n = 128  # keys of a CTA: one per lane of tensor memory
+
+    @property
+    def threads(self) -> int:
+        return WARPS * 32
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Barriers, LSE and delta (3 KiB with padding); K, V; the rings of Q and dO; dS."""
+        rows = 2 * self.n + 2 * self.stages * self.m
+        return 3 * 1024 + rows * head_dim * 2 + self.n * self.m * 2
+
+    def columns(self, head_dim: int) -> BackwardColumns:
+        """What lives where in tensor memory; dQ takes dP's columns where there are no others."""
+        n, m, d = self.n, self.m, head_dim
+        own_dq = 2 * m + 3 * d <= TENSOR_MEMORY_COLUMNS
+        dv, dk = 2 * m, 2 * m + d
+        return BackwardColumns(s=0, dp=m, dv=dv, dk=dk, dq=dk + d if own_dq else m)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardColumns:
+    """First columns of the transposed scores S, dP and of the accumulators dV, dK, dQ.
+
+    P takes the first quarter of the columns of each half of S, dS of each half of dP: a thread of
+    compute warpgroup c has read its row of half c before it writes there, and nobody else reads it.
+    """
+
+    s: int
+    dp: int
+    dv: int
+    dk: int
+    dq: int
+
+
+BACKWARD_TILES: dict[int, BackwardTile] = {
+    # head_dim
+    64: BackwardTile(stages=2),
+    96: BackwardTile(stages=2, span_bytes=64),
+    128: BackwardTile(stages=2),
+}
