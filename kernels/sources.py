@@ -37,14 +37,12 @@ def source(key: KernelKey) -> KernelSource:
     Raises:
       NotImplementedError: no kernel family has this key.
     """
-    if key.arch == "sm_100f" and key.kernel == Pass.FORWARD:
-        from kernels.sm100 import forward as blackwell_forward
-
-        return blackwell_forward.source(key)
-    if key.arch != "sm_90a":
+    if key.arch == "sm_90a":
+        from kernels.sm90 import backward, backward_ends, forward
+    elif key.arch == "sm_100f":
+        from kernels.sm100 import backward, backward_ends, forward
+    else:
         raise NotImplementedError(f"no kernel source for {key.name}")
-    from kernels.sm90 import backward, backward_ends, forward
-
     families = {
         Pass.FORWARD: forward.source,
         Pass.BACKWARD_PRE: backward_ends.pre_source,

@@ -151,7 +151,7 @@ class BackwardTile:
 
     def columns(self, head_dim: int) -> BackwardColumns:
         """What lives where in tensor memory; dQ takes dP's columns where there are no others."""
-        n, m, d = self.n, self.m, head_dim
+        m, d = self.m, head_dim
         own_dq = 2 * m + 3 * d <= TENSOR_MEMORY_COLUMNS
         dv, dk = 2 * m, 2 * m + d
         return BackwardColumns(s=0, dp=m, dv=dv, dk=dk, dq=dk + d if own_dq else m)

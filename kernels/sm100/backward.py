@@ -1,0 +1,496 @@
+"""Blackwell backward, main kernel: dK and dV of one key tile per CTA, dQ by reduction.
+
+With P = exp2(S * scale_log2 - lse_log2) and delta = rowsum(dO * O) - dLSE, scores transposed, so
+that keys are the lanes of tensor memory:
+    S^T  = K Q^T                dP^T = V dO^T
+    dV  += P^T dO               dS^T = P^T * (dP^T - delta)
+    dK  += dS^T Q               dQ  += dS K        (scale is applied at the end, to dK here)
+
+    load warp        K, V once; then for every query head of the KV head's group and every query
+                     block that sees the key tile: Q, lse_log2 and dO, delta into two rings
+    MMA warp         all products: S, dP from shared memory; dV, dK with P, dS from tensor memory;
+                     dQ with dS from shared memory
+    compute warps    two warpgroups, half of the queries each, one key a thread: P and dS from S and
+                     dP; at the end dV and dK to global memory
+    reduce warps     one query a thread: dQ from tensor memory to global memory by vector additions
+    order warp       deterministic only: turns to add dQ (as on Hopper)
+
+Order of the products: S(0) dP(0) dV(0), then for every step i: S(i+1) dK(i) dQ(i) dP(i+1) dV(i+1):
+while compute warps make dS(i), the tensor core has S(i+1), and under dK(i), dQ(i) they make P(i+1).
+
+    barrier      from -> to                 once per
+    kv_full      load -> mma                CTA
+    q_full       load -> mma, compute       step
+    q_empty      mma, compute -> load       step
+    do_full      load -> mma, compute       step
+    do_empty     mma, compute -> load       step
+    s_full       mma -> compute             step
+    p_full       compute -> mma             step
+    dp_full      mma -> compute             step
+    ds_full      compute -> mma             step
+    dq_full      mma -> reduce              step
+    dq_empty     reduce -> mma              step
+    grads_full   mma -> compute             CTA
+    turn, added  order <-> reduce           step, deterministic
+
+Note [what needs no barrier]: S(i+1) overwrites S(i), which compute warps have read before P(i) was
+full, and P(i), which dV(i), issued before, has read. dP(i+1) overwrites dP(i) and dS(i) likewise,
+behind dK(i). Where dQ takes dP's columns, it comes behind dK(i), which has read dS(i), and dP(i+1)
+waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory behind dp_full of step i+1, whose
+commit also tells that dQ(i) is complete.
+
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4], so
+that a warp adds 512 consecutive bytes with one instruction; bwd_post undoes it. Straight from
+registers: staging 64 KB a step through shared memory would cost 1024 of its cycles a step, and it
+is what limits this kernel.
+
+(FlashAttention-4, backward: transposed scores, five products in tensor memory.)
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Factor, Launch, Result
+from kernels.common import bands, launches, tensors
+from kernels.common import ptx as common_ptx
+from kernels.common.schedule import batch_band, nth_tile
+from kernels.sm100 import products, ptx
+from kernels.sm100.backward_data import (
+    ARRIVALS,
+    HALVES,
+    WARPS_OF_ROLE,
+    Config,
+    Maps,
+    Rows,
+    Shared,
+    Work,
+    allocate,
+    barrier_count,
+)
+from kernels.sm100.backward_rows import RowRoles
+from kernels.sm100.tiles import L2_BUDGET_BYTES, TENSOR_MEMORY_COLUMNS
+from kernels.sources import KernelSource
+
+DETERMINISTIC_BAND_HEADS = 8
+"""KV heads that the deterministic backward of a band interleaves at least (measured on Hopper)."""
+
+
+class Backward:
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.config = Config(key)
+        self.rows = RowRoles(self.config)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        do: cute.Pointer,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        head_dim: Int32,
+        scale_log2: Float32,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream: cuda.CUstream,
+    ):
+        tile, d = self.config.tile, self.config.head_dim
+
+        def make_map(pointer, length, count, rows, store=False):
+            op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
+            tensor = tensors.bthd_tensor(pointer, (batch, length, count, head_dim))
+            layout = tensors.tile_layout(self.config.dtype, rows, d, 1, tile.span_bytes)
+            layout = cute.slice_(layout, (None, None, 0))
+            return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, d))[0]
+
+        self.kernel(
+            make_map(q, query_length, heads, tile.m),
+            make_map(k, key_length, kv_heads, tile.n),
+            make_map(v, key_length, kv_heads, tile.n),
+            make_map(do, query_length, heads, tile.m),
+            make_map(dk, key_length, kv_heads, tile.n, store=True),
+            make_map(dv, key_length, kv_heads, tile.n, store=True),
+            lse_log2,
+            delta,
+            extents,
+            dq_acc,
+            dq_order if self.config.deterministic else None,
+            batch,
+            query_length,
+            key_length,
+            heads,
+            kv_heads,
+            scale_log2,
+            scale,
+            window_left,
+            window_right,
+        ).launch(
+            grid=[cute.ceil_div(key_length, tile.n) * kv_heads * batch, 1, 1],
+            block=[tile.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: cute.CopyAtom,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
+        do_map: cute.CopyAtom,
+        dk_map: cute.CopyAtom,
+        dv_map: cute.CopyAtom,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer | None,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale_log2: Float32,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+    ):
+        maps = Maps(q_map, k_map, v_map, do_map, dk_map, dv_map)
+        tile = self.config.tile
+        shared = allocate(self.config.dtype, self.config.head_dim, tile)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        mma_warp, _ = WARPS_OF_ROLE["mma"]
+        if warp == mma_warp:
+            cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == WARPS_OF_ROLE["load"][0]:
+            for descriptor in (maps.q, maps.k, maps.v, maps.do, maps.dk, maps.dv):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                for name, arrivals in ARRIVALS.items():
+                    for i in cutlass.range_constexpr(barrier_count(name, tile)):
+                        cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
+        cute.arch.mbarrier_init_fence()
+        ptx.fence_before_sync()
+        cute.arch.sync_threads()
+        ptx.fence_after_sync()
+        base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
+
+        tiles = (query_length + tile.m - 1) // tile.m
+        rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
+        sizes = (batch, query_length, key_length, heads, kv_heads)
+        work = self.assign(extents, sizes, (window_left, window_right))
+        budget = tile.registers
+        if warp < WARPS_OF_ROLE["compute"][0]:
+            cute.arch.setmaxregister_increase(budget.reduce)
+            self.rows.reduce(shared, work, rows, base)
+        elif warp < mma_warp:
+            cute.arch.setmaxregister_increase(budget.compute)
+            self.rows.compute(maps, shared, work, base, (scale_log2, scale))
+        else:
+            cute.arch.setmaxregister_decrease(budget.others)
+            if warp == mma_warp:
+                self.multiply(shared, work, base)
+            elif warp == WARPS_OF_ROLE["load"][0]:
+                self.load(maps, shared, work, rows)
+            elif warp == WARPS_OF_ROLE["order"][0]:
+                if cutlass.const_expr(self.config.deterministic):
+                    self.order(shared, work, rows)
+        ptx.fence_before_sync()
+        cute.arch.sync_threads()
+        if warp == mma_warp:
+            ptx.fence_after_sync()
+            cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
+
+    def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+        """The key tile of this CTA, within sections of heads whose Q, dO and dQ fill the L2.
+
+        Key tiles of a causal band shrink with their index, so the longest start first.
+        """
+        batch, query_length, key_length, heads, kv_heads = sizes
+        tile, group = self.config.tile, heads // kv_heads
+        rows_in_l2 = L2_BUDGET_BYTES // (self.config.head_dim * (2 + 2 + 4))
+        ordered_band = self.config.deterministic and self.config.band
+        least = DETERMINISTIC_BAND_HEADS if ordered_band else 1
+        section = cutlass.max(rows_in_l2 // (query_length * group), least)
+        tiles = (key_length + tile.n - 1) // tile.n
+        index, _, _ = cute.arch.block_idx()
+        key_tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
+        batch_index = head_and_batch // kv_heads
+        kv_head = head_and_batch - batch_index * kv_heads
+        band = batch_band(extents, batch_index, window if self.config.band else None)
+        first_key = key_tile * tile.n
+        blocks = bands.visited_blocks(band.transposed(), first_key, tile.n, tile.m, tensors.INT32)
+        padded_keys = first_key + tile.n > band.key_length
+        return Work(
+            first_key,
+            key_tile,
+            kv_head,
+            group,
+            heads,
+            batch_index,
+            band,
+            blocks,
+            padded_keys & (band.key_length < key_length),
+            band.query_length < query_length,
+        )
+
+    @cute.jit
+    def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
+        """Load warp: K and V, then Q, lse_log2 and dO, delta of every step."""
+        tile, d, barriers = self.config.tile, self.config.head_dim, shared.barriers
+        coordinates = tensors.bthd_coordinates()
+        kv = coordinates[None, None, work.kv_head, work.batch]
+        steps = work.steps()
+        if steps > 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, 2 * tile.n * d * 2)
+            key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
+            tensors.tma_load(maps.k, key_tile, shared.k, barriers.kv_full)
+            tensors.tma_load(maps.v, key_tile, shared.v, barriers.kv_full)
+        for step in cutlass.range(steps, unroll=1):
+            head, block = work.step(step, self.config.deterministic)
+            query = coordinates[None, None, head, work.batch]
+            query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
+            row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
+            slot, phase = tensors.ring_slot(step, tile.stages)
+            for operand in cutlass.range_constexpr(2):
+                full = (barriers.q_full, barriers.do_full)[operand] + slot
+                empty = (barriers.q_empty, barriers.do_empty)[operand] + slot
+                target = (shared.q, shared.do)[operand][None, None, slot]
+                source = (rows.lse_log2, rows.delta)[operand] + row
+                statistics = (shared.lse_log2, shared.delta)[operand][None, slot]
+                cute.arch.mbarrier_wait(empty, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
+                    common_ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
+                tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
+        # Shared memory outlives every commit's arrival.
+        for i in cutlass.range_constexpr(tile.stages):
+            slot, phase = tensors.ring_slot(steps + i, tile.stages)
+            cute.arch.mbarrier_wait(barriers.q_empty + slot, phase ^ 1)
+            cute.arch.mbarrier_wait(barriers.do_empty + slot, phase ^ 1)
+
+    @cute.jit
+    def order(self, shared: Shared, work: Work, rows: Rows):
+        """Order warp: the key tiles that visit a query tile add their dQ in ascending order."""
+        tile = self.config.tile
+        for step in cutlass.range(work.steps(), unroll=1):
+            head, block = work.step(step, True)
+            counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
+            index = work.tile
+            if cutlass.const_expr(self.config.band):
+                visiting = bands.visited_blocks(
+                    work.band, block * tile.m, tile.m, tile.n, tensors.INT32
+                )
+                index = work.tile - visiting.begin
+            with cute.arch.elect_one():
+                turn = common_ptx.load_acquire(counter)
+                while turn != index:
+                    turn = common_ptx.load_acquire(counter)
+                cute.arch.mbarrier_arrive(shared.barriers.turn)
+                cute.arch.mbarrier_wait(shared.barriers.added, step & 1)
+                common_ptx.increment_release(counter)
+
+    @cute.jit
+    def multiply(self, shared: Shared, work: Work, base: cute.Pointer):
+        """MMA warp: all five products of all steps."""
+        steps, barriers = work.steps(), shared.barriers
+        if steps > 0:
+            cute.arch.mbarrier_wait(barriers.kv_full, 0)
+            if work.padded_keys:
+                rows = work.band.key_length - work.first_key
+                self.clear_padding(shared.k, rows)
+                self.clear_padding(shared.v, rows)
+            self.multiply_scores(shared, work, base, Int32(0))
+            self.multiply_dp(shared, work, base, Int32(0))
+            self.multiply_dv(shared, base, Int32(0))
+        for step in cutlass.range(steps, unroll=1):
+            more = step + 1 < steps
+            if more:
+                self.multiply_scores(shared, work, base, step + 1)
+            self.multiply_dk(shared, base, step)
+            self.multiply_dq(shared, base, step)
+            if more:
+                self.multiply_dp(shared, work, base, step + 1)
+                self.multiply_dv(shared, base, step + 1)
+        if steps > 0:
+            products.commit(barriers.grads_full)
+
+    @cute.jit
+    def multiply_scores(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+        """S^T = K Q^T."""
+        slot, phase = tensors.ring_slot(step, self.config.tile.stages)
+        cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
+        self.clear_queries(shared.q[None, None, slot], work, step)
+        self.product_of_shared(shared.k, shared.q, slot, base, self.config.columns.s)
+        products.commit(shared.barriers.s_full)
+
+    @cute.jit
+    def multiply_dp(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+        """dP^T = V dO^T."""
+        slot, phase = tensors.ring_slot(step, self.config.tile.stages)
+        cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
+        self.clear_queries(shared.do[None, None, slot], work, step)
+        if cutlass.const_expr(self.config.dq_takes_dp):
+            # The first step finds the columns empty: parity 1 passes on a new barrier.
+            cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
+            ptx.fence_after_sync()
+        self.product_of_shared(shared.v, shared.do, slot, base, self.config.columns.dp)
+        products.commit(shared.barriers.dp_full)
+
+    def product_of_shared(
+        self, a: cute.Tensor, b: cute.Tensor, slot: Int32, base: cute.Pointer, column: int
+    ):
+        """(keys, queries) = a b^T from shared memory, over head_dim."""
+        product = self.config.scores
+        steps = (0, self.config.head_dim // products.K_STEP)
+        operands = product.shared_a(a), product.shared_b(b)[None, None, None, slot]
+        product.issue(product.accumulator(base, column), *operands, False, steps)
+
+    @cute.jit
+    def multiply_dv(self, shared: Shared, base: cute.Pointer, step: Int32):
+        """dV += P^T dO."""
+        slot, _ = tensors.ring_slot(step, self.config.tile.stages)
+        cute.arch.mbarrier_wait(shared.barriers.p_full, step & 1)
+        ptx.fence_after_sync()
+        columns = self.config.columns
+        self.product_of_tensor(shared.dot, slot, base, (columns.s, columns.dv), step > 0)
+        products.commit(shared.barriers.do_empty + slot)
+
+    @cute.jit
+    def multiply_dk(self, shared: Shared, base: cute.Pointer, step: Int32):
+        """dK += dS^T Q."""
+        slot, _ = tensors.ring_slot(step, self.config.tile.stages)
+        cute.arch.mbarrier_wait(shared.barriers.ds_full, step & 1)
+        ptx.fence_after_sync()
+        columns = self.config.columns
+        self.product_of_tensor(shared.qt, slot, base, (columns.dp, columns.dk), step > 0)
+        products.commit(shared.barriers.q_empty + slot)
+
+    def product_of_tensor(
+        self, b: cute.Tensor, slot: Int32, base: cute.Pointer, columns: tuple, accumulate
+    ):
+        """(keys, head_dim) += a b with a in tensor memory, by halves of the queries.
+
+        columns: (of the scores whose halves begin with those of a, of the accumulator).
+        """
+        product, m = self.config.grads, self.config.tile.m
+        acc = product.accumulator(base, columns[1])
+        b = product.shared_b(b)[None, None, None, slot]
+        half = m // HALVES // products.K_STEP
+        for part in range(HALVES):
+            a = product.tensor_a(base, columns[0] + part * (m // HALVES), m // HALVES)
+            steps = (part * half, (part + 1) * half)
+            product.issue(acc, a, b, accumulate if part == 0 else True, steps, part * half)
+
+    @cute.jit
+    def multiply_dq(self, shared: Shared, base: cute.Pointer, step: Int32):
+        """dQ = dS K, behind dK's wait for dS."""
+        if cutlass.const_expr(not self.config.dq_takes_dp):
+            cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
+            ptx.fence_after_sync()
+        product = self.config.dq
+        operands = product.shared_a(shared.dst), product.shared_b(shared.kt)
+        acc = product.accumulator(base, self.config.columns.dq)
+        product.issue(acc, *operands, False, (0, self.config.tile.n // products.K_STEP))
+        products.commit(shared.barriers.dq_full)
+
+    @cute.jit
+    def clear_queries(self, queries: cute.Tensor, work: Work, step: Int32):
+        """Rows of Q or dO past the query length, which may hold anything, to 0."""
+        if work.padded_queries:
+            _, block = work.step(step, self.config.deterministic)
+            rows = work.band.query_length - block * self.config.tile.m
+            if rows < self.config.tile.m:
+                self.clear_padding(queries, rows)
+
+    @cute.jit
+    def clear_padding(self, tile: cute.Tensor, first_row: Int32):
+        """Rows of a tile from first_row on to 0, before this warp's products read them."""
+        thread, _, _ = cute.arch.thread_idx()
+        tensors.zero_rows(tile, first_row, thread % 32, 32)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+
+Backward.kernel.set_name_prefix("fa4_bwd", remove_cutlass_symbol=True, keep_mangled_name=False)
+Backward.__call__.set_name_prefix(
+    "fa4_bwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+
+
+def source(key: KernelKey) -> KernelSource:
+    """The main backward kernel of a key, with its launch."""
+    kernel = Backward(key)
+    tile = kernel.config.tile
+    span = tile.span_bytes
+    scalars = (
+        *launches.scalars("f32", "scale_log2", "scale"),
+        *launches.scalars("i32", "window_left", "window_right"),
+    )
+    order = ("dq_order",) if key.deterministic else ()
+    accumulators = launches.accumulators(tile.m, key.head_dim, key.deterministic)
+    launch = Launch(
+        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
+        results=(
+            Result("dk", key.dtype, launches.dims("k", (0, 1, 2, 3))),
+            Result("dv", key.dtype, launches.dims("v", (0, 1, 2, 3))),
+            *accumulators,
+        ),
+        params=(
+            launches.bthd_map("q", tile.m, span),
+            launches.bthd_map("k", tile.n, span),
+            launches.bthd_map("v", tile.n, span),
+            launches.bthd_map("do", tile.m, span),
+            launches.bthd_map("dk", tile.n, span),
+            launches.bthd_map("dv", tile.n, span),
+            *launches.pointers("lse_log2", "delta", "extents", "dq_acc", *order),
+            *launches.SIZES,
+            *scalars,
+        ),
+        grid=(
+            (
+                Factor(buffer="k", axis=1, divisor=tile.n),
+                Factor(buffer="k", axis=2),
+                Factor(buffer="k", axis=0),
+            ),
+            launches.ONE,
+            launches.ONE,
+        ),
+        block=(tile.threads, 1, 1),
+        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
+    )
+    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
+    host_arguments = (
+        *launches.pointers(*buffers, "dk", "dv"),
+        *launches.SIZES,
+        launches.dim("head_dim", "q", 3),
+        *scalars,
+    )
+    return KernelSource(
+        host=kernel,
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=launch,
+        tile={"m": tile.m, "n": tile.n, "stages": tile.stages},
+        symbol_prefix="fa4_bwd",
+    )

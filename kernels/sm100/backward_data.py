@@ -1,0 +1,205 @@
+"""Data of the Blackwell backward's main kernel: operands, work, shared memory, barriers."""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa4_jax.key import KernelKey
+from kernels.common import bands, tensors
+from kernels.sm100 import products
+from kernels.sm100.tiles import BACKWARD_TILES, BackwardTile
+
+WARPS_OF_ROLE = {
+    # role: (first warp, warps). Reduce and compute warps reach the lanes of their place in a
+    # warpgroup, so each of their roles starts at a multiple of four.
+    "reduce": (0, 4),
+    "compute": (4, 8),
+    "mma": (12, 1),
+    "load": (13, 1),
+    "order": (14, 1),
+}
+HALVES = 2  # of the queries of a step, one for each compute warpgroup
+
+ARRIVALS = {
+    # barrier: arrivals that complete a phase. Those of the rings exist once per stage.
+    "kv_full": 1,  # load warp, with the bytes of K and V
+    "q_full": 1,  # load warp, with the bytes of Q and lse_log2
+    "q_empty": 9,  # commit behind the last product that reads Q; compute warps: lse_log2 is read
+    "do_full": 1,  # load warp, with the bytes of dO and delta
+    "do_empty": 9,  # commit behind the last product that reads dO; compute warps: delta is read
+    "s_full": 1,  # commit behind S
+    "p_full": 8,  # compute warps: P is there
+    "dp_full": 1,  # commit behind dP
+    "ds_full": 8,  # compute warps: dS is there, in tensor and in shared memory
+    "dq_full": 1,  # commit behind dQ
+    "dq_empty": 4,  # reduce warps have read dQ
+    "grads_full": 1,  # commit behind the last product
+    "turn": 1,  # order warp: dQ may be added (deterministic)
+    "added": 4,  # reduce warps: it has been (deterministic)
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """The first mbarrier of each name in ARRIVALS."""
+
+    kv_full: cute.Pointer
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    do_full: cute.Pointer
+    do_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    dp_full: cute.Pointer
+    ds_full: cute.Pointer
+    dq_full: cute.Pointer
+    dq_empty: cute.Pointer
+    grads_full: cute.Pointer
+    turn: cute.Pointer
+    added: cute.Pointer
+
+
+class Config:
+    """Compile-time constants of one kernel, shared by its roles; all five products."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.band = key.band
+        self.deterministic = key.deterministic
+        self.tile = BACKWARD_TILES[key.head_dim]
+        self.columns = self.tile.columns(key.head_dim)
+        m, n, d = self.tile.m, self.tile.n, key.head_dim
+        k_major, mn_major = products.K_MAJOR, products.MN_MAJOR
+        self.scores = products.Product(self.dtype, n, m, (k_major, k_major))
+        self.grads = products.Product(self.dtype, n, d, (k_major, mn_major), products.TENSOR)
+        self.dq = products.Product(self.dtype, m, d, (mn_major, mn_major))
+
+    @property
+    def dq_takes_dp(self) -> bool:
+        """Whether dQ and dP share columns."""
+        return self.columns.dq == self.columns.dp
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """TMA descriptors, boxes (rows, span) of [B, length, heads, head_dim] tensors."""
+
+    q: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    do: cute.CopyAtom
+    dk: cute.CopyAtom
+    dv: cute.CopyAtom
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Per-row fp32 inputs and the dQ accumulators, all in query tiles of `m` rows."""
+
+    lse_log2: cute.Pointer
+    delta: cute.Pointer
+    dq_acc: cute.Pointer
+    dq_order: cute.Pointer | None
+    tiles: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one CTA does: a key tile of one KV head of one batch element."""
+
+    first_key: Int32
+    tile: Int32
+    kv_head: Int32
+    group: Int32
+    heads: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the tile holds keys past the key length that TMA reads
+    padded_queries: cutlass.Boolean  # so does the last query block
+
+    def steps(self) -> Int32:
+        """Query blocks of all heads of the group."""
+        return (self.blocks.end - self.blocks.begin) * self.group
+
+    def step(self, index: Int32, deterministic: bool) -> tuple[Int32, Int32]:
+        """(head, query block) of a step; last block first where dQ is added in order."""
+        blocks = self.blocks.end - self.blocks.begin
+        member = index // blocks
+        block = index - member * blocks
+        block = self.blocks.end - 1 - block if deterministic else self.blocks.begin + block
+        return self.kv_head * self.group + member, block
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory. k and v later stage dk and dv."""
+
+    k: cute.Tensor  # (n, head_dim)
+    kt: cute.Tensor  # (head_dim, n), the same memory
+    v: cute.Tensor  # (n, head_dim)
+    q: cute.Tensor  # (m, head_dim, stage)
+    qt: cute.Tensor  # (head_dim, m, stage), the same memory
+    do: cute.Tensor  # (m, head_dim, stage)
+    dot: cute.Tensor  # (head_dim, m, stage), the same memory
+    ds: cute.Tensor  # (n, m)
+    dst: cute.Tensor  # (m, n), the same memory
+    lse_log2: cute.Tensor  # (m, stage)
+    delta: cute.Tensor  # (m, stage)
+    tmem_base: cute.Pointer
+    barriers: Barriers
+
+
+def allocate(dtype, head_dim: int, tile: BackwardTile) -> Shared:
+    """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
+    d = head_dim
+    key_layout = tensors.tile_layout(dtype, tile.n, d, 1, tile.span_bytes)
+    query_layout = tensors.tile_layout(dtype, tile.m, d, tile.stages, tile.span_bytes)
+    ds_layout = tensors.tile_layout(dtype, tile.n, tile.m, 1)
+    rows_layout = cute.make_layout((tile.m, tile.stages))
+    counts = {name: barrier_count(name, tile) for name in ARRIVALS}
+
+    @cute.struct
+    class Storage:
+        barriers: cute.struct.MemRange[cutlass.Int64, sum(counts.values())]
+        tmem_base: Int32
+        lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
+        delta: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(key_layout)], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(key_layout)], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(query_layout)], 1024]
+        do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(query_layout)], 1024]
+        ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_layout)], 1024]
+
+    storage = cutlass.memory.SmemAllocator().allocate(Storage)
+    barriers, first = {}, 0
+    for name, count in counts.items():
+        barriers[name] = storage.barriers.data_ptr() + first
+        first += count
+
+    def single(memory, layout):
+        return tensors.smem_tensor(memory, layout)[None, None, 0]
+
+    return Shared(
+        k=single(storage.k, key_layout),
+        kt=single(storage.k, tensors.transposed(key_layout)),
+        v=single(storage.v, key_layout),
+        q=tensors.smem_tensor(storage.q, query_layout),
+        qt=tensors.smem_tensor(storage.q, tensors.transposed(query_layout)),
+        do=tensors.smem_tensor(storage.do, query_layout),
+        dot=tensors.smem_tensor(storage.do, tensors.transposed(query_layout)),
+        ds=single(storage.ds, ds_layout),
+        dst=single(storage.ds, tensors.transposed(ds_layout)),
+        lse_log2=storage.lse_log2.get_tensor(rows_layout),
+        delta=storage.delta.get_tensor(rows_layout),
+        tmem_base=storage.tmem_base.ptr,
+        barriers=Barriers(**barriers),
+    )
+
+
+def barrier_count(name: str, tile: BackwardTile) -> int:
+    """How many barriers of a name there are."""
+    return tile.stages if name in ("q_full", "q_empty", "do_full", "do_empty") else 1

@@ -1,0 +1,145 @@
+"""Blackwell backward, the kernels around the main one; one CTA per query tile of a head.
+
+pre    kernels/common/backward_pre.py
+post   dQ = scale * dq_acc, from [column / 4][row][column % 4] (backward.py, Note [dq_acc])
+       to [B, T, N, H]
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Launch, Result
+from kernels.common import backward_pre, launches, tensors
+from kernels.common import ptx as common_ptx
+from kernels.common.backward_pre import SIZES, grid, query_tile
+from kernels.sm100.tiles import BACKWARD_TILES
+from kernels.sources import KernelSource
+
+THREADS = 256
+VECTOR = 8  # values of one 16-byte store
+
+
+class Postprocess:
+    """dQ from its accumulators; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.tile = BACKWARD_TILES[key.head_dim]
+
+    @cute.jit
+    def __call__(
+        self,
+        do: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        heads: Int32,
+        head_dim: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        dq_tensor = tensors.bthd_tensor(dq, (batch, query_length, heads, head_dim))
+        box = (self.tile.m, self.head_dim)
+        layout = tensors.tile_layout(self.dtype, *box, 1, self.tile.span_bytes)
+        layout = cute.slice_(layout, (None, None, 0))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        dq_map, _ = cpasync.make_tiled_tma_atom(store, dq_tensor, layout, box)
+        self.kernel(dq_map, dq_acc, query_length, heads, scale).launch(
+            grid=[cute.ceil_div(query_length, self.tile.m) * heads * batch, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dq_map: cute.CopyAtom,
+        dq_acc: cute.Pointer,
+        query_length: Int32,
+        heads: Int32,
+        scale: Float32,
+    ):
+        rows, d = self.tile.m, self.head_dim
+        thread, _, _ = cute.arch.thread_idx()
+        tile, head, batch = query_tile(query_length, heads, rows)
+        tiles = (query_length + rows - 1) // rows
+        tile_index = (Int64(batch) * heads + head) * tiles + tile
+        layout = tensors.tile_layout(self.dtype, rows, d, 1, self.tile.span_bytes)
+
+        @cute.struct
+        class Storage:
+            dq: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        staging = tensors.smem_tensor(storage.dq, layout)[None, None, 0]
+        source = cute.make_tensor(
+            dq_acc + cute.assume(tile_index * (rows * d), divby=rows * d),
+            cute.make_layout((4, rows, d // 4)),
+        )
+        row, side = thread % rows, thread // rows
+        for part in cutlass.range(side, d // VECTOR, THREADS // rows, unroll=1):
+            values = cute.make_rmem_tensor((4, 2), Float32)
+            for half in cutlass.range_constexpr(2):
+                cute.autovec_copy(source[None, row, 2 * part + half], values[None, half])
+            rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            pairs = cute.recast_tensor(rounded, Int32)
+            for i in cutlass.range_constexpr(VECTOR // 2):
+                pairs[i] = common_ptx.round_pair(
+                    self.dtype, values[2 * i] * scale, values[2 * i + 1] * scale
+                )
+            cute.autovec_copy(rounded, cute.local_tile(staging[row, None], (VECTOR,), (part,)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            target = tensors.bthd_coordinates()[None, None, head, batch]
+            with cute.arch.elect_one():
+                tensors.tma_store(dq_map, staging, cute.local_tile(target, (rows, d), (tile, 0)))
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0)
+
+
+Postprocess.kernel.set_name_prefix(
+    "fa4_bwd_post", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+Postprocess.__call__.set_name_prefix(
+    "fa4_bwd_post_host", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+
+
+def pre_source(key: KernelKey) -> KernelSource:
+    """The preprocessing kernel of a key, with its launch."""
+    return backward_pre.source(key, BACKWARD_TILES[key.head_dim].m)
+
+
+def post_source(key: KernelKey) -> KernelSource:
+    """The postprocessing kernel of a key, with its launch."""
+    tile = BACKWARD_TILES[key.head_dim]
+    scale = launches.scalars("f32", "scale")
+    host_arguments = (*launches.pointers("do", "dq_acc", "dq"), *SIZES, *scale)
+    return KernelSource(
+        host=Postprocess(key),
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=Launch(
+            operands=("do", "dq_acc"),
+            results=(Result("dq", key.dtype, launches.dims("do", (0, 1, 2, 3))),),
+            params=(
+                launches.bthd_map("dq", tile.m, tile.span_bytes),
+                *launches.pointers("dq_acc"),
+                SIZES[1],
+                SIZES[2],
+                *scale,
+            ),
+            grid=grid(tile.m),
+            block=(THREADS, 1, 1),
+            dynamic_smem_bytes=tile.m * key.head_dim * 2,
+        ),
+        tile={"m": tile.m},
+        symbol_prefix="fa4_bwd_post",
+    )
