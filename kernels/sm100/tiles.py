@@ -135,7 +135,7 @@ class BackwardTile:
 
     stages: int
     span_bytes: int = 128
-    registers: BackwardRegisters = BackwardRegisters(136, 144, 88)
+    registers: BackwardRegisters = BackwardRegisters(152, 136, 88)
 
     m = 128  # query rows of a step
     n = 128  # keys of a CTA: one per lane of tensor memory

@@ -1,0 +1,99 @@
+"""The Blackwell forward and backward on the emulator: right by the oracle, whatever the timing.
+
+About 60 s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
+from kernels.emulator import Policy
+from tests.emulator.attention import attention
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+POLICIES = (
+    Policy("random", "late"),
+    Policy("starve", "random"),
+    Policy("in_order", "early"),
+    Policy("starve", "late", resident_ctas=1),
+    Policy("random", "random"),
+)
+
+_ONE = {"batch": 1, "heads": (1, 1)}
+CASES = (
+    Case(batch=1, heads=(2, 1), query_length=200, key_length=300),
+    Case(**_ONE, query_length=200, key_length=300, growing=True, is_causal=True, query_offset=100),
+    Case(
+        batch=2,
+        heads=(2, 1),
+        query_length=150,
+        key_length=190,
+        query_lengths=(70, 149),
+        key_lengths=(0, 130),
+        poison=True,
+    ),
+    Case(**_ONE, query_length=300, key_length=200, head_dim=96, window=(50, 70)),
+    Case(**_ONE, query_length=1, key_length=129, head_dim=72, deterministic=True),
+    Case(
+        batch=1,
+        heads=(2, 1),
+        query_length=260,
+        key_length=260,
+        head_dim=128,
+        is_causal=True,
+        dtype="fp16",
+        deterministic=True,
+    ),
+    Case(**_ONE, query_length=129, key_length=257, head_dim=128, numerics="exact"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    list(zip(CASES, itertools.cycle(POLICIES), strict=False)),
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_gradients_agree_with_oracle(case: Case, policy: Policy, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    launches = attention(case, inputs, arch="sm_100f")
+    polynomial = any(key.polynomial_exp2 for key in launches.keys)
+    results = launches.run(policy, seed)
+    with np.errstate(all="ignore"):
+        expected = oracle(case, inputs)
+        usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
+        verdicts = [
+            compare(
+                name, case.dtype, results[name], value, [some[name] for some in usual], polynomial
+            )
+            for name, value in expected.items()
+        ]
+    assert len(verdicts) == 5
+    assert not [verdict for verdict in verdicts if verdict.failure]
+
+
+def test_deterministic_backward_ignores_timing(seed: int) -> None:
+    """The order in which dQ is summed over key tiles is the kernel's, not the schedule's."""
+    case = Case(
+        batch=1,
+        heads=(2, 1),
+        query_length=150,
+        key_length=400,
+        is_causal=True,
+        query_offset=200,
+        deterministic=True,
+    )
+    launches = attention(case, make_inputs(case, seed), arch="sm_100f")
+    ordered = [dataclasses.replace(policy, ordered_reductions=True) for policy in POLICIES]
+    first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(ordered))
+    for other, (name, value) in itertools.product(others, first.items()):
+        assert np.array_equal(value, other[name]), name
