@@ -159,15 +159,19 @@ class NamedBarrier:
         self._given: Knowledge | None = None
         self.published: dict[int, Knowledge | None] = {}
 
-    def arrive(self, warp: int, threads: int, knowledge: Knowledge | None) -> int:
-        """A warp arrives on a barrier of so many threads; returns the generation that it joins."""
+    def arrive(self, warp: int, threads: int, waits: bool, knowledge: Knowledge | None) -> int:
+        """A warp arrives on a barrier of so many threads; returns the generation that it joins.
+
+        A warp that has arrived may come again to wait, which counts once more (seen on an H200). To
+        arrive twice counts there, too, but is an error here: the warp has run ahead.
+        """
         if self.arrived and threads != self.threads:
             raise Fault(
                 "participants",
                 f"barrier {self.number}: {threads} threads, but warps {self.arrived} came for "
                 f"{self.threads}",
             )
-        if warp in self.arrived:
+        if warp in self.arrived and not waits:
             raise Fault(
                 "participants",
                 f"barrier {self.number}: warp {warp} arrives twice before it completes",

@@ -117,7 +117,7 @@ class Cta:
     def check_end(self) -> None:
         """Faults unless everything that touches this CTA's memory and barriers is over."""
         for barrier in self.named.values():
-            if barrier.arrived:
+            if barrier.arrived and self.machine.policy.clean_exits:
                 raise Fault("participants", f"the CTA ends, but {barrier.describe()}")
         for barrier in (*self.barriers.values(), *self.retired):
             self._check_barrier(barrier)
@@ -136,7 +136,7 @@ class Cta:
             )
 
     def _check_barrier(self, barrier: TransactionBarrier) -> None:
-        if barrier.transactions:
+        if barrier.transactions and self.machine.policy.clean_exits:
             message = f"the CTA ends, but {barrier.describe(barrier.phase & 1)}"
             raise Fault("outstanding", message)
         order = self.order

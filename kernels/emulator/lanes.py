@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES, Effect
-from kernels.emulator.syntax import Immediate, Instruction, Pair
+from kernels.emulator.syntax import Immediate, Instruction, Pair, Register
 from kernels.emulator.warp import Wait, Warp, reader, write
 
 
@@ -110,7 +110,8 @@ def _elect(instruction: Instruction, symbols: dict[str, int]) -> Effect:
     def effect(warp: Warp, mask: np.ndarray) -> None:
         wanted = members(warp, mask, _uniform_mask(member_mask(warp)))
         leader = int(np.argmax(wanted))
-        write(warp, mask, result, "u32", np.uint32(leader))
+        if isinstance(result, Register):  # "_" if it is not wanted
+            write(warp, mask, result, "u32", np.uint32(leader))
         write(warp, mask, elected, "pred", np.arange(LANES) == leader)
 
     return effect

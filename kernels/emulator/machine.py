@@ -404,6 +404,9 @@ class Machine:
 
     def _finish(self, cta: Cta) -> None:
         """The end of a CTA: nothing may be left in flight."""
+        if not self.policy.clean_exits:
+            for transfer in [t for t in cta.transfers if t.instruction.opcode == "tcgen05"]:
+                cta.perform(transfer)
         self._stores += [transfer for transfer in cta.transfers if transfer.waited]
         for transfer in cta.transfers:
             if transfer.waited:

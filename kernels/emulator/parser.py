@@ -239,7 +239,7 @@ class _Body:
         return register
 
     def _find(self, name: str) -> Register | None:
-        family = re.match(r"(%\D+)(\d+)$", name)
+        family = re.match(r"(.*\D)(\d+)$", name)
         for scope in reversed(self._scopes):
             if name in scope.registers:
                 return scope.registers[name]

@@ -22,6 +22,14 @@ class Policy:
       ordered_reductions: all additions to an address must happen in one order; for kernels that
         promise it. Needs `races`.
       tensor_fences: tensor memory asks for tcgen05.fence around barriers, as the PTX ISA does.
+      tensor_load_waits: registers of a tcgen05.ld ask for tcgen05.wait::ld, as the PTX ISA does;
+        else the first instruction that uses some, but to move them, waits for all of the warp's
+        loads, as ptxas sees to.
+      clean_exits: when a CTA ends, its barriers expect nothing and hold no arrivals, and a thread
+        knows of each commit that arrived on them; else commits may still be to come, and only
+        copies and products must be complete.
+      unordered_commits: tcgen05.commits of a thread arrive in any order, of which PTX says nothing;
+        else in the order of their issue. These four are waived for kernels of others alone.
       most_steps: a launch that takes more is stuck in a loop.
     """
 
@@ -32,4 +40,7 @@ class Policy:
     global_races: bool = False
     ordered_reductions: bool = False
     tensor_fences: bool = True
+    tensor_load_waits: bool = True
+    clean_exits: bool = True
+    unordered_commits: bool = True
     most_steps: int = 20_000_000

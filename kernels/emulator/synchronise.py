@@ -289,7 +289,7 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         barrier = cta.named.setdefault(number, NamedBarrier(number))
         order = cta.order
         joined = barrier.arrive(
-            warp.index, count, None if order is None else order.release(threads)
+            warp.index, count, waits, None if order is None else order.release(threads)
         )
         warp.note("meet", barrier, joined, int(waits))
         if not waits:

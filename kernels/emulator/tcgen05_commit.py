@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -67,9 +68,18 @@ def _commit(
         for _, barrier in homes:
             warp.note("commit", barrier, barrier.phase)
         perform = functools.partial(_arrive, pipe, pipe.issued, pipe.done(pipe.issued), homes)
+        in_order = not warp.cta.machine.policy.unordered_commits
+        if in_order and pipe.commit is not None and not pipe.commit.made:
+            perform = functools.partial(_both, warp.cta, pipe.commit, perform)
         nothing = np.zeros(0, np.int64)
-        warp.cta.issue(Transfer(warp, lane, instruction, warp.cta, perform, nothing))
+        pipe.commit = Transfer(warp, lane, instruction, warp.cta, perform, nothing)
+        warp.cta.issue(pipe.commit)
     return YIELD
+
+
+def _both(cta: Cta, earlier: Transfer, perform: Callable[[], None]) -> None:
+    cta.perform(earlier)
+    perform()
 
 
 def _home(warp: Warp, lane: int, address: int) -> tuple[Cta, TransactionBarrier]:
@@ -101,5 +111,6 @@ def _arrive(
                 f"a commit arrives at an mbarrier of CTA {cta.rank}, which has exited",
             )
         barrier.give(known)
-        barrier.copied = max(barrier.copied, barrier.phase + 1)
+        if cta.machine.policy.clean_exits:
+            barrier.copied = max(barrier.copied, barrier.phase + 1)
         barrier.arrive(1, f"a commit of thread {pipe.thread}")

@@ -63,7 +63,13 @@ class Moves:
             return
         key = (id(step), self.registers)
         if key not in self._moved:
-            self._moved[key] = _moved(step, self.registers)
+            try:
+                self._moved[key] = _moved(step, self.registers)
+            except Fault:
+                if self._warp.cta.machine.policy.tensor_load_waits:
+                    raise
+                self.wait_loads()
+                return
         copies, self.registers = self._moved[key]
         self._copies += [(copy, self._warp.active) for copy in copies]
 

@@ -15,16 +15,21 @@ from kernels.emulator.order import Knowledge
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta
+    from kernels.emulator.transfers import Transfer
     from kernels.emulator.warp import Warp
 
 
 class Pipe:
-    """Operations that one thread has issued. `issued` counts them, `agent` is its column."""
+    """Operations that one thread has issued. `issued` counts them, `agent` is its column.
+
+    `commit` is the arrival of the last commit.
+    """
 
     def __init__(self, cta: Cta, thread: int):
         self.thread, self.issued, self.committed = thread, 0, 0
         self._cta, self._made = cta, 0
         self._known: Knowledge | None = None
+        self.commit: Transfer | None = None
         clocks = cta.tensor_clocks
         self.agent = 0 if clocks is None else clocks.new_pipe(thread)
 

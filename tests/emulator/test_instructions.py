@@ -266,6 +266,19 @@ def test_votes_and_election(rng: np.random.Generator) -> None:
     assert set(execute(some, [values | 1], np.uint32).tolist()) == {1}
     elect = "elect.sync %r90|%p1, -1; selp.b32 {d}, 1, 0, %p1;"
     assert execute(elect, [values], np.uint32).sum() == 1
+    assert execute(elect.replace("%r90", "_"), [values], np.uint32).sum() == 1
+
+
+def test_registers_of_any_name(rng: np.random.Generator) -> None:
+    """Inline assembly declares families of them without a percent sign."""
+    values = rng.integers(0, 1 << 31, 32).astype(np.uint32)
+    text = "{{ .reg .b32 half; .reg .b64 wide_<2>; add.u32 half, {0}, 5; mov.b64 wide_1, "
+    text += "{{half, 0x9}}; mov.b64 wide_0, wide_1; mov.b64 {d}, wide_0; }}"
+    expected = (9 << 32) + values.astype(np.uint64) + 5
+    assert execute(text, [values], np.uint64).tolist() == expected.tolist()
+    beyond = text.replace("wide_1", "wide_2")
+    with pytest.raises(PtxError, match="wide_2"):
+        execute(beyond, [values], np.uint64)
 
 
 def test_loops_of_different_lengths() -> None:

@@ -370,6 +370,12 @@ ROWS = (
     ),
     Litmus("arrivals that nobody waits for", "participants", "bar.arrive 1, 96;"),
     Litmus(
+        "warps arrive, then wait: two arrivals each",
+        None,
+        "shr.u32 %r5, %r1, 5; add.s32 %r5, %r5, 1; bar.arrive %r5, 64; bar.sync %r5, 64;",
+    ),
+    Litmus("warps arrive twice", "participants", "bar.arrive 1, 192; bar.arrive 1, 192;"),
+    Litmus(
         "shuffle in a divergent warp",
         "convergence",
         "setp.eq.u32 %p1, %r1, 7; @%p1 bra SKIP; shfl.sync.idx.b32 %r5, %r1, 0, 31, -1; SKIP:",

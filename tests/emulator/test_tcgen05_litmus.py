@@ -7,6 +7,7 @@ Every row runs under several schedules: whether it is legal must not depend on t
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -368,6 +369,64 @@ def test_fences_may_be_waived() -> None:
     for body in (MMA + BAR + LD + WAIT_LD + wait(), ST_P + BAR + MMA_P + wait()):
         with pytest.raises(EmulationError, match=r"race|tensor-wait"):
             sm100_ptx.run(ALLOCATE + body + FREE, np.zeros(64, np.uint8), launch)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
+def test_waits_for_loads_may_be_waived(policy: Policy) -> None:
+    """Then the first use waits, and what was moved before it is there; exits still ask for it."""
+    policy = dataclasses.replace(policy, tensor_load_waits=False)
+    launch = Launch(threads=128, shared_bytes=16_384, policy=policy)
+    own = "shl.b32 %r94, %r1, 3;\ncvt.u64.u32 %rd2, %r94;\nadd.s64 %rd3, %rd1, %rd2;\n"
+    store = f"add.s32 %r98, %r1, 7;\n{ST.replace('%r1', '%r98')}{WAIT_ST}"
+    use = "mov.b32 %r95, %r101;\n" + USE + "st.global.v2.b32 [%rd3], {%r90, %r95};\n"
+    data = np.zeros((128, 2), np.uint32)
+    sm100_ptx.run(ALLOCATE + own + store + LD + use + FREE, data.reshape(-1), launch)
+    np.testing.assert_array_equal(data, np.arange(128)[:, None] + [8, 7])
+    with pytest.raises(EmulationError, match="outstanding"):
+        sm100_ptx.run(ALLOCATE + LD + "@%p1 ret;\n" + FREE, data.reshape(-1), launch)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        one(commit(16)),
+        "bar.arrive 1, 256;\n",
+        one("mbarrier.expect_tx.relaxed.cta.b64 [%r2], 64;\n"),
+    ],
+    ids=["commit", "arrivals", "bytes"],
+)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
+def test_clean_exits_may_be_waived(body: str, policy: Policy) -> None:
+    """What hardware forgives at the end of a CTA, and nothing that is still in flight."""
+    data = np.zeros(4096, np.uint8)
+    launch = Launch(threads=128, shared_bytes=16_384, policy=policy)
+    with pytest.raises(EmulationError, match=r"outstanding|participants"):
+        sm100_ptx.run(ALLOCATE + body + FREE, data, launch)
+    waived = dataclasses.replace(policy, clean_exits=False)
+    launch = dataclasses.replace(launch, policy=waived)
+    sm100_ptx.run(ALLOCATE + body + FREE, data, launch)
+    with pytest.raises(EmulationError, match="outstanding"):
+        sm100_ptx.run(ALLOCATE + COPY_A + FREE, data, launch)
+
+
+@pytest.mark.parametrize("asynchronous", ["late", "random"])
+def test_order_of_commits(asynchronous: Literal["late", "random"]) -> None:
+    """Who waits for the second commit finds the first one there, or not, as the policy says."""
+    ask = "mbarrier.test_wait.parity.shared.b64 %p7, [%r2], 0;\nselp.b32 %r90, 1, 0, %p7;\n"
+    product = mma(accumulate=False)
+    body = one(
+        product + commit() + product + commit(16) + wait(16) + ask + "st.global.b32 [%rd1], %r90;\n"
+    )
+    found = {}
+    for unordered in (True, False):
+        policy = Policy("random", asynchronous, unordered_commits=unordered)
+        found[unordered] = set()
+        for seed in range(12):
+            data = np.zeros(1, np.uint32)
+            launch = Launch(threads=128, shared_bytes=16_384, policy=policy, seed=seed)
+            sm100_ptx.run(ALLOCATE + body + END + FREE, data, launch)
+            found[unordered].add(int(data[0]))
+    assert found == {True: {0, 1}, False: {1}}
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
