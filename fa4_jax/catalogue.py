@@ -14,16 +14,12 @@ from fa4_jax.key import DTYPES, HEAD_DIM_TILES, POLYNOMIAL_EXP2_TILES, KernelKey
 ARCHITECTURES = ("sm_90a", "sm_100f")
 """Architectures with kernels."""
 
-BACKWARD_HEAD_DIMS = {"sm_90a": HEAD_DIM_TILES, "sm_100f": (64, 96, 128)}
-"""Head-dim tiles with a backward, by architecture; other gradients run on the default path."""
-
 
 def keys(arch: str) -> Iterator[KernelKey]:
     """The kernels of one architecture, in build order."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):
         yield from _forward(arch, dtype, head_dim)
-        if head_dim in BACKWARD_HEAD_DIMS[arch]:
-            yield from _backward(arch, dtype, head_dim)
+        yield from _backward(arch, dtype, head_dim)
 
 
 def all_keys() -> tuple[KernelKey, ...]:

@@ -32,9 +32,9 @@ def query_tile(query_length: Int32, heads: Int32, rows: int) -> tuple[Int32, Int
 class Preprocess:
     """Row statistics of the backward; attributes are compile-time constants."""
 
-    def __init__(self, key: KernelKey, rows: int):
+    def __init__(self, key: KernelKey, rows: int, columns: int):
         self.dtype = tensors.TYPES[key.dtype]
-        self.head_dim = key.head_dim
+        self.columns = columns
         self.deterministic = key.deterministic
         self.rows = rows
         self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= key.head_dim)
@@ -100,7 +100,7 @@ class Preprocess:
 
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
-        tile_size = self.rows * self.head_dim
+        tile_size = self.rows * self.columns
         accumulators = cute.make_tensor(
             dq_acc + cute.assume(tile_index * tile_size, divby=tile_size),
             cute.make_layout((4, THREADS, tile_size // (4 * THREADS))),
@@ -175,8 +175,8 @@ def grid(rows: int) -> tuple:
     return (factors, launches.ONE, launches.ONE)
 
 
-def source(key: KernelKey, rows: int) -> KernelSource:
-    """The preprocessing kernel of a key, with its launch; `rows` of a query tile."""
+def source(key: KernelKey, rows: int, columns: int) -> KernelSource:
+    """The preprocessing kernel of a key, with its launch; dQ's tiles are rows x columns."""
     padded = (
         *launches.dims("do", (0, 2)),
         (Factor(buffer="do", axis=1, divisor=rows, multiple=rows),),
@@ -185,7 +185,7 @@ def source(key: KernelKey, rows: int) -> KernelSource:
     buffers = ("o", "do", "lse", "dlse", "extents", "lse_log2", "delta", "dq_acc")
     host_arguments = (*launches.pointers(*buffers, "dq_order"), *SIZES)
     return KernelSource(
-        host=Preprocess(key, rows),
+        host=Preprocess(key, rows, columns),
         arguments=launches.example_arguments(host_arguments, key.dtype),
         host_arguments=host_arguments,
         launch=Launch(
@@ -193,7 +193,7 @@ def source(key: KernelKey, rows: int) -> KernelSource:
             results=(
                 Result("lse_log2", "f32", padded),
                 Result("delta", "f32", padded),
-                *launches.accumulators(rows, key.head_dim, key.deterministic),
+                *launches.accumulators(rows, columns, key.deterministic),
             ),
             params=(*launches.pointers(*buffers, *order), *SIZES[1:]),
             grid=grid(rows),

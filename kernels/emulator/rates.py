@@ -29,6 +29,9 @@ class Rates:
       reduce_bytes: of fp32 additions to global memory, a cycle of one SM when all add.
       barrier_latency: from the last arrival or byte until a waiting warp goes on.
       named_barrier_latency: the same of bar.sync.
+      named_barrier_warp: what every warp of the barrier adds to it.
+      wait_latency: of an mbarrier's wait that need not wait.
+      narrow_issue: cycles of the issue slot of an instruction to a unit of 16 lanes.
       cta_latency: from the end of a CTA to the first instruction of the next in its place.
       assumed: fields without a source.
     """
@@ -62,6 +65,9 @@ class Rates:
     proxy_fence_latency: float
     barrier_latency: float
     named_barrier_latency: float
+    named_barrier_warp: float
+    wait_latency: float
+    narrow_issue: float
     cta_latency: float
     assumed: frozenset[str]
 
@@ -112,7 +118,10 @@ HOPPER = Rates(
     tma_store_latency=450,
     proxy_fence_latency=20,
     barrier_latency=20,
-    named_barrier_latency=20,
+    named_barrier_latency=12,
+    named_barrier_warp=2,
+    wait_latency=39,
+    narrow_issue=1.86,
     cta_latency=0,
     assumed=_ASSUMED,
 )
@@ -140,52 +149,83 @@ BLACKWELL = dataclasses.replace(
 RATES: Mapping[str, Rates] = {"sm_90a": HOPPER, "sm_100f": BLACKWELL}
 """By architecture of a kernel's key."""
 
-_SOURCES: dict[str, tuple[str, Callable[[float, Rates], float]]] = {
-    "fma_lanes": ("fma.rn.f32/throughput/16 warps", lambda x, _: x / 4),
-    "alu_lanes": ("lop3.b32/throughput/16 warps", lambda x, _: x / 4),
-    "special_lanes": ("ex2.approx.ftz.f32/throughput/16 warps", lambda x, _: x / 4),
-    "convert_lanes": ("cvt.rn.bf16x2.f32/throughput/16 warps", lambda x, _: x / 4),
-    "shuffle_lanes": ("shfl.sync.bfly.b32/throughput/16 warps", lambda x, _: x / 4),
-    "shared_bytes": ("ld.shared.v4.b32/throughput/16 warps", lambda x, _: x),
+_SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
+    # Of arithmetic without fma what 4 warps get through, one in each sub-partition: with 16 the
+    # difference of two loops came out above what can be issued (256 for fma, -454 for mov).
+    "fma_lanes": (("fma.rn.f32/throughput/8 warps",), lambda x: min(x / 4, 32.0)),
+    "alu_lanes": (("lop3.b32/throughput/4 warps",), lambda x: x / 4),
+    "special_lanes": (("ex2.approx.ftz.f32/throughput/4 warps",), lambda x: x / 4),
+    "convert_lanes": (("cvt.rn.bf16x2.f32/throughput/4 warps",), lambda x: x / 4),
+    "shuffle_lanes": (("shfl.sync.bfly.b32/throughput/8 warps",), lambda x: x / 4),
+    "narrow_issue": (
+        ("fma+lop3/throughput/8 warps", "fma.rn.f32/throughput/8 warps"),
+        lambda both, fma: 2 * 128 / both - 128 / fma,
+    ),
+    "shared_bytes": (("ld.shared.v4.b32/throughput/16 warps",), lambda x: x),
     "mma_flops": (
-        "wgmma/m64n256k16/rs/throughput/2 warpgroups",
-        lambda x, _: 2 * 64 * 256 * 16 / x,
+        ("wgmma/m64n256k16/ss/throughput/1 warpgroups",),
+        lambda x: 2 * 64 * 256 * 16 / x,
     ),
-    "tma_load_bytes": ("tma load/4d/16 KB x 8/bandwidth/L2/all SMs", lambda x, _: x),
-    "tma_store_bytes": ("tma store/4d/16 KB x 4/bandwidth/L2/all SMs", lambda x, _: x),
-    "reduce_bytes": ("red.global.add.v4.f32/throughput/256 threads/all SMs", lambda x, _: x),
-    "arithmetic_latency": ("fma.rn.f32/latency", lambda x, _: x),
-    "special_latency": ("ex2.approx.ftz.f32/latency", lambda x, _: x),
-    "convert_latency": ("cvt.rn.bf16x2.f32/latency", lambda x, _: x),
-    "shuffle_latency": ("shfl.sync.bfly.b32/latency", lambda x, _: x),
-    "shared_latency": ("ld.shared.b32/latency", lambda x, _: x),
-    "global_latency": ("ld.global/latency/L2", lambda x, _: x),
+    "tma_load_bytes": (("tma load/4d/16 KB x 8/bandwidth/L2/all SMs",), lambda x: x),
+    "tma_store_bytes": (("tma store/4d/16 KB x 4/bandwidth/L2/all SMs",), lambda x: x),
+    "reduce_bytes": (("red.global.add.v4.f32/throughput/256 threads/all SMs",), lambda x: x),
+    "arithmetic_latency": (("fma.rn.f32/latency",), lambda x: x),
+    "special_latency": (("ex2.approx.ftz.f32/latency",), lambda x: x),
+    "convert_latency": (("cvt.rn.bf16x2.f32/latency",), lambda x: x),
+    "shuffle_latency": (("shfl.sync.bfly.b32/latency",), lambda x: x),
+    "shared_latency": (("ld.shared.b32/latency",), lambda x: x),
+    "global_latency": (("ld.global/latency/L2",), lambda x: x),
+    # Fence, commit and wait, an issue slot each, are measured with it.
     "mma_latency": (
-        "wgmma/m64n128k16/ss/latency",
-        lambda x, r: x - 2 * 64 * 128 * 16 / r.mma_flops,
+        ("wgmma/m64n64k16/ss/latency", "wgmma/m64n64k16/ss/throughput/1 warpgroups"),
+        lambda alone, more: alone - more - 3,
     ),
+    "barrier_latency": (
+        ("mbarrier/arrive to wait", "mbarrier/arrive"),
+        lambda there, arrive: there - arrive,
+    ),
+    "wait_latency": (("mbarrier/try_wait that succeeds",), lambda x: x - 2),
+    # From 8 KB to 16 KB only the bytes are more; the wait for the barrier is counted there.
     "tma_latency": (
-        "tma load/4d/16 KB/latency/L2/1 SM",
-        lambda x, r: x - 16384 / r.tma_load_bytes,
+        (
+            "tma load/4d/8 KB/latency/L2/1 SM",
+            "tma load/4d/16 KB/latency/L2/1 SM",
+            "mbarrier/arrive to wait",
+            "mbarrier/arrive",
+        ),
+        lambda small, large, there, arrive: 2 * small - large - (there - arrive),
     ),
-    "proxy_fence_latency": ("st.shared.v4+fence.proxy.async/latency", lambda x, _: x),
-    "barrier_latency": ("mbarrier/arrive to wait", lambda x, _: x),
-    "named_barrier_latency": ("bar.sync/128 threads", lambda x, _: x),
-    "cta_latency": ("cta/end to next start/384 threads", lambda x, _: x),
+    "tma_store_latency": (
+        (
+            "tma store/2d/8 KB/latency until written",
+            "tma store/2d/16 KB/latency until written",
+        ),
+        lambda small, large: 2 * small - large,
+    ),
+    "proxy_fence_latency": (("st.shared.v4+fence.proxy.async/latency",), lambda x: x - 4),
+    "named_barrier_latency": (
+        ("bar.sync/128 threads", "bar.sync/256 threads"),
+        lambda four, eight: 2 * four - eight,
+    ),
+    "named_barrier_warp": (
+        ("bar.sync/128 threads", "bar.sync/256 threads"),
+        lambda four, eight: (eight - four) / 4,
+    ),
+    "cta_latency": (("cta/end to next start/384 threads",), lambda x: x),
 }
-"""Field: the microbenchmark that measures it, and the field's value of the measured one."""
+"""Field: the microbenchmarks that measure it, and the field's value of the measured ones."""
 
 
 def measured(rates: Rates, values: Mapping[str, float]) -> Rates:
-    """Rates with every field replaced that one of the measurements tells.
+    """Rates with every field replaced that the measurements tell.
 
     Args:
       values: by name of the measurement, in its own unit.
     """
-    found: dict[str, float] = {}
-    for field, (name, convert) in _SOURCES.items():
-        if name in values:
-            now = dataclasses.replace(rates, **found)
-            found[field] = max(convert(values[name], now), 0.0)
+    found = {
+        field: max(convert(*(values[name] for name in names)), 0.0)
+        for field, (names, convert) in _SOURCES.items()
+        if all(name in values for name in names)
+    }
     assumed = rates.assumed - found.keys()
     return dataclasses.replace(rates, **found, assumed=assumed)

@@ -32,13 +32,22 @@ _UNITS = (
     "tensor memory",
 )
 _TENSOR_MEMORY = _UNITS.index("tensor memory")
+_MEMORY = Register("memory", 0, "memory")
+"""For the order in which a warp issues: loads do not pass stores."""
 _EXPANSIONS = {"div.s32": 20, "div.u32": 16, "rem.s32": 20, "div.rn.f32": 9, "rcp.rn.f32": 6}
 """Round numbers of instructions that ptxas makes of one; none is inside a kernel's main loop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One instruction for a warp: `cycles` of its unit, 0 if it is free; latency to its results."""
+    """One instruction for a warp.
+
+    Attributes:
+      cycles: of its unit, 0 if it is free.
+      latency: to its results; where `blocks`, to the warp's next instruction.
+      issue: cycles of the issue slot.
+      shared_bytes: of shared memory that it reads or writes.
+    """
 
     unit: int
     cycles: float
@@ -46,6 +55,8 @@ class Op:
     reads: tuple[Register, ...]
     writes: tuple[Register, ...]
     shared_bytes: int = 0
+    issue: float = 1.0
+    blocks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +127,48 @@ def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
 
 
 def make_plans(program: Program, rates: Rates) -> list[Plan]:
-    """What every step of a program asks of an SM."""
-    return [_plan(step, rates) for step in program.steps]
+    """What every step of a program asks of an SM.
+
+    Steps in a row that neither branch nor have an action are one to the compiler: their
+    instructions are scheduled together, as the first of them.
+    """
+    plans = [_plan(step, rates) for step in program.steps]
+    labels = {
+        place
+        for step in program.steps
+        if isinstance(step, Branch)
+        for place in (step.target, step.meet)
+    }
+    begin = 0
+    while begin < len(plans):
+        end = begin
+        while (
+            end < len(plans)
+            and _plain(program.steps[end], plans[end])
+            and (end == begin or end not in labels)
+        ):
+            end += 1
+        if end > begin:
+            ops = [op for plan in plans[begin:end] for op in plan.ops]
+            plans[begin:end] = [Plan(_scheduled(ops)), *[Plan(())] * (end - begin - 1)]
+        begin = max(end, begin + 1)
+    return plans
+
+
+def _plain(step: Step, plan: Plan) -> bool:
+    """Whether the compiler may move what comes before and after it across."""
+    if isinstance(step, Run):
+        return True
+    if not isinstance(step, Single) or plan.action is not None:
+        return False
+    return step.instruction.opcode in ("ld", "st", "stmatrix", "ldmatrix") and not (
+        {"volatile", "acquire", "release", "relaxed"} & set(step.instruction.words)
+    )
 
 
 def _plan(step: Step, rates: Rates) -> Plan:
     if isinstance(step, Run):
-        return Plan(_scheduled([_op(instruction, rates) for instruction in step.instructions]))
+        return Plan(tuple(_op(instruction, rates) for instruction in step.instructions))
     instruction = step.instruction
     if isinstance(step, Branch | Exit):
         guard = () if instruction.guard is None else (instruction.guard[0],)
@@ -132,6 +178,10 @@ def _plan(step: Step, rates: Rates) -> Plan:
 
 def _op(instruction: Instruction, rates: Rates) -> Op:
     reads, writes = _registers(instruction)
+    if instruction.opcode in ("ld", "ldmatrix"):
+        reads += (_MEMORY,)
+    elif instruction.opcode in ("st", "stmatrix"):
+        writes += (_MEMORY,)
     kind = instruction_class(instruction.mnemonic)
     if kind in _FREE or instruction.opcode == "prefetch":
         return Op(_UNITS.index("control"), 0, 0, reads, writes)
@@ -148,7 +198,11 @@ def _op(instruction: Instruction, rates: Rates) -> Op:
     if unit == "tensor memory":
         (count,) = (n / _LANES for n in of_warp(instruction).values())
     cycles, latency = count * _LANES / lanes, latency + (count - 1)
-    return Op(_UNITS.index(unit), cycles, latency, reads, writes, shared)
+    if shared:  # the four sub-partitions share the port
+        cycles = max(cycles, shared / (rates.shared_bytes / PARTITIONS) / PARTITIONS)
+    issue = count * {"alu": rates.narrow_issue, "convert": rates.narrow_issue}.get(unit, 1.0)
+    blocks = instruction.words[:2] == ("fence", "proxy")
+    return Op(_UNITS.index(unit), cycles, latency, reads, writes, shared, issue, blocks)
 
 
 def _unit(instruction: Instruction, kind: str, rates: Rates) -> tuple[str, float, float]:
@@ -257,7 +311,14 @@ def _scheduled(ops: list[Op]) -> tuple[Op, ...]:
     for number in reversed(range(len(ops))):
         tallest = max((height[n] for n in following[number]), default=0.0)
         height[number] = tallest + max(ops[number].latency, ops[number].cycles)
-    return _listed(ops, following, missing, height)
+    return tuple(
+        dataclasses.replace(op, reads=_but_memory(op.reads), writes=_but_memory(op.writes))
+        for op in _listed(ops, following, missing, height)
+    )
+
+
+def _but_memory(named: tuple[Register, ...]) -> tuple[Register, ...]:
+    return tuple(register for register in named if register != _MEMORY)
 
 
 def _listed(
@@ -280,7 +341,7 @@ def _listed(
         ready.remove(number)
         op = ops[number]
         if op.cycles:
-            units[op.unit], now = begin + op.cycles, begin + 1
+            units[op.unit], now = begin + op.cycles, begin + op.issue
         order.append(op)
         for other in following[number]:
             ready_at[other] = max(ready_at[other], begin + op.latency)
@@ -297,6 +358,7 @@ class _Partition:
         self.issue = 0.0
         self.units = [0.0] * len(_UNITS)
         self.tensor = 0.0
+        self.idle_port = 0.0  # cycles of the products under way that do not need shared memory
 
 
 class _Warp:
@@ -337,6 +399,7 @@ class _Replay:
             for item in itertools.chain.from_iterable(warps):
                 if isinstance(item, Event) and item.kind in ("arrive", "load", "meet", "commit"):
                     self.missing[id(item.key), item.phase] += 1
+        self.meeting = dict(self.missing)
 
     def run(self, resident_ctas: int) -> Timing:
         """The estimate."""
@@ -401,14 +464,16 @@ class _Replay:
             end = start
             if op.cycles:
                 start = max(start, partition.issue, partition.units[op.unit])
+                if op.shared_bytes:  # more than its latency is not in flight
+                    start = max(start, self.shared - self.rates.shared_latency)
                 if heap and start > heap[0][0]:
                     warp.op = number
                     self._push(warp, start)
                     return None
-                partition.issue, partition.units[op.unit] = start + 1, start + op.cycles
-                self.busy["issue"] += 1 / PARTITIONS
+                partition.issue, partition.units[op.unit] = start + op.issue, start + op.cycles
+                self.busy["issue"] += op.issue / PARTITIONS
                 self.busy[_UNITS[op.unit]] += op.cycles / PARTITIONS
-                time, end = start + 1, start + op.latency
+                time, end = start + (op.latency if op.blocks else 1), start + op.latency
                 if op.unit == _TENSOR_MEMORY:
                     warp.tensor_stores = start + op.cycles
                 if op.shared_bytes:
@@ -422,8 +487,17 @@ class _Replay:
         taken = amount / self.rates.shared_bytes
         begin = max(time, self.shared)
         self.shared = begin + taken
-        self.busy["shared"] += taken
+        self._interrupt(begin, taken)
         return self.shared - time
+
+    def _interrupt(self, time: float, taken: float) -> None:
+        """Others take shared memory's port: products go on later unless they leave it idle."""
+        self.busy["shared"] += taken
+        for partition in self.partitions:
+            if partition.tensor > time:
+                idle = min(partition.idle_port, taken)
+                partition.idle_port -= idle
+                partition.tensor += taken - idle
 
     def _finish(self, warp: _Warp, time: float) -> None:
         self._ran(warp, time)
@@ -463,11 +537,12 @@ class _Replay:
         elif event.kind == "commit":
             self._contribute(key, max(time, warp.committed))
         elif event.kind == "wait":
-            return self._await(warp, key, time, rates.barrier_latency)
+            return self._await(warp, key, time + rates.wait_latency, rates.barrier_latency)
         elif event.kind == "meet":
             self._contribute(key, time)
             if event.amount:
-                return self._await(warp, key, time, rates.named_barrier_latency)
+                latency = rates.named_barrier_latency + rates.named_barrier_warp * self.meeting[key]
+                return self._await(warp, key, time, latency)
         return time
 
     def _copy(self, engine: str, name: str, time: float, amount: float, rate: float) -> float:
@@ -476,7 +551,7 @@ class _Replay:
         end = begin + amount / rate
         setattr(self, engine, end)
         self.busy[name] += end - begin
-        self.busy["shared"] += amount / self.rates.shared_bytes
+        self._interrupt(begin, amount / self.rates.shared_bytes)
         self.intervals.append(Interval(name, f"{amount / 1024:g} KiB", begin, end))
         return end
 
@@ -501,7 +576,11 @@ class _Replay:
         partition, rates = self.partitions[warp.index % PARTITIONS], self.rates
         begin = max(time, partition.tensor)
         flops = action.amount / (rates.mma_flops / PARTITIONS)
-        taken = max(flops, action.more / (rates.shared_bytes / PARTITIONS))
+        port = action.more / (rates.shared_bytes / PARTITIONS)
+        taken = max(flops, port)
+        if partition.tensor < time:
+            partition.idle_port = 0.0
+        partition.idle_port += taken - port
         partition.tensor = begin + taken
         self.busy["tensor core"] += flops / PARTITIONS
         self.busy["shared"] += action.more / rates.shared_bytes

@@ -39,10 +39,13 @@ behind dK(i). Where dQ takes dP's columns, it comes behind dK(i), which has read
 waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory behind dp_full of step i+1, whose
 commit also tells that dQ(i) is complete.
 
-Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4], so
-that a warp adds 512 consecutive bytes with one instruction; bwd_post undoes it. Straight from
-registers: staging 64 KB a step through shared memory would cost 1024 of its cycles a step, and it
-is what limits this kernel.
+Note [parts]: where head_dim is above 128, two CTAs share a key tile: both compute all of S and dP,
+each only half of the columns of dV, dK and dQ.
+
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4],
+with parts (dQ is transposed there) as [part][row / 4][column of the part][row % 4]: a warp adds 512
+consecutive bytes with one instruction; bwd_post undoes it. Straight from registers: staging 64 KB a
+step through shared memory would cost 1024 of its cycles a step, and it is what limits this kernel.
 
 (FlashAttention-4, backward: transposed scores, five products in tensor memory.)
 """
@@ -117,9 +120,10 @@ class Backward:
         def make_map(pointer, length, count, rows, store=False):
             op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
             tensor = tensors.bthd_tensor(pointer, (batch, length, count, head_dim))
-            layout = tensors.tile_layout(self.config.dtype, rows, d, 1, tile.span_bytes)
+            columns = self.config.part if store else d
+            layout = tensors.tile_layout(self.config.dtype, rows, columns, 1, tile.span_bytes)
             layout = cute.slice_(layout, (None, None, 0))
-            return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, d))[0]
+            return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, columns))[0]
 
         self.kernel(
             make_map(q, query_length, heads, tile.m),
@@ -143,7 +147,7 @@ class Backward:
             window_left,
             window_right,
         ).launch(
-            grid=[cute.ceil_div(key_length, tile.n) * kv_heads * batch, 1, 1],
+            grid=[cute.ceil_div(key_length, tile.n) * tile.parts * kv_heads * batch, 1, 1],
             block=[tile.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -233,6 +237,8 @@ class Backward:
         section = cutlass.max(rows_in_l2 // (query_length * group), least)
         tiles = (key_length + tile.n - 1) // tile.n
         index, _, _ = cute.arch.block_idx()
+        part = index % tile.parts
+        index = index // tile.parts
         key_tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
         batch_index = head_and_batch // kv_heads
         kv_head = head_and_batch - batch_index * kv_heads
@@ -243,6 +249,7 @@ class Backward:
         return Work(
             first_key,
             key_tile,
+            part,
             kv_head,
             group,
             heads,
@@ -302,6 +309,8 @@ class Backward:
                     work.band, block * tile.m, tile.m, tile.n, tensors.INT32
                 )
                 index = work.tile - visiting.begin
+            # The parts of a key tile, neighbours in the grid, take turns like key tiles.
+            index = index * tile.parts + work.part
             with cute.arch.elect_one():
                 turn = common_ptx.load_acquire(counter)
                 while turn != index:
@@ -322,16 +331,20 @@ class Backward:
                 self.clear_padding(shared.v, rows)
             self.multiply_scores(shared, work, base, Int32(0))
             self.multiply_dp(shared, work, base, Int32(0))
-            self.multiply_dv(shared, base, Int32(0))
+            self.multiply_dv(shared, work, base, Int32(0))
+        # With one stage the next Q is loaded only when dK has read this one.
+        ahead = self.config.tile.stages > 1
         for step in cutlass.range(steps, unroll=1):
             more = step + 1 < steps
-            if more:
+            if more & ahead:
                 self.multiply_scores(shared, work, base, step + 1)
-            self.multiply_dk(shared, base, step)
-            self.multiply_dq(shared, base, step)
+            self.multiply_dk(shared, work, base, step)
+            self.multiply_dq(shared, work, base, step)
+            if more & (not ahead):
+                self.multiply_scores(shared, work, base, step + 1)
             if more:
                 self.multiply_dp(shared, work, base, step + 1)
-                self.multiply_dv(shared, base, step + 1)
+                self.multiply_dv(shared, work, base, step + 1)
         if steps > 0:
             products.commit(barriers.grads_full)
 
@@ -367,49 +380,57 @@ class Backward:
         product.issue(product.accumulator(base, column), *operands, False, steps)
 
     @cute.jit
-    def multiply_dv(self, shared: Shared, base: cute.Pointer, step: Int32):
+    def multiply_dv(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
         """dV += P^T dO."""
         slot, _ = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.p_full, step & 1)
         ptx.fence_after_sync()
         columns = self.config.columns
-        self.product_of_tensor(shared.dot, slot, base, (columns.s, columns.dv), step > 0)
+        b = self.part_of(shared.dot[None, None, slot], work)
+        self.product_of_tensor(b, base, (columns.s, columns.dv), step > 0)
         products.commit(shared.barriers.do_empty + slot)
 
     @cute.jit
-    def multiply_dk(self, shared: Shared, base: cute.Pointer, step: Int32):
+    def multiply_dk(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
         """dK += dS^T Q."""
         slot, _ = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.ds_full, step & 1)
         ptx.fence_after_sync()
         columns = self.config.columns
-        self.product_of_tensor(shared.qt, slot, base, (columns.dp, columns.dk), step > 0)
+        b = self.part_of(shared.qt[None, None, slot], work)
+        self.product_of_tensor(b, base, (columns.dp, columns.dk), step > 0)
         products.commit(shared.barriers.q_empty + slot)
 
-    def product_of_tensor(
-        self, b: cute.Tensor, slot: Int32, base: cute.Pointer, columns: tuple, accumulate
-    ):
-        """(keys, head_dim) += a b with a in tensor memory, by halves of the queries.
+    def part_of(self, transposed: cute.Tensor, work: Work) -> cute.Tensor:
+        """The CTA's part of a (head_dim, rows) tile."""
+        shape = (self.config.part, cute.size(transposed, mode=[1]))
+        return cute.local_tile(transposed, shape, (work.part, 0))
+
+    def product_of_tensor(self, b: cute.Tensor, base: cute.Pointer, columns: tuple, accumulate):
+        """(keys, part of head_dim) += a b with a in tensor memory, by halves of the queries.
 
         columns: (of the scores whose halves begin with those of a, of the accumulator).
         """
         product, m = self.config.grads, self.config.tile.m
-        acc = product.accumulator(base, columns[1])
-        b = product.shared_b(b)[None, None, None, slot]
+        acc, operand = product.accumulator(base, columns[1]), product.shared_b(b)
         half = m // HALVES // products.K_STEP
         for part in range(HALVES):
             a = product.tensor_a(base, columns[0] + part * (m // HALVES), m // HALVES)
             steps = (part * half, (part + 1) * half)
-            product.issue(acc, a, b, accumulate if part == 0 else True, steps, part * half)
+            product.issue(acc, a, operand, accumulate if part == 0 else True, steps, part * half)
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, base: cute.Pointer, step: Int32):
-        """dQ = dS K, behind dK's wait for dS."""
+    def multiply_dq(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+        """dQ = dS K, or its part transposed, K^T dS^T; behind dK's wait for dS."""
         if cutlass.const_expr(not self.config.dq_takes_dp):
             cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
             ptx.fence_after_sync()
         product = self.config.dq
-        operands = product.shared_a(shared.dst), product.shared_b(shared.kt)
+        if cutlass.const_expr(self.config.tile.parts == 1):
+            operands = product.shared_a(shared.dst), product.shared_b(shared.kt)
+        else:
+            part = self.part_of(shared.kt, work)
+            operands = product.shared_a(part), product.shared_b(shared.dst)
         acc = product.accumulator(base, self.config.columns.dq)
         product.issue(acc, *operands, False, (0, self.config.tile.n // products.K_STEP))
         products.commit(shared.barriers.dq_full)
@@ -448,7 +469,7 @@ def source(key: KernelKey) -> KernelSource:
         *launches.scalars("i32", "window_left", "window_right"),
     )
     order = ("dq_order",) if key.deterministic else ()
-    accumulators = launches.accumulators(tile.m, key.head_dim, key.deterministic)
+    accumulators = launches.accumulators(tile.m, kernel.config.head_dim, key.deterministic)
     launch = Launch(
         operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
         results=(
@@ -469,7 +490,7 @@ def source(key: KernelKey) -> KernelSource:
         ),
         grid=(
             (
-                Factor(buffer="k", axis=1, divisor=tile.n),
+                Factor(buffer="k", axis=1, divisor=tile.n, multiple=tile.parts),
                 Factor(buffer="k", axis=2),
                 Factor(buffer="k", axis=0),
             ),

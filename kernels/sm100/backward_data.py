@@ -66,16 +66,21 @@ class Config:
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.head_dim = key.head_dim
         self.band = key.band
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim]
+        self.head_dim = self.tile.columns_of_head(key.head_dim)
+        self.part = self.head_dim // self.tile.parts  # columns of dV, dK, dQ that a CTA has
         self.columns = self.tile.columns(key.head_dim)
-        m, n, d = self.tile.m, self.tile.n, key.head_dim
+        m, n = self.tile.m, self.tile.n
         k_major, mn_major = products.K_MAJOR, products.MN_MAJOR
         self.scores = products.Product(self.dtype, n, m, (k_major, k_major))
-        self.grads = products.Product(self.dtype, n, d, (k_major, mn_major), products.TENSOR)
-        self.dq = products.Product(self.dtype, m, d, (mn_major, mn_major))
+        self.grads = products.Product(
+            self.dtype, n, self.part, (k_major, mn_major), products.TENSOR
+        )
+        # With several parts transposed, since 64 queries would fill half of the tensor core.
+        dq_shape = (m, self.part) if self.tile.parts == 1 else (self.part, m)
+        self.dq = products.Product(self.dtype, *dq_shape, (mn_major, mn_major))
 
     @property
     def dq_takes_dp(self) -> bool:
@@ -112,6 +117,7 @@ class Work:
 
     first_key: Int32
     tile: Int32
+    part: Int32  # of head_dim
     kv_head: Int32
     group: Int32
     heads: Int32

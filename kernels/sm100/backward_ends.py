@@ -28,8 +28,8 @@ class Postprocess:
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.head_dim = key.head_dim
         self.tile = BACKWARD_TILES[key.head_dim]
+        self.head_dim = self.tile.columns_of_head(key.head_dim)
 
     @cute.jit
     def __call__(
@@ -78,15 +78,10 @@ class Postprocess:
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         staging = tensors.smem_tensor(storage.dq, layout)[None, None, 0]
-        source = cute.make_tensor(
-            dq_acc + cute.assume(tile_index * (rows * d), divby=rows * d),
-            cute.make_layout((4, rows, d // 4)),
-        )
+        tile_acc = dq_acc + cute.assume(tile_index * (rows * d), divby=rows * d)
         row, side = thread % rows, thread // rows
         for part in cutlass.range(side, d // VECTOR, THREADS // rows, unroll=1):
-            values = cute.make_rmem_tensor((4, 2), Float32)
-            for half in cutlass.range_constexpr(2):
-                cute.autovec_copy(source[None, row, 2 * part + half], values[None, half])
+            values = self.accumulated(tile_acc, row, part * VECTOR)
             rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
             pairs = cute.recast_tensor(rounded, Int32)
             for i in cutlass.range_constexpr(VECTOR // 2):
@@ -103,6 +98,22 @@ class Postprocess:
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0)
 
+    def accumulated(self, tile_acc: cute.Pointer, row: Int32, column: Int32) -> cute.Tensor:
+        """Eight values of a row from a column on."""
+        values = cute.make_rmem_tensor((4, 2), Float32)
+        rows, d, parts = self.tile.m, self.head_dim, self.tile.parts
+        if parts == 1:
+            source = cute.make_tensor(tile_acc, cute.make_layout((4, rows, d // 4)))
+            for half in range(2):
+                cute.autovec_copy(source[None, row, column // 4 + half], values[None, half])
+            return values
+        shape = (4, d // parts, rows // 4, parts)
+        source = cute.make_tensor(tile_acc, cute.make_layout(shape))
+        first, of_part = column % (d // parts), column // (d // parts)
+        for i in range(VECTOR):
+            values[i] = source[row % 4, first + i, row // 4, of_part]
+        return values
+
 
 Postprocess.kernel.set_name_prefix(
     "fa4_bwd_post", remove_cutlass_symbol=True, keep_mangled_name=False
@@ -114,7 +125,8 @@ Postprocess.__call__.set_name_prefix(
 
 def pre_source(key: KernelKey) -> KernelSource:
     """The preprocessing kernel of a key, with its launch."""
-    return backward_pre.source(key, BACKWARD_TILES[key.head_dim].m)
+    tile = BACKWARD_TILES[key.head_dim]
+    return backward_pre.source(key, tile.m, tile.columns_of_head(key.head_dim))
 
 
 def post_source(key: KernelKey) -> KernelSource:
@@ -138,7 +150,7 @@ def post_source(key: KernelKey) -> KernelSource:
             ),
             grid=grid(tile.m),
             block=(THREADS, 1, 1),
-            dynamic_smem_bytes=tile.m * key.head_dim * 2,
+            dynamic_smem_bytes=tile.m * tile.columns_of_head(key.head_dim) * 2,
         ),
         tile={"m": tile.m},
         symbol_prefix="fa4_bwd_post",

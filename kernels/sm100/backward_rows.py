@@ -160,13 +160,17 @@ class RowRoles:
         position: (half, the thread's key in the tile, steps).
         """
         half, key_row, steps = position
-        columns, d = self.config.columns, self.config.head_dim
+        columns, d = self.config.columns, self.config.part
+        dv, dk = (
+            cute.local_tile(memory, (self.config.tile.n, d), (0, work.part))
+            for memory in (shared.v, shared.k)
+        )
         if steps > 0:
             cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
             ptx.fence_after_sync()
         for part in cutlass.range_constexpr(HALVES):
             if half == part:
-                column, staging = ((columns.dv, shared.v), (columns.dk, shared.k))[part]
+                column, staging = ((columns.dv, dv), (columns.dk, dk))[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base(base.toint()) + column
                 # A loop that stays one, as in the forward's write_output.
@@ -187,33 +191,36 @@ class RowRoles:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == first_warp:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-            target = cute.local_tile(kv, (self.config.tile.n, d), (work.tile, 0))
+            target = cute.local_tile(kv, (self.config.tile.n, d), (work.tile, work.part))
             with cute.arch.elect_one():
-                tensors.tma_store(maps.dv, shared.v, target)
-                tensors.tma_store(maps.dk, shared.k, target)
+                tensors.tma_store(maps.dv, dv, target)
+                tensors.tma_store(maps.dk, dk, target)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def reduce(self, shared: Shared, work: Work, rows: Rows, base: cute.Pointer):
         """Reduce warps: dQ of every step is added to dq_acc (backward.py, Note [dq_acc])."""
-        tile, d = self.config.tile, self.config.head_dim
+        tile, tile_size = self.config.tile, self.config.tile.m * self.config.head_dim
+        count = self.config.part if tile.parts == 1 else tile.m
+        lanes = WARPS_OF_ROLE["reduce"][1] * 32
         thread, _, _ = cute.arch.thread_idx()
         first = products.lane_base(base.toint()) + self.config.columns.dq
         for step in cutlass.range(work.steps(), unroll=1):
             head, block = work.step(step, self.config.deterministic)
             query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
-            target = rows.dq_acc + query_tile * (tile.m * d) + thread * 4
+            target = rows.dq_acc + query_tile * tile_size + work.part * (lanes * count)
+            target = target + thread * 4
             cute.arch.mbarrier_wait(shared.barriers.dq_full, step & 1)
             ptx.fence_after_sync()
-            values = ptx.tmem_load(first, d)
+            values = ptx.tmem_load(first, count)
             ptx.fence_before_sync()
             products.arrive(shared.barriers.dq_empty)
             if cutlass.const_expr(self.config.deterministic):
                 cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
-            for chunk in cutlass.range_constexpr(d // 4):
+            for chunk in cutlass.range_constexpr(count // 4):
                 common_ptx.reduce_add_v4(
-                    target + chunk * (tile.m * 4), values[4 * chunk : 4 * chunk + 4]
+                    target + chunk * (lanes * 4), values[4 * chunk : 4 * chunk + 4]
                 )
             if cutlass.const_expr(self.config.deterministic):
                 products.arrive(shared.barriers.added)

@@ -16,7 +16,7 @@ every block i: O S(i+2).
 
     barrier      from -> to                     once per
     q_full       load -> mma                    query tile
-    q_empty      mma -> load                    query tile
+    q_empty      mma or store -> load           tile of the CTA
     kv_full      load -> mma                    block of K or V
     kv_empty     mma -> load                    block of K or V
     s_full       mma -> softmax                 block
@@ -175,9 +175,7 @@ class Forward:
                     for i in cutlass.range_constexpr(barrier_count(name, tile)):
                         cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
         cute.arch.mbarrier_init_fence()
-        ptx.fence_before_sync()
         cute.arch.sync_threads()
-        ptx.fence_after_sync()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
 
         sizes = (batch, query_length, key_length, heads, kv_heads)
@@ -203,10 +201,8 @@ class Forward:
                 self.load(maps, shared, schedule)
             elif warp == WARPS_OF_ROLE["store"][0]:
                 self.store(maps, shared, schedule)
-        ptx.fence_before_sync()
         cute.arch.sync_threads()
         if warp == mma_warp:
-            ptx.fence_after_sync()
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
 
     @cute.jit
@@ -236,9 +232,8 @@ class Forward:
     @cute.jit
     def await_query_memory(self, shared: Shared, uses: Int32):
         """Waits until the query tiles' memory has been left as often as it has been used."""
-        for t in cutlass.range_constexpr(self.config.tile.query_tiles):
-            # The first pass finds it empty: parity 1 passes on a new barrier.
-            cute.arch.mbarrier_wait(shared.barriers.q_empty + t, (uses & 1) ^ 1)
+        # The first pass finds it empty: parity 1 passes on a new barrier.
+        cute.arch.mbarrier_wait(shared.barriers.q_empty, (uses & 1) ^ 1)
 
     @cute.jit
     def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32):
@@ -341,21 +336,23 @@ class Forward:
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty + v_slot)
                 if step + ahead < count:
-                    k_slot = self.await_block(shared, position)
+                    k_slot = self.await_block(shared, position, t == 0)
                     self.multiply_scores(shared, base, t, k_slot, used + step + ahead)
                     if cutlass.const_expr(t == tiles - 1):
                         products.commit(barriers.kv_empty + k_slot)
             if step + ahead < count:
                 position += 1
         if cutlass.const_expr(tile.own_output):
-            for t in cutlass.range_constexpr(tiles):
-                products.commit(barriers.q_empty + t)
+            products.commit(barriers.q_empty)
 
     @cute.jit
-    def await_block(self, shared: Shared, position: Int32) -> Int32:
-        """Waits for a load into the ring; returns its slot."""
+    def await_block(
+        self, shared: Shared, position: Int32, first: cutlass.Constexpr[bool] = True
+    ) -> Int32:
+        """Waits for a load into the ring, if this is its first use; returns its slot."""
         slot, phase = tensors.ring_slot(position, self.config.tile.kv_stages)
-        cute.arch.mbarrier_wait(shared.barriers.kv_full + slot, phase)
+        if cutlass.const_expr(first):
+            cute.arch.mbarrier_wait(shared.barriers.kv_full + slot, phase)
         return slot
 
     @cute.jit
@@ -424,16 +421,14 @@ class Forward:
                             o = cute.local_tile(shared.o[None, None, t], (UNIT, d), (unit, 0))
                             tensors.tma_store(maps.o, o, target)
                         cute.arch.cp_async_bulk_commit_group()
-                for t in cutlass.range_constexpr(tile.query_tiles):
-                    with cute.arch.elect_one():
+                # Behind the last tile, too: shared memory outlives what the stores read.
+                with cute.arch.elect_one():
+                    for t in cutlass.range_constexpr(tile.query_tiles):
                         cute.arch.cp_async_bulk_wait_group(tile.query_tiles - 1 - t, read=True)
-                    products.arrive(shared.barriers.out_empty + t)
+                        cute.arch.mbarrier_arrive(shared.barriers.out_empty + t)
                     if cutlass.const_expr(not tile.own_output):
-                        products.arrive(shared.barriers.q_empty + t)
+                        cute.arch.mbarrier_arrive(shared.barriers.q_empty)
                 turns += 1
-        # Shared memory and the CTA outlive the last store.
-        with cute.arch.elect_one():
-            cute.arch.cp_async_bulk_wait_group(0)
 
 
 Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)

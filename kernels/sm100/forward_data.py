@@ -25,7 +25,7 @@ WARPS_OF_ROLE = {
 ARRIVALS = {
     # barrier: arrivals that complete a phase. barrier_count says how many of each there are.
     "q_full": 1,  # load warp, with the bytes of a query tile
-    "q_empty": 1,  # commit behind the last scores; or store warp, if the output took the memory
+    "q_empty": 1,  # commit behind the last product; or store warp, if the output took the memory
     "kv_full": 1,  # load warp, with the bytes of a block
     "kv_empty": 1,  # commit behind the last product that reads the block
     "s_full": 1,  # commit behind the scores of a block
@@ -150,6 +150,8 @@ def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
 
 def barrier_count(name: str, tile: ForwardTile) -> int:
     """How many barriers of a name there are: by stage of the ring, by buffer or by query tile."""
+    if name == "q_empty":
+        return 1
     if name.startswith("kv"):
         return tile.kv_stages
     return BUFFERS if name in ("s_full", "p_early", "p_late") else tile.query_tiles

@@ -83,11 +83,14 @@ class RowRoles:
                 phases = ((end, right, True), (right, begin, False))
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
+                # Without a band at most one block is masked, which is the first.
+                first = masked and not self.config.band
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+                    later = False if cutlass.const_expr(first) else block != end - 1
                     reference, row_sum = self.soften_block(
                         shared,
                         base,
-                        (t, lane_row, block, used + end - 1 - block, block != end - 1),
+                        (t, lane_row, block, used + end - 1 - block, later),
                         (reference, row_sum),
                         scales,
                         (low, high),
@@ -182,11 +185,10 @@ class RowRoles:
     def correct_tile(self, shared: Shared, base: cute.Pointer, used: Int32, count: Int32):
         """Rescales the accumulators block by block, after `used` blocks of other tiles."""
         tiles, alone = self.config.tile.query_tiles, self.config.tile.query_tiles == 1
-        for t in cutlass.range_constexpr(tiles):
-            # The first product of a tile overwrites O, which these warps have read by now.
-            buffer, _ = self.config.buffer(t, used)
-            ptx.fence_before_sync()
-            products.arrive(shared.barriers.p_early + buffer)
+        # The first product of a tile overwrites O, which these warps have read by now.
+        buffers = [self.config.buffer(t, used)[0] for t in range(tiles)]
+        ptx.fence_before_sync()
+        products.arrive(*(shared.barriers.p_early + buffer for buffer in buffers))
         for step in cutlass.range(1, count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
                 buffer, _ = self.config.buffer(t, used + step)

@@ -94,8 +94,9 @@ def lane_base(base: Int32) -> Int32:
     return base + ((cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21)
 
 
-def arrive(barrier: cute.Pointer):
-    """One arrival per warp, behind what all its lanes did."""
+def arrive(*barriers: cute.Pointer):
+    """One arrival per warp at each barrier, behind what all its lanes did."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+        for barrier in barriers:
+            cute.arch.mbarrier_arrive(barrier)

@@ -129,32 +129,43 @@ class BackwardTile:
 
     Attributes:
       stages: depth of the Q ring and of the dO ring.
+      m: query rows of a step.
+      parts: of head_dim: a CTA has the scores whole, but only one part of the columns of dV, dK and
+        dQ, where tensor memory has no room for all.
+      width: columns of head_dim that a CTA computes with; None for head_dim.
       span_bytes: swizzle span of the operand tiles.
       registers: by role.
     """
 
     stages: int
+    m: int = 128
+    parts: int = 1
+    width: int | None = None
     span_bytes: int = 128
     registers: BackwardRegisters = BackwardRegisters(152, 136, 88)
 
-    m = 128  # query rows of a step
     n = 128  # keys of a CTA: one per lane of tensor memory
 
     @property
     def threads(self) -> int:
         return WARPS * 32
 
+    def columns_of_head(self, head_dim: int) -> int:
+        """`width`, for a kernel of this head_dim."""
+        return self.width or head_dim
+
     def smem_bytes(self, head_dim: int) -> int:
         """Barriers, LSE and delta (3 KiB with padding); K, V; the rings of Q and dO; dS."""
         rows = 2 * self.n + 2 * self.stages * self.m
-        return 3 * 1024 + rows * head_dim * 2 + self.n * self.m * 2
+        return 3 * 1024 + rows * self.columns_of_head(head_dim) * 2 + self.n * self.m * 2
 
     def columns(self, head_dim: int) -> BackwardColumns:
         """What lives where in tensor memory; dQ takes dP's columns where there are no others."""
-        m, d = self.m, head_dim
-        own_dq = 2 * m + 3 * d <= TENSOR_MEMORY_COLUMNS
-        dv, dk = 2 * m, 2 * m + d
-        return BackwardColumns(s=0, dp=m, dv=dv, dk=dk, dq=dk + d if own_dq else m)
+        part = self.columns_of_head(head_dim) // self.parts
+        dq = part if self.parts == 1 else self.m
+        dv, dk = 2 * self.m, 2 * self.m + part
+        own_dq = dk + part + dq <= TENSOR_MEMORY_COLUMNS
+        return BackwardColumns(s=0, dp=self.m, dv=dv, dk=dk, dq=dk + part if own_dq else self.m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,4 +188,6 @@ BACKWARD_TILES: dict[int, BackwardTile] = {
     64: BackwardTile(stages=2),
     96: BackwardTile(stages=2, span_bytes=64),
     128: BackwardTile(stages=2),
+    192: BackwardTile(stages=1, m=64, parts=2, width=256),
+    256: BackwardTile(stages=1, m=64, parts=2),
 }

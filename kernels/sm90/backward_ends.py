@@ -116,7 +116,7 @@ Postprocess.__call__.set_name_prefix(
 
 def pre_source(key: KernelKey) -> KernelSource:
     """The preprocessing kernel of a key, with its launch."""
-    return backward_pre.source(key, BACKWARD_TILES[key.head_dim].m)
+    return backward_pre.source(key, BACKWARD_TILES[key.head_dim].m, key.head_dim)
 
 
 def post_source(key: KernelKey) -> KernelSource:

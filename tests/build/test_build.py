@@ -41,20 +41,15 @@ def test_key_list() -> None:
         mine = [key for key in keys if key.arch == arch]
         return {kernel: sum(key.kernel is kernel for key in mine) for kernel in Pass}
 
-    # Per dtype and tile: band or not; polynomial or not, deterministic or not, both up to 128.
-    assert counts("sm_100f") == {
-        Pass.FORWARD: 2 * (3 * 4 + 2 * 2),
-        Pass.BACKWARD_PRE: 2 * 3 * 2,
-        Pass.BACKWARD: 2 * 3 * 2 * 2,
-        Pass.BACKWARD_POST: 2 * 3,
-    }
     # Per dtype and tile: band or not; deterministic or not.
-    assert counts("sm_90a") == {
-        Pass.FORWARD: 2 * 5 * 2,
+    backward = {
         Pass.BACKWARD_PRE: 2 * 5 * 2,
         Pass.BACKWARD: 2 * 5 * 2 * 2,
         Pass.BACKWARD_POST: 2 * 5,
     }
+    assert counts("sm_90a") == {Pass.FORWARD: 2 * 5 * 2} | backward
+    # Polynomial or not up to 128.
+    assert counts("sm_100f") == {Pass.FORWARD: 2 * (3 * 4 + 2 * 2)} | backward
 
 
 def test_installation_is_whole() -> None:

@@ -55,6 +55,17 @@ CASES = (
         deterministic=True,
     ),
     Case(**_ONE, query_length=129, key_length=257, head_dim=128, numerics="exact"),
+    Case(batch=1, heads=(2, 1), query_length=70, key_length=150, head_dim=256, is_causal=True),
+    Case(
+        **_ONE,
+        query_length=100,
+        key_length=190,
+        head_dim=192,
+        query_lengths=(70,),
+        key_lengths=(130,),
+        poison=True,
+        deterministic=True,
+    ),
 )
 
 
