@@ -157,15 +157,14 @@ BLACKWELL = (
 )
 
 
-@pytest.mark.skipif("sm_100f" not in catalogue.ARCHITECTURES, reason="no kernels for sm_100f yet")
 @pytest.mark.parametrize(
     ("case", "how"),
     list(zip(BLACKWELL, HOW, strict=False)),
     ids=lambda value: value.id if isinstance(value, Case) else "",
 )
-def test_blackwell_forward_conforms(blackwell: Gpu, case: Case, how: str, seed: int) -> None:
-    verdicts = blackwell(emulated_gpu.verdicts, case, seed, how, False)
-    assert [verdict.name for verdict in verdicts] == ["output", "lse"]
+def test_blackwell_conforms(blackwell: Gpu, case: Case, how: str, seed: int) -> None:
+    verdicts = blackwell(emulated_gpu.verdicts, case, seed, how)
+    assert [verdict.name for verdict in verdicts] == ["output", "lse", "dq", "dk", "dv"]
     assert not [verdict for verdict in verdicts if verdict.failure]
 
 

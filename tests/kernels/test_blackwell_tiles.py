@@ -108,3 +108,54 @@ def test_arrivals_follow_from_the_roles() -> None:
     )
     environment = os.environ | {"CUTE_DSL_ARCH": "sm_100f"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment, check=True)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
+def test_backward_tile_fits(head_dim: int) -> None:
+    tile = tiles.BACKWARD_TILES[head_dim]
+    width = tile.columns_of_head(head_dim)
+    assert tile.smem_bytes(head_dim) <= tiles.MAX_DYNAMIC_SMEM_BYTES
+    assert width >= head_dim and width // tile.parts * 2 % tile.span_bytes == 0
+    budget = tile.registers
+    assert all(count % 8 == 0 for count in (budget.reduce, budget.compute, budget.others))
+    warpgroups = budget.reduce + 2 * budget.compute + budget.others
+    assert warpgroups * 128 <= tiles.REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
+def test_backward_tensor_memory_is_disjoint_where_live(head_dim: int) -> None:
+    """S, dP, dV, dK apart; dQ apart from all but, where declared, dP."""
+    tile = tiles.BACKWARD_TILES[head_dim]
+    columns, part = tile.columns(head_dim), tile.columns_of_head(head_dim) // tile.parts
+    dq_width = part if tile.parts == 1 else tile.m
+    areas = {
+        "s": (columns.s, tile.m),
+        "dp": (columns.dp, tile.m),
+        "dv": (columns.dv, part),
+        "dk": (columns.dk, part),
+        "dq": (columns.dq, dq_width),
+    }
+    if columns.dq == columns.dp:
+        assert dq_width <= tile.m
+        del areas["dq"]
+    used = [column for first, width in areas.values() for column in range(first, first + width)]
+    assert len(used) == len(set(used)) and max(used) < tiles.TENSOR_MEMORY_COLUMNS
+
+
+def test_backward_arrivals_follow_from_the_roles() -> None:
+    """As for the forward; every compute warp reads what Q and dO bring along."""
+    source = (
+        "from kernels.sm100.backward_data import ARRIVALS as a, WARPS_OF_ROLE as roles, Barriers\n"
+        "import dataclasses\n"
+        "warps = {role: count for role, (_, count) in roles.items()}\n"
+        "assert a['p_full'] == a['ds_full'] == warps['compute'] == 8\n"
+        "assert a['q_empty'] == a['do_empty'] == 1 + warps['compute']\n"
+        "assert a['dq_empty'] == a['added'] == warps['reduce'] == 4\n"
+        "many = {'p_full', 'ds_full', 'q_empty', 'do_empty', 'dq_empty', 'added'}\n"
+        "assert all(a[name] == 1 for name in set(a) - many)\n"
+        "assert [f.name for f in dataclasses.fields(Barriers)] == list(a)\n"
+        "taken = [w for first, count in roles.values() for w in range(first, first + count)]\n"
+        "assert len(taken) == len(set(taken)) <= 16\n"
+    )
+    environment = os.environ | {"CUTE_DSL_ARCH": "sm_100f"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment, check=True)
