@@ -1,0 +1,150 @@
+"""Compiles kernels of flash-attn-4, in a process of its own for every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import types
+from typing import Any
+
+from kernels.emulator.interop import torch_stand_in
+from kernels.emulator.interop.host_code import Compiled
+
+_PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
+_ALIGNED_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is fixed when a kernel is compiled.
+
+    Attributes:
+      head_dim, head_dim_v: of queries and keys, and of values.
+      two_ctas: None lets flash-attn-4 choose.
+      multiprocessors: of the device; a constant of persistent kernels.
+    """
+
+    arch: str
+    head_dim: int
+    head_dim_v: int
+    is_causal: bool
+    two_ctas: bool | None = None
+    multiprocessors: int = 4
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is compiled, and by what."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def prepare_process(arch: str) -> None:
+    """Readies this process for one architecture. Must run before cutlass is first imported."""
+    if "cutlass" in sys.modules:
+        raise RuntimeError(f"cutlass was imported before CUTE_DSL_ARCH={arch} was set")
+    os.environ |= {"CUTE_DSL_ARCH": arch, "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
+    os.environ |= {"FLASH_ATTENTION_ARCH": arch, "QUACK_ARCH": arch}
+    torch_stand_in.install()
+    for name in ("quack", "flash_attn.cute"):
+        _bare_package(name)
+    importlib.import_module("quack.dsl")
+
+
+def _bare_package(name: str) -> None:
+    """Makes a package's modules importable without its __init__, which wants all of torch."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations is not None
+    module = types.ModuleType(name)
+    module.__path__ = list(spec.submodule_search_locations)
+    sys.modules[name] = module
+
+
+def compile_forward(variant: Variant) -> Compiled:
+    """Compiles the forward kernel as flash-attn-4 configures it for long sequences."""
+    kernel = _forward(variant)
+    from kernels.emulator.interop import hosts
+
+    return _compile(hosts.Forward(kernel), hosts.forward_arguments(), variant)
+
+
+def _forward(variant: Variant) -> Any:
+    selection = importlib.import_module("flash_attn.cute.config")
+    capability = int(re.sub(r"\D", "", variant.arch))
+    length = 8192
+    inputs = selection.FwdHeuristicInputs(
+        device_arch=capability,
+        num_sms=variant.multiprocessors,
+        dtype="bfloat16",
+        head_dim=variant.head_dim,
+        head_dim_v=variant.head_dim_v,
+        num_heads=1,
+        num_heads_kv=1,
+        batch_size=1,
+        total_q=length,
+        total_k=length,
+        max_seqlen_q=length,
+        max_seqlen_k=length,
+        causal=variant.is_causal,
+        has_lse=True,
+        requested_num_splits=1,
+        disable_2cta=variant.two_ctas is False,
+    )
+    chosen = selection.select_fwd_config(inputs)
+    if variant.two_ctas and not chosen.use_2cta_instrs:
+        raise NotImplementedError(f"flash-attn-4 has no pairs of CTAs for {variant}")
+    if capability == 90:
+        module = importlib.import_module("flash_attn.cute.flash_fwd_sm90")
+        cutlass = importlib.import_module("cutlass")
+        return module.FlashAttentionForwardSm90(
+            cutlass.BFloat16,
+            variant.head_dim,
+            variant.head_dim_v,
+            is_causal=variant.is_causal,
+            tile_m=chosen.tile_m,
+            tile_n=chosen.tile_n,
+            num_stages=2,
+            num_threads=(chosen.tile_m // 64 + 1) * 128,
+            intra_wg_overlap=chosen.intra_wg_overlap,
+            mma_pv_is_rs=chosen.mma_pv_is_rs,
+        )
+    module = importlib.import_module("flash_attn.cute.flash_fwd_sm100")
+    return module.FlashAttentionForwardSm100(
+        variant.head_dim,
+        variant.head_dim_v,
+        is_causal=variant.is_causal,
+        m_block_size=chosen.tile_m,
+        n_block_size=chosen.tile_n,
+        q_stage=chosen.q_stage,
+        is_static_persistent=chosen.is_static_persistent,
+        use_2cta_instrs=chosen.use_2cta_instrs,
+        use_s_ping_pong=chosen.use_s_ping_pong,
+    )
+
+
+def _compile(host: Any, arguments: tuple[Any, ...], variant: Variant) -> Compiled:
+    import cutlass
+    import cutlass.cute as cute
+
+    from kernels.emulator.interop import hosts
+
+    hosts.Hardware.multiprocessors = variant.multiprocessors
+    schedulers = importlib.import_module("flash_attn.cute.tile_scheduler")
+    for module in (cutlass.utils, schedulers):
+        vars(module)["HardwareInfo"] = hosts.Hardware
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {variant.arch} --keep-ptx --dump-dir {folder}"
+        compiled = cute.compile(host, *arguments, options=options)
+        compiled.export_to_c(folder, "host", function_prefix="host")
+        header = pathlib.Path(folder, "host.h").read_text()
+        entry = re.search(r"void (_mlir_\w*_mlir_ciface_\w+)\(void \*\*args", header)
+        if entry is None:
+            raise ValueError("no entry point in the header of the host code")
+        return Compiled(
+            compiled.__ptx__, pathlib.Path(folder, "host.o").read_bytes(), entry[1], "host"
+        )

@@ -1,0 +1,137 @@
+"""Runs a compiled kernel on the emulator and compares with the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import Inputs, oracle
+from kernels import emulator
+from kernels.emulator import Policy, Report
+from kernels.emulator.interop.host_code import Compiled, HostCode, Tensor
+from kernels.emulator.memory import uninitialised
+from kernels.emulator.trace import Trace
+
+_FIRST_ADDRESS = 0x1_0000_0000
+_GAP = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of one attention call, and of its inputs.
+
+    Attributes:
+      growing: keys grow along the sequence, so that row maxima do and the rescale is run.
+    """
+
+    query_length: int
+    key_length: int
+    batch: int = 1
+    heads: int = 1
+    growing: bool = False
+
+
+def make_inputs(problem: Problem, head_dim: int, head_dim_v: int, seed: int = 0) -> Inputs:
+    """Random bf16 inputs [B, T, N, H]; the cotangents have the shapes of the results."""
+    rng = np.random.default_rng(seed)
+    rows = (problem.batch, problem.query_length, problem.heads)
+    keys = (problem.batch, problem.key_length, problem.heads)
+    query, key = rng.normal(size=(*rows, head_dim)), rng.normal(size=(*keys, head_dim))
+    if problem.growing:
+        query = np.abs(query)
+        key += np.linspace(0, 4, problem.key_length)[None, :, None, None]
+    value, output_bar = rng.normal(size=(*keys, head_dim_v)), rng.normal(size=(*rows, head_dim_v))
+    lse_bar = np.zeros((problem.batch, problem.heads, problem.query_length), np.float32)
+    query, key, value, output_bar = (
+        x.astype(ml_dtypes.bfloat16) for x in (query, key, value, output_bar)
+    )
+    return Inputs(query, key, value, output_bar, lse_bar)
+
+
+def place(arrays: dict[str, np.ndarray]) -> tuple[dict[str, Tensor], dict[int, np.ndarray]]:
+    """Addresses for arrays far apart: arguments by name, and the memory of a launch."""
+    tensors, memory, address = {}, {}, _FIRST_ADDRESS
+    for name, array in arrays.items():
+        tensors[name] = Tensor.of(address, array)
+        memory[address] = array.reshape(-1).view(np.uint8)
+        address += -(-array.nbytes // _GAP) * _GAP + _GAP
+    return tensors, memory
+
+
+def fresh(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """An array of NaN patterns."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return uninitialised(size).view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a forward gave.
+
+    Attributes:
+      output: [B, T, N, H].
+      lse: [B, N, T].
+    """
+
+    output: np.ndarray
+    lse: np.ndarray
+    report: Report
+
+
+def forward(
+    compiled: Compiled,
+    inputs: Inputs,
+    policy: Policy,
+    seed: int = 0,
+    trace: Trace | None = None,
+    roles: dict[str, tuple[int, ...]] | None = None,
+) -> Outcome:
+    """Launches a forward kernel as its own host code does."""
+    b, t, n, d = inputs.query.shape
+    output = fresh((b, t, n, inputs.value.shape[-1]), ml_dtypes.bfloat16)
+    lse = fresh((b, n, t), np.float32)
+    arrays = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "o": output, "lse": lse}
+    tensors, memory = place(arrays)
+    launch = HostCode(compiled).launch([*tensors.values(), d**-0.5, None])
+    report = emulator.launch(
+        compiled.ptx,
+        launch.symbol,
+        grid=launch.grid,
+        block=launch.block,
+        cluster=launch.cluster,
+        dynamic_smem=launch.dynamic_smem_bytes,
+        params=launch.params,
+        memory=memory,
+        policy=policy,
+        seed=seed,
+        trace=trace,
+        roles=roles,
+    )
+    return Outcome(output, lse, report)
+
+
+def expected(problem: Problem, inputs: Inputs, is_causal: bool) -> dict[str, np.ndarray]:
+    """The oracle's results; the causal diagonal ends in the lower right corner."""
+    case = Case(
+        head_dim=inputs.query.shape[-1],
+        batch=problem.batch,
+        heads=(problem.heads, problem.heads),
+        query_length=problem.query_length,
+        key_length=problem.key_length,
+        is_causal=is_causal,
+        query_offset=problem.key_length - problem.query_length,
+    )
+    return oracle(case, inputs)
+
+
+def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
+    """|actual - wanted| / |wanted| in the Euclidean norm; infinities must be at the same places."""
+    finite = np.isfinite(wanted)
+    if not np.array_equal(np.asarray(actual[~finite], np.float64), wanted[~finite]):
+        return float("inf")
+    difference = actual[finite].astype(np.float64) - wanted[finite]
+    error = float(np.linalg.norm(difference) / np.linalg.norm(wanted[finite]))
+    return error if np.isfinite(error) else float("inf")
