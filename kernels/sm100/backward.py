@@ -204,13 +204,13 @@ class Backward:
         work = self.assign(extents, sizes, (window_left, window_right))
         budget = tile.registers
         if warp < WARPS_OF_ROLE["compute"][0]:
-            cute.arch.setmaxregister_increase(budget.reduce)
+            ptx.set_registers(budget.reduce)
             self.rows.reduce(shared, work, rows, base)
         elif warp < mma_warp:
-            cute.arch.setmaxregister_increase(budget.compute)
+            ptx.set_registers(budget.compute)
             self.rows.compute(maps, shared, work, base, (scale_log2, scale))
         else:
-            cute.arch.setmaxregister_decrease(budget.others)
+            ptx.set_registers(budget.others)
             if warp == mma_warp:
                 self.multiply(shared, work, base)
             elif warp == WARPS_OF_ROLE["load"][0]:

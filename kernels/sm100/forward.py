@@ -184,16 +184,16 @@ class Forward:
         first_correction, _ = WARPS_OF_ROLE["correction"]
         # Each role makes its schedule: made once, its values would take registers of all of them.
         if warp < first_correction:
-            cute.arch.setmaxregister_increase(budget.softmax)
+            ptx.set_registers(budget.softmax)
             if warp // 4 < tile.query_tiles:
                 schedule = make_schedule(extents, sizes, window, tile.m)
                 scales = (scale_log2, rescale_threshold_log2)
                 self.rows.soften(shared, schedule, base, lse, scales)
         elif warp < mma_warp:
-            cute.arch.setmaxregister_decrease(budget.correction)
+            ptx.set_registers(budget.correction)
             self.rows.correct(shared, make_schedule(extents, sizes, window, tile.m), base)
         else:
-            cute.arch.setmaxregister_decrease(budget.others)
+            ptx.set_registers(budget.others)
             schedule = make_schedule(extents, sizes, window, tile.m)
             if warp == mma_warp:
                 self.multiply(shared, schedule, base)

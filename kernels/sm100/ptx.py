@@ -73,3 +73,11 @@ def add_exponent(value: Float32, whole: Float32) -> Float32:
         write_only_types=[Float32],
         read_only_args=[value, whole],
     )
+
+
+def set_registers(count: int):
+    """setmaxnreg: more or fewer registers than the 128 that 512 threads are launched with."""
+    if count >= 128:
+        cute.arch.setmaxregister_increase(count)
+    else:
+        cute.arch.setmaxregister_decrease(count)

@@ -188,6 +188,8 @@ BACKWARD_TILES: dict[int, BackwardTile] = {
     64: BackwardTile(stages=2),
     96: BackwardTile(stages=2, span_bytes=64),
     128: BackwardTile(stages=2),
-    192: BackwardTile(stages=1, m=64, parts=2, width=256),
-    256: BackwardTile(stages=1, m=64, parts=2),
+    192: BackwardTile(
+        stages=1, m=64, parts=2, width=256, registers=BackwardRegisters(120, 144, 104)
+    ),
+    256: BackwardTile(stages=1, m=64, parts=2, registers=BackwardRegisters(120, 144, 104)),
 }
