@@ -189,6 +189,7 @@ def _load_stream(tiles: Tiles, stages: int) -> Program:
     return Program(
         body=body,
         copies=_STREAM_COPIES,
+        together=tiles.every_sm,
         counts={tiles.load_mnemonic: stages},
         registers=_REGISTERS,
         setup=f"{init_barriers(stages)}\n{tiles.setup()}\n{first}",
@@ -221,6 +222,7 @@ def _store_stream(tiles: Tiles, stages: int) -> Program:
     return Program(
         body=body,
         copies=_STREAM_COPIES,
+        together=tiles.every_sm,
         counts={tiles.store_mnemonic: stages},
         registers=_REGISTERS,
         setup=f"{fill_shared(_TILES + stages * tiles.tile_bytes)}\n{tiles.setup()}",

@@ -11,7 +11,16 @@ import numpy as np
 
 from benchmarks.micro.copies import COLUMNS, DATA_BYTES, ROW_BYTES
 from benchmarks.micro.grids import Spin
-from benchmarks.micro.program import ENTRY, FIELDS, PER_SM, Chase, Launch, Measurement, Tensor
+from benchmarks.micro.program import (
+    ENTRY,
+    FIELDS,
+    PER_SM,
+    Chase,
+    Launch,
+    Measurement,
+    Tensor,
+    result_bytes,
+)
 
 # Compiled code without type stubs; only machines with a GPU have to have it.
 driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -115,8 +124,7 @@ class Device:
         """Words that the warps leave: [launches in a row, CTAs, warps, FIELDS]."""
         ctas = self.multiprocessors if launch.ctas == PER_SM else launch.ctas
         warps = launch.threads // 32
-        # The words of the warps, then one sink of 32 bits per thread.
-        one_launch = ctas * warps * (8 * FIELDS + 4 * 32)
+        one_launch = result_bytes(ctas, launch.threads)
         if launch.in_a_row * one_launch > _RESULT_BYTES:
             raise ValueError(f"{launch}: leaves more than {_RESULT_BYTES} bytes")
         check(driver.cuMemsetD8(self._results, 0, launch.in_a_row * one_launch))

@@ -14,7 +14,7 @@ from benchmarks.micro.program import (
     latency,
 )
 
-WIDTHS = (64, 80, 96, 128, 192, 256)
+WIDTHS = (32, 48, 64, 80, 96, 128, 192, 256)
 TRANSPOSED_WIDTHS = (64, 128, 256)
 WARPGROUPS = (1, 2, 3)
 _COPIES = 16
@@ -89,13 +89,22 @@ class Product:
             transposes += f"{int(self.b_transposed)}"
         return f"{self.mnemonic} {d}, {a}, %b{step}, %accumulate, 1, 1, {transposes};"
 
-    def program(self, copies: int, alone: bool) -> Program:
-        """Products in one group, or each in a group of its own that is waited for."""
+    def program(self, copies: int, alone: bool, stores: int = 0) -> Program:
+        """Products in one group, or each in a group of its own that is waited for.
+
+        Behind each, every thread stores 16 bytes `stores` times, to memory that is no operand.
+        """
+        own = _A_BYTES + self.b_bytes  # where each thread's stores go
         begin = "wgmma.fence.sync.aligned;"
         end = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
 
+        store = "st.volatile.shared.v4.b32 [%own], {%own, %own, %own, %own};"
+
         def body(copies: int) -> str:
-            products = [self.instruction(k % _K_STEPS) for k in range(copies)]
+            products = [
+                "\n".join([self.instruction(k % _K_STEPS), *[store] * stores])
+                for k in range(copies)
+            ]
             if alone:
                 return "\n".join(f"{begin}\n{product}\n{end}" for product in products)
             return "\n".join([begin, *products, end])
@@ -103,22 +112,25 @@ class Product:
         return Program(
             body=body,
             copies=copies,
-            counts={self.mnemonic: 1},
+            counts={self.mnemonic: 1} | ({"st.volatile.shared": stores} if stores else {}),
             registers=f"""\
+.reg .b32 %own;
 .reg .f32 %d<{self.n // 2}>;
 .reg .b32 %f<4>, %bits;
 .reg .b64 %a<{_K_STEPS}>, %b<{_K_STEPS}>;
 .reg .pred %accumulate;""",
-            setup=self.setup(),
+            setup=f"{self.setup()}\nshl.b32 %own, %thread, 4;\nadd.s32 %own, %own, {own};\n"
+            "add.s32 %own, %own, %shared;",
             finish="mov.b32 %bits, %d0;",
             sinks=("%bits",),
             most_threads=128 * WARPGROUPS[-1],
         )
 
 
-def _rate(product: Product, warpgroups: int) -> Measurement:
-    program = product.program(_COPIES, alone=False)
-    name = f"{product.name}/throughput/{warpgroups} warpgroups"
+def _rate(product: Product, warpgroups: int, stores: int = 0) -> Measurement:
+    program = product.program(_COPIES, alone=False, stores=stores)
+    stored = f" + {stores} st.shared.v4" if stores else ""
+    name = f"{product.name}{stored}/throughput/{warpgroups} warpgroups"
 
     def constant(words, launch: Launch) -> float:
         return cycles_of_copy(words, launch, program.copies) / warpgroups
@@ -145,4 +157,10 @@ def measurements() -> list[Measurement]:
         found += [_rate(product, warpgroups) for warpgroups in WARPGROUPS]
         single = product.program(2, alone=True)
         found.append(latency(f"{product.name}/latency", single, _launch(1)))
+    # Do the products' operands and stores share one port?
+    found += [
+        _rate(Product(n, in_registers), 1, stores)
+        for n, in_registers in ((64, False), (128, False), (128, True))
+        for stores in (1, 2, 4)
+    ]
     return found

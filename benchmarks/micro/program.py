@@ -91,6 +91,7 @@ ret;
 
 _LOOP = """\
 bar.sync 0;
+{meet}
 mov.u64 %clock{before}, %clock64;
 mov.b32 %iteration, %repeats;
 LOOP{copies}:
@@ -100,6 +101,30 @@ setp.ne.b32 %looping, %iteration, 0;
 @%looping bra LOOP{copies};
 {drain}
 mov.u64 %clock{after}, %clock64;"""
+
+
+_MEET = """\
+add.s32 %expected, %expected, %ctas;
+@!%leader bra MET{copies};
+red.release.gpu.global.add.u32 [%meeting], 1;
+MEET{copies}:
+ld.acquire.gpu.global.u32 %arrived, [%meeting];
+setp.lt.u32 %looping, %arrived, %expected;
+@%looping bra MEET{copies};
+MET{copies}:
+bar.sync 0;"""
+_MEETING_PLACE = f"""\
+.reg .b32 %ctas, %expected, %arrived;
+.reg .b64 %meeting;
+mov.u32 %ctas, %nctaid.x;
+mov.u32 %count, %ntid.x;
+shr.u32 %count, %count, 5;
+mul.lo.s32 %count, %count, {8 * FIELDS + 4 * 32};
+mul.lo.s32 %count, %count, %ctas;
+cvt.u64.u32 %meeting, %count;
+add.s64 %meeting, %meeting, %results;
+mov.b32 %expected, 0;"""
+"""A counter behind what the warps leave (`result_bytes`)."""
 
 
 class Source(Protocol):
@@ -124,6 +149,7 @@ class Program:
       finish: after the loops.
       sinks: 32-bit registers whose values leave the kernel, so that nothing is dead code.
       most_threads: of a CTA.
+      together: all CTAs, which must fit on the device at a time, begin each loop together.
     """
 
     body: Callable[[int], str]
@@ -135,6 +161,7 @@ class Program:
     finish: str = ""
     sinks: tuple[str, ...] = ()
     most_threads: int = 512
+    together: bool = False
 
     @property
     def instructions(self) -> int:
@@ -150,6 +177,7 @@ class Program:
                 copies=copies,
                 body=self.body(copies),
                 drain=self.drain,
+                meet=_MEET.format(copies=copies) if self.together else "",
             )
             for i, copies in enumerate((self.copies, 2 * self.copies))
         )
@@ -157,7 +185,7 @@ class Program:
             entry=ENTRY,
             threads=self.most_threads,
             registers=self.registers,
-            setup=self.setup,
+            setup=f"{_MEETING_PLACE}\n{self.setup}" if self.together else self.setup,
             passes=PASSES,
             loops=loops,
             finish=self.finish,
@@ -255,10 +283,19 @@ class Measurement:
     constant: Callable[[np.ndarray, Launch], float]
 
 
+def result_bytes(ctas: int, threads: int) -> int:
+    """What the warps of a grid leave: their words, then 32 bits per thread; and its counter."""
+    return ctas * threads // 32 * (8 * FIELDS + 4 * 32) + 8
+
+
 def cycles_of_copy(words: np.ndarray, launch: Launch, copies: int) -> float:
-    """Cycles that a CTA takes for one copy, its slowest warp counting; the median over CTAs."""
+    """Cycles that the slowest CTA takes for one copy, its slowest warp counting.
+
+    Not the median of the CTAs: where they share something, the fast ones would leave it to the
+    others, and what all get together would be overstated.
+    """
     before, after = words[..., 0:4:2].min(axis=-2), words[..., 1:4:2].max(axis=-2)
-    short, long = np.moveaxis(after - before, -1, 0)
+    short, long = np.moveaxis((after - before).max(axis=-2), -1, 0)
     return float(np.median(long - short)) / (launch.repeats * copies)
 
 

@@ -1,13 +1,15 @@
 """How fast an SM's units are: the one table behind every timing estimate.
 
-Rates come from documentation, latencies from published microbenchmarks where there are any;
-`assumed` names the fields that have no such source yet. `measured` replaces fields by what
-`python -m benchmarks.microbenchmarks` found on a GPU. Nothing here was fitted to attention kernels.
+Hopper's numbers are what `python -m benchmarks.microbenchmarks` measured on an H200
+(`benchmarks/results/nvidia-h200-microbenchmarks.json`; `_SOURCES` says which of it, a test that
+they agree), but for a few from documentation. `assumed` names the fields without a source. Nothing
+here was fitted to attention kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping
 
 
@@ -15,24 +17,31 @@ from collections.abc import Callable, Mapping
 class Rates:
     """One architecture. Lanes are results a cycle of one of an SM's four sub-partitions.
 
-    CUDA C++ Programming Guide, arithmetic throughput: fma, alu, multiply, special, convert, vote
-    (shuffle_lanes: warp shuffles). PTX latencies are cycles until a dependent instruction issues.
+    Bytes of an SM are what it gets in a cycle when all SMs do the same, those called `alone` what
+    it gets when no other does. Latencies are cycles.
 
     Attributes:
+      fma_lanes .. shuffle_lanes: of a unit; `multiply` is of integers, `convert` packs two floats.
       memory_lanes: of ld and st instructions.
-      mma_flops: a cycle of the SM, dense 16-bit inputs.
-      mma_latency: from the end of a product's last operand read until its result is waited for.
-      shared_bytes: a cycle of the SM, reads and writes together.
-      tma_load_bytes, tma_store_bytes: a cycle of one SM when all SMs load or store.
-      tma_latency, tma_store_latency: of the first byte, from or to L2.
-      tensor_memory_bytes: that warps load or store, a cycle of the SM; 0 if it has none.
-      reduce_bytes: of fp32 additions to global memory, a cycle of one SM when all add.
-      barrier_latency: from the last arrival or byte until a waiting warp goes on.
-      named_barrier_latency: the same of bar.sync.
-      named_barrier_warp: what every warp of the barrier adds to it.
-      wait_latency: of an mbarrier's wait that need not wait.
       narrow_issue: cycles of the issue slot of an instruction to a unit of 16 lanes.
+      mma_flops: a cycle of the SM, dense 16-bit inputs.
+      shared_bytes: a cycle of the SM, reads and writes, of instructions, copies and products.
+      tma_load_bytes, tma_store_bytes: from and to L2.
+      tensor_memory_bytes: that warps load or store, a cycle of the SM; 0 if it has none.
+      reduce_bytes: of fp32 additions to global memory.
+      dram_bytes: of DRAM, reads and writes half and half.
+      l2_bytes: what L2 keeps.
+      arithmetic_latency .. global_latency: until a dependent instruction issues; global: of L2.
+      mma_latency: from the end of a product's last operand read until its result is waited for.
+      tma_latency, tma_store_latency: of the first byte, from or to L2.
+      dram_latency: what a load takes longer from DRAM than from L2.
+      signal_latency: from a release of one SM to the acquire of another that polls.
+      barrier_latency: from the last arrival or byte until a waiting warp goes on.
+      wait_latency: of an mbarrier's wait that need not wait.
+      named_barrier_latency, named_barrier_warp: of bar.sync: the sum of the first and, for every
+        warp of the barrier, the second.
       cta_latency: from the end of a CTA to the first instruction of the next in its place.
+      grid_latency: from the end of a grid to the first instruction of the next.
       assumed: fields without a source.
     """
 
@@ -46,12 +55,18 @@ class Rates:
     convert_lanes: float
     shuffle_lanes: float
     memory_lanes: float
+    narrow_issue: float
     mma_flops: float
     shared_bytes: float
     tma_load_bytes: float
+    tma_load_alone: float
     tma_store_bytes: float
+    tma_store_alone: float
     tensor_memory_bytes: float
     reduce_bytes: float
+    reduce_alone: float
+    dram_bytes: float
+    l2_bytes: int
     arithmetic_latency: float
     special_latency: float
     convert_latency: float
@@ -62,68 +77,70 @@ class Rates:
     tensor_memory_latency: float
     tma_latency: float
     tma_store_latency: float
+    dram_latency: float
+    signal_latency: float
     proxy_fence_latency: float
     barrier_latency: float
+    wait_latency: float
     named_barrier_latency: float
     named_barrier_warp: float
-    wait_latency: float
-    narrow_issue: float
     cta_latency: float
+    grid_latency: float
     assumed: frozenset[str]
 
+    def alone(self) -> Rates:
+        """What an SM gets while no other one asks for anything."""
+        return dataclasses.replace(
+            self,
+            tma_load_bytes=self.tma_load_alone,
+            tma_store_bytes=self.tma_store_alone,
+            reduce_bytes=self.reduce_alone,
+        )
 
-_ASSUMED = frozenset(
-    {
-        "special_latency",
-        "convert_latency",
-        "shuffle_latency",
-        "mma_latency",
-        "tma_load_bytes",
-        "tma_store_bytes",
-        "tma_latency",
-        "tma_store_latency",
-        "proxy_fence_latency",
-        "barrier_latency",
-        "named_barrier_latency",
-        "cta_latency",
-    }
-)
 
 HOPPER = Rates(
     name="H200",
     multiprocessors=132,
     clock_ghz=1.83,  # at which 4096 FLOP a cycle and SM give the data sheet's 989.5 TFLOP/s
     fma_lanes=32,
-    alu_lanes=16,
-    multiply_lanes=16,
-    special_lanes=4,
-    convert_lanes=16,
-    shuffle_lanes=8,
-    memory_lanes=8,
-    mma_flops=4096,
+    alu_lanes=16.15,
+    multiply_lanes=16,  # CUDA C++ Programming Guide, arithmetic throughput
+    special_lanes=4.003,
+    convert_lanes=16.15,
+    shuffle_lanes=8.003,
+    memory_lanes=8,  # H100 white paper: load and store units
+    narrow_issue=1.858,
+    mma_flops=4097,
     shared_bytes=128,
-    tma_load_bytes=32,
-    tma_store_bytes=32,
+    tma_load_bytes=34.51,
+    tma_load_alone=108.4,
+    tma_store_bytes=18.9,
+    tma_store_alone=31.94,
     tensor_memory_bytes=0,
-    reduce_bytes=17,  # 31 GB/s an SM at 1.83 GHz: issue 2889 of the official implementation
+    reduce_bytes=19.39,
+    reduce_alone=25.59,
+    dram_bytes=15.91,
+    l2_bytes=52 << 20,  # reads by all SMs slow down between 48 and 56 MB
     arithmetic_latency=4,
-    special_latency=20,
-    convert_latency=6,
+    special_latency=17,
+    convert_latency=4,
     shuffle_latency=24,
-    shared_latency=29,  # arXiv 2402.13499, as are the next two
-    global_latency=263,
-    mma_latency=16,
+    shared_latency=23,
+    global_latency=271.8,
+    mma_latency=48.95,
     tensor_memory_latency=0,
-    tma_latency=450,
-    tma_store_latency=450,
-    proxy_fence_latency=20,
-    barrier_latency=20,
-    named_barrier_latency=12,
+    tma_latency=247.5,
+    tma_store_latency=89.38,
+    dram_latency=793.9,
+    signal_latency=1074,
+    proxy_fence_latency=19.07,
+    barrier_latency=70.22,
+    wait_latency=38.99,
+    named_barrier_latency=11.99,
     named_barrier_warp=2,
-    wait_latency=39,
-    narrow_issue=1.86,
-    cta_latency=0,
-    assumed=_ASSUMED,
+    cta_latency=312.5,
+    grid_latency=3350,
+    assumed=frozenset(),
 )
 
 BLACKWELL = dataclasses.replace(
@@ -134,20 +151,23 @@ BLACKWELL = dataclasses.replace(
     mma_flops=8192,
     tensor_memory_bytes=512,
     tensor_memory_latency=30,
-    assumed=_ASSUMED
-    | {
-        "reduce_bytes",
-        "arithmetic_latency",
-        "shared_latency",
-        "global_latency",
-        "tensor_memory_bytes",
-        "tensor_memory_latency",
+    l2_bytes=126 << 20,
+    assumed=frozenset({field.name for field in dataclasses.fields(Rates)})
+    - {
+        *("name", "multiprocessors", "clock_ghz", "mma_flops", "shared_bytes", "l2_bytes"),
+        *("fma_lanes", "alu_lanes", "multiply_lanes", "special_lanes", "convert_lanes"),
+        *("shuffle_lanes", "memory_lanes", "assumed"),
     },
 )
-"""What is not given here is Hopper's: the same lanes by documentation, latencies assumed equal."""
+"""Lanes, products and shared memory by documentation; all else is assumed to be Hopper's."""
 
 RATES: Mapping[str, Rates] = {"sm_90a": HOPPER, "sm_100f": BLACKWELL}
 """By architecture of a kernel's key."""
+
+_REDUCTIONS = (
+    *(f"red.global.add.v4.f32/throughput/{n} threads/all SMs" for n in (128, 256, 384)),
+    *(f"red.global.add.v4.f32/throughput/256 threads/all SMs, {n} to the same" for n in (2, 8, 32)),
+)
 
 _SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     # Of arithmetic without fma what 4 warps get through, one in each sub-partition: with 16 the
@@ -167,13 +187,24 @@ _SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
         lambda x: 2 * 64 * 256 * 16 / x,
     ),
     "tma_load_bytes": (("tma load/4d/16 KB x 8/bandwidth/L2/all SMs",), lambda x: x),
+    "tma_load_alone": (("tma load/4d/16 KB x 8/bandwidth/L2/1 SM",), lambda x: x),
+    "tma_store_alone": (("tma store/2d/16 KB x 4/bandwidth/L2/1 SM",), lambda x: x),
+    "reduce_alone": (("red.global.add.v4.f32/throughput/256 threads/1 SM",), lambda x: x),
+    "dram_bytes": (("stream/4 ld.global + 4 st.global/bandwidth/DRAM/all SMs",), lambda x: x),
+    "dram_latency": (
+        ("tma load/4d/16 KB/latency/DRAM/1 SM", "tma load/4d/16 KB/latency/L2/1 SM"),
+        lambda dram, l2: dram - l2,
+    ),
+    "signal_latency": (("signal/red.release to ld.acquire",), lambda x: x),
+    "grid_latency": (("grid/end to next start/384 threads",), lambda x: x),
     "tma_store_bytes": (("tma store/4d/16 KB x 4/bandwidth/L2/all SMs",), lambda x: x),
-    "reduce_bytes": (("red.global.add.v4.f32/throughput/256 threads/all SMs",), lambda x: x),
-    "arithmetic_latency": (("fma.rn.f32/latency",), lambda x: x),
-    "special_latency": (("ex2.approx.ftz.f32/latency",), lambda x: x),
-    "convert_latency": (("cvt.rn.bf16x2.f32/latency",), lambda x: x),
-    "shuffle_latency": (("shfl.sync.bfly.b32/latency",), lambda x: x),
-    "shared_latency": (("ld.shared.b32/latency",), lambda x: x),
+    # From run to run and row to row 15 to 30, as L2's slices share the addresses out.
+    "reduce_bytes": (_REDUCTIONS, lambda *xs: statistics.median(xs)),
+    "arithmetic_latency": (("fma.rn.f32/latency",), round),
+    "special_latency": (("ex2.approx.ftz.f32/latency",), round),
+    "convert_latency": (("cvt.rn.bf16x2.f32/latency",), round),
+    "shuffle_latency": (("shfl.sync.bfly.b32/latency",), round),
+    "shared_latency": (("ld.shared.b32/latency",), round),
     "global_latency": (("ld.global/latency/L2",), lambda x: x),
     # Fence, commit and wait, an issue slot each, are measured with it.
     "mma_latency": (

@@ -72,6 +72,7 @@ OPCODES = {
     "red.relaxed": {0x9A6, 0x98E},
     "red.release": {0x98E},
     "st.release": {0x986},
+    "st.global": {0x986},
 }
 """Machine instructions that a counted PTX instruction, by its longest prefix here, becomes."""
 
@@ -172,6 +173,8 @@ EMULATED = [
     "bulk load/512 bytes/latency/L2/1 SM",
     "red.global.add.v4.f32/throughput/128 threads/all SMs",
     *(f"ld.global/latency/{place}" for place in ("L1", "L2", "DRAM")),
+    "stream/4 ld.global + 2 st.global/bandwidth/DRAM/all SMs",
+    "ld.global.cg.v4/bandwidth/16 MB, 4 SMs to a part/all SMs",
     "ld.acquire.gpu/latency",
     *(f"signal/{send} to ld.acquire" for send in ("red.release", "st.release")),
 ]
@@ -257,6 +260,9 @@ def test_constants_from_clocks():
     launch = Launch(threads=64, repeats=10)
     words = _clocks([100, 130], [400, 530])
     assert cycles_of_copy(words, launch, 4) == (530 - 130) / 40
+    # Of several CTAs the slowest counts.
+    both = np.concatenate([words, _clocks([90], [190]).repeat(2, axis=2)], axis=1)
+    assert cycles_of_copy(both, launch, 4) == (530 - 130) / 40
     assert latency("x", program, launch, events=2).constant(words, launch) == 5
     lanes = rate("x", "lanes", program, launch, per_instruction=32)
     assert lanes.constant(words, launch) == 3 * 32 * 2 / 10
