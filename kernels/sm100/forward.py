@@ -224,7 +224,8 @@ class Forward:
                     position += 2 * count
                 turns += 1
         # Shared memory outlives every commit's arrival.
-        self.await_query_memory(shared, live if cutlass.const_expr(tile.own_output) else turns)
+        if cutlass.const_expr(tile.own_output):
+            self.await_query_memory(shared, live)
         for i in cutlass.range_constexpr(tile.kv_stages):
             slot, phase = tensors.ring_slot(position + i, tile.kv_stages)
             cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
