@@ -392,7 +392,7 @@ class Machine:
         if warp.moves.outstanding:
             raise Fault("outstanding", "exits before tcgen05.wait::ld or tcgen05.wait::st")
         for thread in threads:
-            if cta.unread(int(thread)):
+            if self.policy.clean_exits and cta.unread(int(thread)):
                 message = "exits before the sources of its bulk stores have been read"
                 raise Fault("outstanding", message, int(thread) % LANES)
         for lane in np.flatnonzero(mask).tolist():
@@ -405,8 +405,7 @@ class Machine:
     def _finish(self, cta: Cta) -> None:
         """The end of a CTA: nothing may be left in flight."""
         if not self.policy.clean_exits:
-            for transfer in [t for t in cta.transfers if t.instruction.opcode == "tcgen05"]:
-                cta.perform(transfer)
+            self._forgive(cta)
         self._stores += [transfer for transfer in cta.transfers if transfer.waited]
         for transfer in cta.transfers:
             if transfer.waited:
@@ -425,6 +424,19 @@ class Machine:
         cta.ended = True
         self._ctas.remove(cta)
         self._leftover += cta.reductions
+
+    def _forgive(self, cta: Cta) -> None:
+        """Makes commits that a CTA has not waited for, and reads the sources of its stores."""
+        for transfer in list(cta.transfers):
+            if transfer.instruction.opcode == "tcgen05":
+                try:
+                    cta.perform(transfer)
+                except Fault as fault:
+                    at = transfer.warp, transfer.instruction, transfer.lane
+                    raise self._error(fault, *at) from None
+            else:
+                transfer.capture()
+                transfer.waited = transfer.read is not None
 
 
 def _guarded(instruction: Instruction, warp: Warp) -> np.ndarray:

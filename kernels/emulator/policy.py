@@ -26,10 +26,14 @@ class Policy:
         else the first instruction that uses some, but to move them, waits for all of the warp's
         loads, as ptxas sees to.
       clean_exits: when a CTA ends, its barriers expect nothing and hold no arrivals, and a thread
-        knows of each commit that arrived on them; else commits may still be to come, and only
-        copies and products must be complete.
+        knows of each commit that arrived on them; else commits may still be to come, their
+        arrivals at a CTA that has ended are lost, and stores may still read; loads and products
+        must be complete all the same.
       unordered_commits: tcgen05.commits of a thread arrive in any order, of which PTX says nothing;
-        else in the order of their issue. These four are waived for kernels of others alone.
+        else in the order of their issue.
+      tensor_lanes: tcgen05.wait concerns each lane's own loads and stores; else it is a barrier of
+        the warp, too, so that one lane may tell of all. These five are waived for kernels of
+        others alone.
       most_steps: a launch that takes more is stuck in a loop.
     """
 
@@ -43,4 +47,5 @@ class Policy:
     tensor_load_waits: bool = True
     clean_exits: bool = True
     unordered_commits: bool = True
+    tensor_lanes: bool = True
     most_steps: int = 20_000_000

@@ -107,19 +107,23 @@ def _mbarrier(instruction: Instruction, symbols: dict[str, int]) -> Effect | Non
 def _init(address_of: Reader, count_of: Reader) -> Effect:
     def effect(warp: Warp, mask: np.ndarray) -> None:
         cta, threads = warp.cta, warp.lanes[mask]
-        addresses = address_of(warp)[mask]
-        if len(addresses) != 1:
-            raise Fault("phase-misuse", "several lanes initialise mbarriers at once")
+        addresses, counts = address_of(warp)[mask], count_of(warp)[mask]
         cta.shared.check(addresses, np.flatnonzero(mask), 8)
-        address = int(addresses[0])
-        if address in cta.barriers:
-            raise Fault("phase-misuse", f"mbarrier {address:#x} is initialised twice")
-        slot = 0
         if cta.order is not None:
-            slot = cta.order.new_slot()
             cta.order.thread_writes(threads, addresses, 8)
-            cta.order.clock[threads, slot] = 0
-        cta.barriers[address] = TransactionBarrier(address, int(count_of(warp)[mask][0]), slot)
+        for address in np.unique(addresses).tolist():
+            lanes = addresses == address
+            first, *others = np.unique(counts[lanes]).tolist()
+            if address in cta.barriers:
+                raise Fault("phase-misuse", f"mbarrier {address:#x} is initialised twice")
+            if others:
+                message = f"lanes initialise mbarrier {address:#x} for {first} and {others}"
+                raise Fault("phase-misuse", message)
+            slot = 0
+            if cta.order is not None:
+                slot = cta.order.new_slot()
+                cta.order.clock[threads[lanes], slot] = 0
+            cta.barriers[address] = TransactionBarrier(address, first, slot)
 
     return effect
 

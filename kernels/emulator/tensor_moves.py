@@ -92,6 +92,7 @@ class Moves:
         for copy, mask in self._copies:
             _copy(self._warp, copy, mask)
         self._loads, self._copies, self.registers = [], [], frozenset()
+        self._join()
 
     def wait_stores(self) -> None:
         """tcgen05.wait::st"""
@@ -102,6 +103,14 @@ class Moves:
             for rectangle in _of(self._stores):
                 shadow.thread_write_done(int(self._warp.lanes[0]) // LANES, rectangle)
         self._stores = []
+        self._join()
+
+    def _join(self) -> None:
+        """Lanes know of each other, where the policy takes the wait for a barrier of theirs."""
+        cta = self._warp.cta
+        if cta.order is not None and not cta.machine.policy.tensor_lanes:
+            threads = self._warp.lanes
+            cta.order.acquire(threads, cta.order.release(threads))
 
 
 def _moved(

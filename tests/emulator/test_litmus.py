@@ -30,6 +30,14 @@ mbarrier.init.shared.b64 [%r2], 1;
 INITIALISED:
 bar.sync 0;
 """
+INIT_BY_WARP = """
+setp.ge.u32 %p1, %r1, 32;
+@%p1 bra INITIALISED;
+mbarrier.init.shared.b64 [%r2], {count};
+fence.mbarrier_init.release.cluster;
+INITIALISED:
+bar.sync 0;
+"""
 INIT_FENCED = INIT.format(fence="fence.mbarrier_init.release.cluster;")
 
 WAIT = """
@@ -324,6 +332,19 @@ ROWS = (
         INIT_FENCED.replace("], 1;", "], 3;") + "mbarrier.arrive.shared.b64 %rd9, [%r2], 1;",
     ),
     Litmus("arrival without initialisation", "phase-misuse", COPY_256),
+    Litmus(
+        "a warp initialises an mbarrier", None, INIT_BY_WARP.format(count=1) + COPY_256 + WAIT_0
+    ),
+    Litmus(
+        "lanes initialise an mbarrier differently",
+        "phase-misuse",
+        "add.s32 %r8, %r1, 1;" + INIT_BY_WARP.format(count="%r8"),
+    ),
+    Litmus(
+        "warps initialise an mbarrier",
+        "phase-misuse|race",
+        INIT_BY_WARP.format(count=1).replace(", 32;", ", 64;"),
+    ),
     Litmus(
         "ordinary store to an mbarrier", "phase-misuse", INIT_FENCED + "st.shared.b32 [%r2], %r1;"
     ),

@@ -89,6 +89,12 @@ COPY_A = one(
 )
 
 
+STORE_16 = (
+    "add.s32 %r92, %r2, 2048;\ncp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r92], 16;\n"
+    "cp.async.bulk.commit_group;\n"
+)
+
+
 def one_lane_arrives(before: str) -> str:
     """Warp 1 stores its lanes of P; its first lane signals thread 0, which multiplies with P."""
     store = f"setp.ne.u32 %p7, %r5, 1;\n@%p7 bra OTHERS;\n{ST_P}{WAIT_ST}{BEFORE}{before}"
@@ -392,8 +398,9 @@ def test_waits_for_loads_may_be_waived(policy: Policy) -> None:
         one(commit(16)),
         "bar.arrive 1, 256;\n",
         one("mbarrier.expect_tx.relaxed.cta.b64 [%r2], 64;\n"),
+        one("st.shared.b64 [%r2+2048], %rd1;\n" + FENCE + STORE_16),
     ],
-    ids=["commit", "arrivals", "bytes"],
+    ids=["commit", "arrivals", "bytes", "store"],
 )
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
 def test_clean_exits_may_be_waived(body: str, policy: Policy) -> None:
@@ -405,8 +412,23 @@ def test_clean_exits_may_be_waived(body: str, policy: Policy) -> None:
     waived = dataclasses.replace(policy, clean_exits=False)
     launch = dataclasses.replace(launch, policy=waived)
     sm100_ptx.run(ALLOCATE + body + FREE, data, launch)
+    assert data.any() == ("cp.async" in body)
     with pytest.raises(EmulationError, match="outstanding"):
         sm100_ptx.run(ALLOCATE + COPY_A + FREE, data, launch)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
+def test_lanes_of_a_wait_may_be_one(policy: Policy) -> None:
+    """Then one lane tells of the whole warp's stores once it has waited for them, not before."""
+    waived = dataclasses.replace(policy, tensor_lanes=False, tensor_fences=False)
+    launch = Launch(threads=128, shared_bytes=16_384, policy=waived)
+    body, data = ALLOCATE + one_lane_arrives("") + FREE, np.zeros(8192, np.uint8)
+    sm100_ptx.run(body, data, launch)
+    apart = dataclasses.replace(launch, policy=dataclasses.replace(waived, tensor_lanes=True))
+    with pytest.raises(EmulationError, match="race"):
+        sm100_ptx.run(body, data, apart)
+    with pytest.raises(EmulationError, match=r"tensor-wait|race"):
+        sm100_ptx.run(body.replace(WAIT_ST, ""), data, launch)
 
 
 @pytest.mark.parametrize("asynchronous", ["late", "random"])

@@ -184,6 +184,19 @@ def test_broken(body: str, rule: str, seed: int) -> None:
         assert caught.value.rule in rule.split("|"), caught.value
 
 
+def test_late_commits_may_be_waived() -> None:
+    """A second commit tells both CTAs; nobody waits for it, and the other one may have ended."""
+    late = f"\nadd.s32 %r9, %r2, 16;\n{COMMIT}.multicast::cluster.b64 [%r9], %rs1;"
+    body, data = program(Pair(), BOTH + late), np.zeros(2 * BYTES, np.uint8)
+    for policy in POLICIES:
+        launch = dataclasses.replace(BIG, policy=policy)
+        with pytest.raises(EmulationError, match=r"outstanding|cluster-exit"):
+            sm100_ptx.run(body, data, launch)
+        waived = dataclasses.replace(policy, clean_exits=False)
+        for seed in range(3):
+            sm100_ptx.run(body, data, dataclasses.replace(launch, policy=waived, seed=seed))
+
+
 def test_allocation_is_collective() -> None:
     sm100_ptx.run(START + END, np.zeros(64, np.uint8), BIG)
     alone = "mov.u32 %r40, %cluster_ctarank;\nsetp.ne.u32 %p8, %r40, 0;\n@%p8 ret;\n"

@@ -21,7 +21,7 @@ from kernels.emulator import EmulationError, Policy
 from kernels.emulator.interop import flash_attn4, ours, run, tables
 from kernels.emulator.interop.flash_attn4 import Variant
 from kernels.emulator.interop.host_code import Compiled
-from kernels.emulator.interop.run import Problem
+from kernels.emulator.interop.run import Problem, Run
 from kernels.emulator.rates import BLACKWELL
 from kernels.emulator.timing import estimate
 from kernels.emulator.trace import Trace
@@ -89,7 +89,7 @@ def _errors() -> None:
             wanted = run.expected(problem, inputs, variant.is_causal)
             for policy in POLICIES:
                 try:
-                    got = run.forward(code, inputs, waived(policy))
+                    got = run.forward(code, inputs, Run(waived(policy)))
                 except EmulationError as error:
                     failed = failed or f"{error.rule} ({problem}, {policy})"
                     print(variant, error, file=sys.stderr)
@@ -112,7 +112,7 @@ def _needs(code: Compiled, variant: Variant) -> str:
         for problem in PROBLEMS[:2]:
             inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
             try:
-                run.forward(code, inputs, waived(POLICIES[2], strict=rule))
+                run.forward(code, inputs, Run(waived(POLICIES[2], strict=rule)))
             except EmulationError:
                 broken.append(rule)
                 break
@@ -145,7 +145,7 @@ def _counts() -> None:
             inputs = run.make_inputs(
                 Problem(256, blocks * _KEYS), variant.head_dim, variant.head_dim_v
             )
-            reports.append(run.forward(code, inputs, policy, roles=tables.ROLES).report)
+            reports.append(run.forward(code, inputs, Run(policy, roles=tables.ROLES)).report)
             our_reports.append(ours.forward(mine, inputs, False, POLICIES[0])[1])
         short, long = reports
         theirs = tables.per_block(short, long, many - few, tables.ROLES)
@@ -189,7 +189,7 @@ def _timing() -> None:
                 if who == "ours":
                     ours.forward(mine, inputs, causal, policy, trace)
                 else:
-                    run.forward(code, inputs, policy, trace=trace)
+                    run.forward(code, inputs, Run(policy, trace=trace))
                 cycles[who].append((count / rows_of_cta, estimate(trace, BLACKWELL).cycles))
         flops = 4 * rows_of_cta * length * d / (2 if causal else 1)
         for who, points in cycles.items():

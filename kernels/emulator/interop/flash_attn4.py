@@ -18,7 +18,7 @@ from kernels.emulator.interop import torch_stand_in
 from kernels.emulator.interop.host_code import Compiled
 
 _PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
-_ALIGNED_BYTES = 16
+_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,51 @@ def compile_forward(variant: Variant) -> Compiled:
     kernel = _forward(variant)
     from kernels.emulator.interop import hosts
 
-    return _compile(hosts.Forward(kernel), hosts.forward_arguments(), variant)
+    return _compile(hosts.Forward(kernel), variant)
+
+
+def compile_backward(variant: Variant) -> tuple[Compiled, Compiled, Compiled]:
+    """Compiles what comes before the backward kernel for Blackwell, itself, and what comes after.
+
+    Pairs of CTAs from head dim 128 on, where `two_ctas` does not say otherwise.
+    """
+    from kernels.emulator.interop import hosts
+
+    cutlass = importlib.import_module("cutlass")
+    before = importlib.import_module("flash_attn.cute.flash_bwd_preprocess")
+    main = importlib.import_module("flash_attn.cute.flash_bwd_sm100").FlashAttentionBackwardSm100
+    after = importlib.import_module("flash_attn.cute.flash_bwd_postprocess")
+    d, dv, dtype = variant.head_dim, variant.head_dim_v, cutlass.BFloat16
+    paired = d >= 128 if variant.two_ctas is None else variant.two_ctas
+    capability = int(re.sub(r"\D", "", variant.arch))
+    kernels = (
+        hosts.Preprocess(before.FlashAttentionBackwardPreprocess(dtype, d, dv, _TILE)),
+        hosts.Backward(
+            main(
+                d,
+                dv,
+                is_causal=variant.is_causal,
+                tile_m=_TILE,
+                tile_n=_TILE,
+                cluster_size=2 if paired else 1,
+                use_2cta_instrs=paired,
+                spt=False,
+            )
+        ),
+        hosts.Postprocess(
+            after.FlashAttentionBackwardPostprocess(
+                dtype,
+                d,
+                capability,
+                _TILE,
+                num_threads=128,
+                use_2cta_instrs=paired,
+                accum_order=main.accum_tile_orders(paired, _TILE)[0],
+            )
+        ),
+    )
+    first, second, third = (_compile(kernel, variant) for kernel in kernels)
+    return first, second, third
 
 
 def _forward(variant: Variant) -> Any:
@@ -127,7 +171,7 @@ def _forward(variant: Variant) -> Any:
     )
 
 
-def _compile(host: Any, arguments: tuple[Any, ...], variant: Variant) -> Compiled:
+def _compile(host: Any, variant: Variant) -> Compiled:
     import cutlass
     import cutlass.cute as cute
 
@@ -139,7 +183,7 @@ def _compile(host: Any, arguments: tuple[Any, ...], variant: Variant) -> Compile
         vars(module)["HardwareInfo"] = hosts.Hardware
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {variant.arch} --keep-ptx --dump-dir {folder}"
-        compiled = cute.compile(host, *arguments, options=options)
+        compiled = cute.compile(host, *hosts.arguments(host), options=options)
         compiled.export_to_c(folder, "host", function_prefix="host")
         header = pathlib.Path(folder, "host.h").read_text()
         entry = re.search(r"void (_mlir_\w*_mlir_ciface_\w+)\(void \*\*args", header)

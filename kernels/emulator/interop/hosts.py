@@ -35,18 +35,115 @@ class Forward:
         self._kernel(query, key, value, output, lse, scale, stream=stream)
 
 
-def forward_arguments() -> tuple[Any, ...]:
-    """Stand-ins for what Forward takes, of any size."""
-    arrays = [tensor(cutlass.BFloat16, 4) for _ in range(4)]
-    return *arrays, tensor(cutlass.Float32, 3), cutlass.Float32(1), runtime.make_fake_stream()
+class Preprocess:
+    """Launches what comes before the backward: row sums of O dO, LSE in base 2, zeroes for dQ."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        output: cute.Tensor,
+        output_bar: cute.Tensor,
+        row_sums: cute.Tensor,
+        lse: cute.Tensor,
+        lse_log2: cute.Tensor,
+        dq_sums: cute.Tensor,
+        scale: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        self._kernel(
+            output,
+            output_bar,
+            row_sums,
+            lse,
+            lse_log2,
+            dq_sums,
+            None,
+            None,
+            None,
+            None,
+            None,
+            scale,
+            stream=stream,
+        )
 
 
-def tensor(dtype: Any, rank: int) -> Any:
-    """A tensor of any size whose last dimension is contiguous, at an aligned address."""
-    elements = ALIGNED_BYTES * 8 // dtype.width
+class Backward:
+    """Launches a backward kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        output_bar: cute.Tensor,
+        lse_log2: cute.Tensor,
+        row_sums: cute.Tensor,
+        dq_sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        self._kernel(
+            query,
+            key,
+            value,
+            output_bar,
+            lse_log2,
+            row_sums,
+            dq_sums,
+            dk,
+            dv,
+            scale,
+            stream=stream,
+        )
+
+
+class Postprocess:
+    """Launches what turns sums of dQ into dQ."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        dq_sums: cute.Tensor,
+        dq: cute.Tensor,
+        scale: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        self._kernel(dq_sums, dq, scale, None, None, None, stream=stream)
+
+
+def arguments(host: Any) -> tuple[Any, ...]:
+    """Stand-ins for what a host function takes, of any size."""
+    bf16, f32 = cutlass.BFloat16, cutlass.Float32
+    per_head = [(bf16, 4, ALIGNED_BYTES)]
+    aligned, unaligned = [(f32, 3, ALIGNED_BYTES)], [(f32, 3, 4)]
+    kinds = {
+        Forward: per_head * 4 + unaligned,
+        Preprocess: per_head * 2 + aligned + unaligned + aligned * 2,
+        Backward: per_head * 4 + aligned * 3 + per_head * 2,
+        Postprocess: aligned + per_head,
+    }
+    tensors = [tensor(*kind) for kind in kinds[type(host)]]
+    return *tensors, f32(1), runtime.make_fake_stream()
+
+
+def tensor(dtype: Any, rank: int, aligned_bytes: int) -> Any:
+    """A tensor of any size whose last dimension is contiguous, its rows aligned."""
+    elements = aligned_bytes * 8 // dtype.width
     shape = tuple(cute.sym_int() for _ in range(rank))
     strides = tuple(cute.sym_int64(divisibility=elements) for _ in range(rank - 1))
-    return runtime.make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=ALIGNED_BYTES)
+    return runtime.make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=aligned_bytes)
 
 
 class Hardware:

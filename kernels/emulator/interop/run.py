@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,7 @@ from kernels.emulator.trace import Trace
 
 _FIRST_ADDRESS = 0x1_0000_0000
 _GAP = 1 << 20
+_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +83,68 @@ class Outcome:
     report: Report
 
 
-def forward(
-    compiled: Compiled,
-    inputs: Inputs,
-    policy: Policy,
-    seed: int = 0,
-    trace: Trace | None = None,
-    roles: dict[str, tuple[int, ...]] | None = None,
-) -> Outcome:
-    """Launches a forward kernel as its own host code does."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a launch is emulated; see emulator.launch."""
+
+    policy: Policy
+    seed: int = 0
+    trace: Trace | None = None
+    roles: dict[str, tuple[int, ...]] | None = None
+
+
+def forward(compiled: Compiled, inputs: Inputs, how: Run) -> Outcome:
+    """Output and LSE of a forward kernel."""
     b, t, n, d = inputs.query.shape
     output = fresh((b, t, n, inputs.value.shape[-1]), ml_dtypes.bfloat16)
     lse = fresh((b, n, t), np.float32)
     arrays = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "o": output, "lse": lse}
+    return Outcome(output, lse, _launch(compiled, arrays, d**-0.5, how))
+
+
+def backward(
+    compiled: Sequence[Compiled],
+    inputs: Inputs,
+    output: np.ndarray,
+    lse: np.ndarray,
+    policy: Policy,
+) -> dict[str, np.ndarray]:
+    """dq, dk and dv by three launches, as flash_attn4.compile_backward's kernels make them.
+
+    `output` [B, T, N, H] and `lse` [B, N, T] are the forward's.
+    """
+    before, main, after = compiled
+    b, t, n, d = inputs.query.shape
+    rounded = -(-t // _TILE) * _TILE
+    bf16, f32 = ml_dtypes.bfloat16, np.float32
+    arrays = {
+        "q": inputs.query,
+        "k": inputs.key,
+        "v": inputs.value,
+        "o": output.astype(bf16),
+        "do": inputs.output_bar,
+        "lse": lse.astype(f32),
+        "dq": fresh(inputs.query.shape, bf16),
+        "dk": fresh(inputs.key.shape, bf16),
+        "dv": fresh(inputs.value.shape, bf16),
+        "lse_log2": fresh((b, n, rounded), f32),
+        "row_sums": fresh((b, n, rounded), f32),
+        "dq_sums": fresh((b, n, rounded * d), f32),
+    }
+    for code, names in (
+        (before, ("o", "do", "row_sums", "lse", "lse_log2", "dq_sums")),
+        (main, ("q", "k", "v", "do", "lse_log2", "row_sums", "dq_sums", "dk", "dv")),
+        (after, ("dq_sums", "dq")),
+    ):
+        _launch(code, {name: arrays[name] for name in names}, d**-0.5, Run(policy))
+    return {name: arrays[name] for name in ("dq", "dk", "dv")}
+
+
+def _launch(compiled: Compiled, arrays: dict[str, np.ndarray], scale: float, how: Run) -> Report:
+    """Launches a kernel as its own host code does."""
     tensors, memory = place(arrays)
-    launch = HostCode(compiled).launch([*tensors.values(), d**-0.5, None])
-    report = emulator.launch(
+    launch = HostCode(compiled).launch([*tensors.values(), scale, None])
+    return emulator.launch(
         compiled.ptx,
         launch.symbol,
         grid=launch.grid,
@@ -105,12 +153,11 @@ def forward(
         dynamic_smem=launch.dynamic_smem_bytes,
         params=launch.params,
         memory=memory,
-        policy=policy,
-        seed=seed,
-        trace=trace,
-        roles=roles,
+        policy=how.policy,
+        seed=how.seed,
+        trace=how.trace,
+        roles=how.roles,
     )
-    return Outcome(output, lse, report)
 
 
 def expected(problem: Problem, inputs: Inputs, is_causal: bool) -> dict[str, np.ndarray]:
