@@ -1,10 +1,11 @@
-"""flash-attn-4's forward kernels on the emulator, against the float64 oracle.
+"""flash-attn-4's kernels on the emulator, against the float64 oracle.
 
-    python -m kernels.emulator.interop [errors] [counts] [timing]
+    python -m kernels.emulator.interop [errors] [gradients] [counts] [timing]
 
-Prints Markdown tables. `errors` (the default): relative errors of every kernel and case, and which
-rule each kernel would break; `counts`: instructions per warp role and block of keys, beside this
-project's; `timing`: cycles by the model of kernels.emulator.timing.
+Prints Markdown tables. `errors` (the default): relative errors of every forward kernel, and which
+rules it breaks; `gradients`: the same of the Blackwell backward; `counts`: instructions per warp
+role and block of keys, beside this project's; `timing`: cycles by the model of
+kernels.emulator.timing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
+import numpy as np
+
+from fa4_jax.conformance.oracle import Inputs
 from kernels.emulator import EmulationError, Policy
 from kernels.emulator.interop import flash_attn4, ours, run, tables
 from kernels.emulator.interop.flash_attn4 import Variant
@@ -26,7 +32,10 @@ from kernels.emulator.rates import BLACKWELL
 from kernels.emulator.timing import estimate
 from kernels.emulator.trace import Trace
 
-WAIVERS = ("clean_exits", "tensor_fences", "tensor_load_waits", "unordered_commits")
+WAIVERS = (
+    *("clean_exits", "tensor_fences", "tensor_load_waits", "unordered_commits"),
+    "tensor_lanes",
+)
 """Rules that these kernels break and hardware forgives: fields of `Policy`."""
 
 _BLACKWELL = (
@@ -51,6 +60,17 @@ PROBLEMS = (
     Problem(300, 700, growing=True),
     Problem(700, 300),
 )
+_BACKWARD = (
+    (64, 64, False, False),
+    (64, 64, True, False),
+    (128, 128, False, False),
+    (128, 128, False, True),
+    (128, 128, True, True),
+    (192, 128, False, True),
+    (192, 128, True, True),
+)
+BACKWARD_VARIANTS = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
+BACKWARD_PROBLEMS = (Problem(256, 256), Problem(300, 420))
 POLICIES = (Policy("in_order", "early"), Policy("random", "random"), Policy("starve", "late"))
 _KEYS = 128
 
@@ -58,20 +78,27 @@ _KEYS = 128
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m kernels.emulator.interop")
-    choices = {"errors": _errors, "counts": _counts, "timing": _timing}
-    parser.add_argument("what", nargs="*", default=["errors"], choices=[*choices, []])
-    for name in parser.parse_args().what:
+    choices = {
+        "errors": _errors,
+        "gradients": _gradients,
+        "counts": _counts,
+        "timing": _timing,
+    }
+    parser.add_argument("what", nargs="*", choices=choices)
+    for name in parser.parse_args().what or ["errors"]:
         print(", ".join(f"{k} {v}" for k, v in flash_attn4.versions().items()), flush=True)
         choices[name]()
 
 
-def compiled(variants: tuple[Variant, ...]) -> Iterator[tuple[Variant, Compiled]]:
+def compiled(
+    variants: tuple[Variant, ...], how: Callable[[Variant], Any] = flash_attn4.compile_forward
+) -> Iterator[tuple[Variant, Any]]:
     """Kernels, compiled one after the other in a process for each architecture."""
     for arch in dict.fromkeys(variant.arch for variant in variants):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context, flash_attn4.prepare_process, (arch,)) as pool:
             of_arch = [variant for variant in variants if variant.arch == arch]
-            yield from zip(of_arch, pool.map(flash_attn4.compile_forward, of_arch), strict=True)
+            yield from zip(of_arch, pool.map(how, of_arch), strict=True)
 
 
 def waived(policy: Policy, strict: str = "") -> Policy:
@@ -79,44 +106,77 @@ def waived(policy: Policy, strict: str = "") -> Policy:
     return dataclasses.replace(policy, **{name: name == strict for name in WAIVERS})
 
 
+Results = dict[str, np.ndarray]
+Launcher = Callable[[Inputs, Results, Policy], Results]
+"""Inputs, the oracle's results and a policy -> results by the oracle's names."""
+
+
+def _forward(code: Compiled) -> Launcher:
+    def launch(inputs: Inputs, wanted: Results, policy: Policy) -> Results:
+        got = run.forward(code, inputs, Run(policy))
+        return {"output": got.output, "lse": got.lse}
+
+    return launch
+
+
+def _backward(codes: Sequence[Compiled]) -> Launcher:
+    def launch(inputs: Inputs, wanted: Results, policy: Policy) -> Results:
+        return run.backward(codes, inputs, wanted["output"], wanted["lse"], policy)
+
+    return launch
+
+
 def _errors() -> None:
+    found = ((variant, _forward(code)) for variant, code in compiled(VARIANTS))
+    _compare(found, PROBLEMS, ("output", "lse"))
+
+
+def _gradients() -> None:
+    pairs = compiled(BACKWARD_VARIANTS, flash_attn4.compile_backward)
+    found = ((variant, _backward(codes)) for variant, codes in pairs)
+    _compare(found, BACKWARD_PROBLEMS, ("dq", "dk", "dv"))
+
+
+def _compare(
+    kernels: Iterable[tuple[Variant, Launcher]], problems: Sequence[Problem], names: Sequence[str]
+) -> None:
+    """Prints a row for every kernel: worst errors, rules that it breaks, what failed."""
     rows = []
-    for variant, code in compiled(VARIANTS):
-        worst: dict[str, float] = {"output": 0.0, "lse": 0.0}
-        failed = ""
-        for problem in PROBLEMS:
-            inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
-            wanted = run.expected(problem, inputs, variant.is_causal)
-            for policy in POLICIES:
-                try:
-                    got = run.forward(code, inputs, Run(waived(policy)))
-                except EmulationError as error:
-                    failed = failed or f"{error.rule} ({problem}, {policy})"
-                    print(variant, error, file=sys.stderr)
-                    continue
-                found = {"output": got.output, "lse": got.lse}
-                for name, array in found.items():
-                    worst[name] = max(worst[name], run.relative_error(array, wanted[name]))
-        needs = _needs(code, variant)
-        row = (*_named(variant), f"{worst['output']:.2e}", f"{worst['lse']:.1e}", needs, failed)
-        rows.append(row)
-        print(row, file=sys.stderr, flush=True)
-    head = ("kernel", "d, dv", "mask", "CTAs", "output", "LSE", "what it leaves out", "failed")
+    for variant, launch in kernels:
+        worst, failed = dict.fromkeys(names, 0.0), "nothing"
+        for problem, policy in itertools.product(problems, POLICIES):
+            inputs, wanted = _case(problem, variant)
+            try:
+                got = launch(inputs, wanted, waived(policy))
+            except EmulationError as error:
+                failed = error.rule
+                print(variant, problem, policy, error, file=sys.stderr)
+                continue
+            for name in names:
+                worst[name] = max(worst[name], run.relative_error(got[name], wanted[name]))
+        errors = [f"{worst[name]:.2e}" for name in names]
+        rows.append((*_named(variant), *errors, _broken(launch, variant, problems[:2]), failed))
+        print(rows[-1], file=sys.stderr, flush=True)
+    head = ("kernel", "d, dv", "mask", "CTAs", *names, "rules that it breaks", "failed")
     print(tables.markdown(head, rows))
 
 
-def _needs(code: Compiled, variant: Variant) -> str:
-    """The rules that the kernel breaks in one of two runs each."""
+def _broken(launch: Launcher, variant: Variant, problems: Sequence[Problem]) -> str:
+    """The rules that the kernel breaks in one of the problems."""
     broken = []
     for rule in WAIVERS[:1] if variant.arch == "sm_90a" else WAIVERS:
-        for problem in PROBLEMS[:2]:
-            inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
+        for problem in problems:
             try:
-                run.forward(code, inputs, Run(waived(POLICIES[2], strict=rule)))
+                launch(*_case(problem, variant), waived(POLICIES[2], strict=rule))
             except EmulationError:
                 broken.append(rule)
                 break
-    return ", ".join(broken) or "nothing"
+    return ", ".join(broken) or "none"
+
+
+def _case(problem: Problem, variant: Variant) -> tuple[Inputs, Results]:
+    inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
+    return inputs, run.expected(problem, inputs, variant.is_causal)
 
 
 def _named(variant: Variant) -> tuple[str, str, str, str]:
@@ -159,14 +219,6 @@ def _counts() -> None:
         ]
         print(f"\nd = {variant.head_dim}, instructions of one warp per block of {_KEYS} keys:")
         print(tables.markdown(("kernel", "role", "all", "by class"), rows), flush=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Timed:
-    head_dim: int
-    is_causal: bool
-    theirs: dict[int, float]
-    ours: dict[int, float]
 
 
 def _timing() -> None:

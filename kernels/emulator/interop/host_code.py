@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -90,13 +91,20 @@ def argument(value: Tensor | float | int | None) -> Any:
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int32(value)
 
 
+@functools.cache
+def host_code(compiled: Compiled) -> HostCode:
+    """The host code of a kernel, linked once in a process."""
+    return HostCode(compiled)
+
+
 class HostCode:
     """The host code of one kernel, ready to be called."""
 
     def __init__(self, compiled: Compiled) -> None:
         (kernel,) = parse(compiled.ptx).kernels.values()
         self._prefix = compiled.prefix
-        self._library = _link(compiled.object_file)
+        self._folder = tempfile.TemporaryDirectory()
+        self._library = _link(compiled.object_file, pathlib.Path(self._folder.name))
         self._library.shim_log.restype = ctypes.c_char_p
         self._entry = getattr(self._library, compiled.entry)
         sizes = [parameter.size for parameter in kernel.parameters]
@@ -134,11 +142,10 @@ def _pointers(*values: Any) -> Any:
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
 
 
-def _link(object_file: bytes) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = pathlib.Path(folder, "host.o"), pathlib.Path(folder, "libhost.so")
-        source.write_bytes(object_file)
-        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-shared"]
-        command += ["-o", str(library), str(source), str(_SHIM)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(library))
+def _link(object_file: bytes, folder: pathlib.Path) -> ctypes.CDLL:
+    source, library = folder / "host.o", folder / "libhost.so"
+    source.write_bytes(object_file)
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-shared"]
+    command += ["-o", str(library), str(source), str(_SHIM)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return ctypes.CDLL(str(library))

@@ -12,7 +12,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs, oracle
 from kernels import emulator
 from kernels.emulator import Policy, Report
-from kernels.emulator.interop.host_code import Compiled, HostCode, Tensor
+from kernels.emulator.interop.host_code import Compiled, Tensor, host_code
 from kernels.emulator.memory import uninitialised
 from kernels.emulator.trace import Trace
 
@@ -143,7 +143,7 @@ def backward(
 def _launch(compiled: Compiled, arrays: dict[str, np.ndarray], scale: float, how: Run) -> Report:
     """Launches a kernel as its own host code does."""
     tensors, memory = place(arrays)
-    launch = HostCode(compiled).launch([*tensors.values(), scale, None])
+    launch = host_code(compiled).launch([*tensors.values(), scale, None])
     return emulator.launch(
         compiled.ptx,
         launch.symbol,
