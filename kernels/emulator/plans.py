@@ -132,6 +132,8 @@ def _op(instruction: Instruction, rates: Rates) -> Op:
     wide = instruction.words[-1] in ("s64", "u64", "b64")
     if kind == "integer" and wide and "wide" not in instruction.words:
         count = 4 if unit == "multiply" else 2
+    narrow = rates.narrow_issue if unit in ("alu", "convert") else 1.0
+    issue = count * narrow  # packed or long ones issue once
     shared = _LANES * sum(n for name, n in of_lane(instruction).items() if "shared" in name)
     if instruction.opcode in ("stmatrix", "ldmatrix"):
         shared = 128 * int(next(w for w in instruction.words if w in ("x1", "x2", "x4"))[1:])
@@ -142,7 +144,6 @@ def _op(instruction: Instruction, rates: Rates) -> Op:
     cycles, latency = count * _LANES / lanes, latency + (count - 1)
     if shared:  # the four sub-partitions share the port
         cycles = max(cycles, shared / (rates.shared_bytes / PARTITIONS) / PARTITIONS)
-    issue = count * {"alu": rates.narrow_issue, "convert": rates.narrow_issue}.get(unit, 1.0)
     blocks = instruction.words[:2] == ("fence", "proxy")
     return Op(UNITS.index(unit), cycles, latency, reads, writes, shared, issue, blocks)
 

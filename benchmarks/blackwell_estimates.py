@@ -1,0 +1,109 @@
+"""What the Blackwell forward is estimated to take, beside its roofline.
+
+    python -m kernels.build --only "sm_100f_fwd_bf16_*"
+    python -m benchmarks.blackwell_estimates    # prints the table; writes a timeline of one CTA
+
+Only documented rates are Blackwell's own; the rest of `rates.BLACKWELL` is assumed to be Hopper's
+(`rates.BLACKWELL.assumed`). So the table says which unit binds, rather than how fast it will be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+
+from benchmarks.truth.recording import Code, Problem, built, record
+from fa4_jax.key import KernelKey, Pass
+from kernels.emulator.rates import BLACKWELL
+from kernels.emulator.timeline import chrome_trace, plot
+from kernels.emulator.timing import Timing, estimate
+
+HEAD_DIMS = (64, 128, 192, 256)
+LENGTH = 8192
+_FEW, _MANY = 4, 16
+_UNITS = ("tensor core", "special", "shared", "issue", "TMA load")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A key block of a CTA's query tiles.
+
+    Attributes:
+      cycles: of each block in the middle of a tile.
+      tile: what a tile takes beside its blocks.
+      busy: cycles of each unit.
+    """
+
+    cycles: float
+    tile: float
+    busy: dict[str, float]
+
+
+def timing_of(code: Code, tiles: int, blocks: int) -> Timing:
+    """A CTA with so many query tiles of one head each and key blocks."""
+    m, keys = code.tile["m"], code.tile["n"] * blocks
+    problem = Problem(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
+    return estimate(record(code, problem), BLACKWELL)
+
+
+def step_of(code: Code) -> Step:
+    """From CTAs of two and four tiles with 4 and 16 blocks each."""
+    few, many, more = (timing_of(code, *x) for x in ((2, _FEW), (2, _MANY), (4, _FEW)))
+    blocks = 2 * (_MANY - _FEW)
+    cycles = (many.cycles - few.cycles) / blocks
+    busy = {unit: (many.busy[unit] - few.busy[unit]) / blocks for unit in _UNITS}
+    return Step(cycles, (more.cycles - few.cycles) / 2 - _FEW * cycles, busy)
+
+
+def teraflops(code: Code, step: Step) -> float:
+    """Of all multiprocessors at LENGTH, each with many tiles."""
+    m, n = code.tile["m"], code.tile["n"]
+    tiles = LENGTH // m
+    blocks = [-(-(tile + 1) * m // n) if code.key.band else LENGTH // n for tile in range(tiles)]
+    cycles = sum(step.tile + step.cycles * count for count in blocks)
+    flops = 4 * LENGTH**2 * code.key.head_dim / (2 if code.key.band else 1)
+    return flops / cycles * BLACKWELL.multiprocessors * BLACKWELL.clock_ghz / 1e3
+
+
+def row(key: KernelKey) -> str:
+    """A row of the table."""
+    code = built(key)
+    step, m, n, d = step_of(code), code.tile["m"], code.tile["n"], key.head_dim
+    products = 4 * m * n * d / BLACKWELL.mma_flops
+    exponentials = m * n / 16
+    operands = m // 128 * (128 + 2 * n) * d * 2 / BLACKWELL.shared_bytes
+    mask = "causal" if key.band else "dense"
+    polynomial = ", polynomial" if key.polynomial_exp2 else ""
+    roofline = f"{products:.0f}, {exponentials:.0f}, {operands:.0f}"
+    shares = " | ".join(f"{100 * step.busy[unit] / step.cycles:.0f} %" for unit in _UNITS)
+    return (
+        f"| {d} {mask}{polynomial} | {m} x {n} | {roofline} "
+        f"| {step.cycles:.0f} | {step.tile:.0f} | {shares} | {teraflops(code, step):.0f} |"
+    )
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    results = pathlib.Path(__file__).parent / "results"
+    parser.add_argument("--output", type=pathlib.Path, default=results, metavar="FOLDER")
+    folder: pathlib.Path = parser.parse_args().output
+    print("| d, mask | tile x block | T_mma, T_exp, T_smem | cycles | beside | ", end="")
+    print(" | ".join(_UNITS) + " | TFLOP/s |\n" + "|---" * (6 + len(_UNITS)) + "|")
+    for d in HEAD_DIMS:
+        for polynomial in (False, True) if d <= 128 else (False,):
+            for band in (False, True):
+                key = KernelKey(
+                    *("sm_100f", Pass.FORWARD, "bf16", d), band=band, polynomial_exp2=polynomial
+                )
+                print(row(key), flush=True)
+    timing = timing_of(built(KernelKey("sm_100f", Pass.FORWARD, "bf16", 128)), 1, 8)
+    plot(timing, folder / "b200-forward-d128-timeline.png")
+    (folder / "b200-forward-d128-timeline.json").write_text(chrome_trace(timing))
+
+
+if __name__ == "__main__":
+    main()

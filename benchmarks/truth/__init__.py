@@ -1,0 +1,1 @@
+"""Estimated against measured cycles of the project's kernels."""

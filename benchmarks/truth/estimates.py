@@ -1,0 +1,170 @@
+"""Estimated cycles of one launch: recorded CTAs replayed, then composed to the grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from benchmarks.truth.grids import Access, Grid, Work, by_tile, resident_ctas, to_and_fro
+from benchmarks.truth.recording import ROWS_OF_BACKWARD, Code, Problem, record
+from fa4_jax.key import KernelKey, Pass
+from kernels.common import bands
+from kernels.emulator.rates import HOPPER, Rates
+from kernels.emulator.timing import estimate
+from kernels.sm90.tiles import (
+    BACKWARD_TILES,
+    DETERMINISTIC_BAND_HEADS,
+    FORWARD_TILES,
+    L2_BUDGET_BYTES,
+)
+
+_FEW, _MANY = 4, 16
+"""Steps of the two CTAs that a step's cycles are the difference of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Attention with as many key heads as query heads, and as many keys as queries."""
+
+    batch: int
+    length: int
+    heads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Cycles of a CTA: `start`, then `tile` for every tile and `step` for each of its steps."""
+
+    start: float
+    tile: float
+    step: float
+
+
+class Estimator:
+    """Estimates launches of sm_90a; what a CTA costs is found once for each kernel."""
+
+    def __init__(self, rates: Rates = HOPPER):
+        self.rates = rates
+        self.costs: dict[KernelKey, Cost] = {}
+
+    def cycles(self, code: Code, shape: Shape) -> float:
+        """Cycles of a launch, from the end of what came before it."""
+        run: Callable[[Code, Shape], float] = {
+            Pass.FORWARD: self._forward,
+            Pass.BACKWARD: self._backward,
+        }.get(code.key.kernel, self._stream)
+        return self.rates.grid_latency + run(code, shape)
+
+    def cost(self, code: Code) -> Cost:
+        """Cost of a forward's or backward's CTA."""
+        if code.key not in self.costs:
+            find = _persistent_cost if code.launch.persistent else _cost
+            self.costs[code.key] = find(code, self.rates.alone())
+        return self.costs[code.key]
+
+    def _forward(self, code: Code, shape: Shape) -> float:
+        key, cost, length = code.key, self.cost(code), shape.length
+        m, n, row = code.tile["m"], code.tile["n"], 2 * key.head_dim
+        band = bands.Band(length, length, 0, bands.UNBOUNDED, 0 if key.band else bands.UNBOUNDED)
+        heads, count = shape.batch * shape.heads, -(-length // m)
+        section = max(L2_BUDGET_BYTES // (2 * row) // length, 1)
+        tiles: list[list[Work]] = []
+        for index, head in by_tile(heads, count, section):
+            tile = count - 1 - index if key.band else index
+            blocks = bands.visited_blocks(band, tile * m, m, n, bands.PYTHON)
+            steps = [
+                Work(cost.step, reads=(Access(("kv", head, block), 2 * n * row),))
+                for block in range(blocks.end - 1, blocks.begin - 1, -1)
+            ]
+            query, output = (Access((x, head, tile), m * row) for x in ("q", "o"))
+            steps[0] = dataclasses.replace(steps[0], reads=(query, *steps[0].reads))
+            extra = cost.tile if code.launch.persistent else cost.start
+            steps[-1] = dataclasses.replace(steps[-1], cycles=cost.step + extra, writes=(output,))
+            tiles.append(steps)
+        stages = FORWARD_TILES[key.head_dim, key.band].kv_stages
+        grid = Grid(self.rates, stages)
+        if not code.launch.persistent:
+            return grid.run(tiles)
+        hands = to_and_fro(tiles, min(self.rates.multiprocessors, len(tiles)))
+        return cost.start + grid.run(hands)
+
+    def _backward(self, code: Code, shape: Shape) -> float:
+        key, cost, length = code.key, self.cost(code), shape.length
+        m, n, d = ROWS_OF_BACKWARD, code.tile["n"], key.head_dim
+        window = 0 if key.band else bands.UNBOUNDED
+        band = bands.Band(length, length, 0, bands.UNBOUNDED, window).transposed()
+        heads, count = shape.batch * shape.heads, -(-length // n)
+        least = DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1
+        section = max(L2_BUDGET_BYTES // (d * (2 + 2 + 4)) // length, least)
+        ctas: list[list[Work]] = []
+        for tile, head in by_tile(heads, count, section):
+            blocks = bands.visited_blocks(band, tile * n, n, m, bands.PYTHON)
+            order = range(blocks.begin, blocks.end)
+            steps = []
+            for block in reversed(order) if key.deterministic else order:
+                before = ("turn", head, tile - 1, block) if key.deterministic and tile else None
+                steps.append(
+                    Work(
+                        cost.step,
+                        reads=(Access(("q, do", head, block), 2 * m * 2 * d),),
+                        adds=(Access(("dq", head, block), m * d * 4),),
+                        turn=("turn", head, tile, block) if key.deterministic else None,
+                        behind=before,
+                    )
+                )
+            own = (Access(("k, v", head, tile), 4 * n * d),)
+            steps[0] = dataclasses.replace(
+                steps[0], cycles=cost.step + cost.start, reads=(*own, *steps[0].reads)
+            )
+            grads = (Access(("dk, dv", head, tile), 4 * n * d),)
+            steps[-1] = dataclasses.replace(steps[-1], writes=grads)
+            ctas.append(steps)
+        return Grid(self.rates, BACKWARD_TILES[d].stages).run(ctas)
+
+    def _stream(self, code: Code, shape: Shape) -> float:
+        """Kernels around the backward: what they move, or what CTAs of an SM get through."""
+        resident, rates = resident_ctas(code), self.rates
+        ctas = shape.batch * shape.heads * -(-shape.length // code.tile["m"])
+
+        def cycles(waves: int) -> float:
+            count = waves * resident
+            problem = Problem(count, code.tile["m"], code.tile["m"])
+            return estimate(record(code, problem, count), rates.alone(), resident).cycles
+
+        first, second = cycles(1), cycles(2)
+        waves = ctas / (resident * rates.multiprocessors)
+        elements = shape.batch * shape.heads * shape.length * code.key.head_dim
+        # O, dO in, dQ's accumulators out; or those in, dQ out.
+        moved = elements * (2 + 2 + 4 if code.key.kernel == Pass.BACKWARD_PRE else 4 + 2)
+        streamed = moved / (rates.dram_bytes * rates.multiprocessors)
+        beginning = rates.global_latency + rates.dram_latency
+        return max(first + (second - first) * max(waves - 1, 0.0), streamed) + beginning
+
+
+def _persistent_cost(code: Code, rates: Rates) -> Cost:
+    """From CTAs of two and four tiles, of 4 and 16 key blocks each."""
+    few, many, more = (_forward_cycles(code, rates, *x) for x in ((2, _FEW), (2, _MANY), (4, _FEW)))
+    step = (many - few) / (2 * (_MANY - _FEW))
+    tile = (more - few) / 2 - _FEW * step
+    return Cost(few - 2 * (tile + _FEW * step), tile, step)
+
+
+def _cost(code: Code, rates: Rates) -> Cost:
+    """From CTAs of one tile with 4 and 16 steps."""
+    if code.key.kernel == Pass.FORWARD:
+        few, many = (_forward_cycles(code, rates, 1, blocks) for blocks in (_FEW, _MANY))
+    else:
+        few, many = (_backward_cycles(code, rates, steps) for steps in (_FEW, _MANY))
+    step = (many - few) / (_MANY - _FEW)
+    return Cost(few - _FEW * step, 0.0, step)
+
+
+def _forward_cycles(code: Code, rates: Rates, tiles: int, blocks: int) -> float:
+    m, keys = code.tile["m"], code.tile["n"] * blocks
+    problem = Problem(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
+    return estimate(record(code, problem), rates).cycles
+
+
+def _backward_cycles(code: Code, rates: Rates, steps: int) -> float:
+    problem = Problem(1, ROWS_OF_BACKWARD * steps, code.tile["n"])
+    return estimate(record(code, problem), rates).cycles
