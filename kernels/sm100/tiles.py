@@ -155,9 +155,11 @@ class BackwardTile:
         return self.width or head_dim
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Barriers, LSE and delta (3 KiB with padding); K, V; the rings of Q and dO; dS."""
+        """Barriers (256 bytes) with LSE and delta; K, V; the rings of Q and dO; dS."""
+        statistics = 256 + 2 * self.stages * self.m * 4
         rows = 2 * self.n + 2 * self.stages * self.m
-        return 3 * 1024 + rows * self.columns_of_head(head_dim) * 2 + self.n * self.m * 2
+        operands = rows * self.columns_of_head(head_dim) * 2 + self.n * self.m * 2
+        return -(-statistics // 1024) * 1024 + operands
 
     def columns(self, head_dim: int) -> BackwardColumns:
         """What lives where in tensor memory; dQ takes dP's columns where there are no others."""

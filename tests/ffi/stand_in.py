@@ -20,6 +20,7 @@ import numpy as np
 
 from fa4_jax.manifest import Cubin, evaluate_size
 
+CAPABILITY_ATTRIBUTES = 75, 76  # numbers of the device attributes: major, minor
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "i32": "int32"}
 
 

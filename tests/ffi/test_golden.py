@@ -62,6 +62,10 @@ def huge(head_dim: int) -> Problem:
     return Problem(1, 64, (1 << 31) // (kv_heads * head_dim) + 100, kv_heads, kv_heads)
 
 
+CAPABILITIES = {"sm_90a": (9, 0), "sm_100f": (10, 0)}
+"""Compute capability of a device that runs kernels of an architecture."""
+
+
 def entries() -> list[cache.Entry]:
     """Kernels of the installation whose host code is at hand."""
     installed = runtime.manifest()
@@ -133,7 +137,9 @@ def sample() -> cache.Entry:
 
 def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> None:
     """Fails unless the handler and the host code launch the same."""
-    outcome = process.submit(stand_in.run, call).result()
+    numbers = zip(stand_in.CAPABILITY_ATTRIBUTES, CAPABILITIES[call.cubin.key.arch], strict=True)
+    steer = [("set_attribute", (0, *number)) for number in numbers]
+    outcome = process.submit(stand_in.run, call, steer).result()
     assert outcome.error == "", call
     (ours,) = outcome.launches
     theirs = host.launch(call, outcome.addresses)

@@ -20,7 +20,8 @@ from tests.ffi import compiler, made_up, stand_in
 from tests.ffi.made_up import LAUNCH
 from tests.ffi.stand_in import Array, Outcome
 
-MULTIPROCESSORS, MAJOR, MINOR = 16, 75, 76  # numbers of device attributes
+MULTIPROCESSORS = 16  # number of the device attribute
+MAJOR, MINOR = stand_in.CAPABILITY_ATTRIBUTES
 
 Run = Callable[..., Outcome]
 
