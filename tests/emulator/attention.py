@@ -84,6 +84,7 @@ class Attention:
     arrays: dict[str, np.ndarray]
     attributes: dict[str, float]
     keys: tuple[KernelKey, ...]
+    multiprocessors: int = MULTIPROCESSORS
 
     def run(
         self,
@@ -102,7 +103,7 @@ class Attention:
         arrays = dict(self.arrays)
         for key in self.keys:
             if key.kernel == kernel:
-                return Attention(arrays, self.attributes, (key,))
+                return dataclasses.replace(self, arrays=arrays, keys=(key,))
             arrays |= self._launch(key, arrays, Policy(), 0, lambda key, text: text)
         raise KeyError(kernel)
 
@@ -115,7 +116,7 @@ class Attention:
         text_of: Callable[[KernelKey, str], str],
     ) -> dict[str, np.ndarray]:
         code = ptx(key)
-        packed = arguments.pack(code.launch, arrays, self.attributes, MULTIPROCESSORS)
+        packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
         emulator.launch(
             text_of(key, code.text),
             code.symbol,
@@ -176,6 +177,17 @@ def attention(
         },
         keys=tuple(keys),
     )
+
+
+def reversed_keys(case: Case, inputs: Inputs) -> Inputs:
+    """The same with the keys of every batch element in reverse, padding where it was.
+
+    Kernels that visit the last block first meet ever larger maxima in growing cases only so.
+    """
+    key = inputs.key.copy()
+    for row, length in zip(key, case.key_lengths or (case.key_length,) * case.batch, strict=True):
+        row[:length] = row[:length][::-1]
+    return dataclasses.replace(inputs, key=key)
 
 
 def _window(case: Case) -> tuple[int, int]:

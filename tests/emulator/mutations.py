@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kernels.emulator import EmulationError, Policy
+from tests.emulator.attention import Attention
 
 _REMOVED = (
     r"bar\.sync",
@@ -35,18 +40,49 @@ class Mutation:
     change: str
     text: str
 
+    @property
+    def kind(self) -> str:
+        """The change and the instruction, without its operands."""
+        change, code = self.change.split(": ", 1)
+        return f"{change}: {code.split()[0].rstrip(';')}"
 
-def mutations(ptx: str) -> Iterator[Mutation]:
-    """Every mutation of a kernel."""
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A launch that a broken kernel takes, and what a right one computes there."""
+
+    launch: Attention
+    expected: dict[str, np.ndarray]
+    policy: Policy
+    seed: int
+
+
+def mutations(ptx: str, counts: bool = True) -> Iterator[Mutation]:
+    """Every mutation of a kernel; `counts`: also other numbers of threads, arrivals, bytes."""
     lines = ptx.split("\n")
+    constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (\d+);", ptx))
     for number, line in enumerate(lines, 1):
         statements = re.findall(r"[^;]+;?", line)
         for place, statement in enumerate(statements):
             code = statement.strip()
-            for change, new in _changes(code):
+            changes = [*_changes(code), *(_other_counts(code, constants) if counts else ())]
+            for change, new in changes:
                 broken = "".join([*statements[:place], new, *statements[place + 1 :]])
                 text = "\n".join([*lines[: number - 1], broken, *lines[number:]])
                 yield Mutation(number, f"{change}: {code}", text)
+
+
+def notices(trials: Sequence[Trial], mutation: Mutation) -> str:
+    """The rule that a mutation breaks, "result" if it computes something else, or ""."""
+    for trial in trials:
+        try:
+            results = trial.launch.run(trial.policy, trial.seed, lambda key, text: mutation.text)
+        except EmulationError as error:
+            return error.rule
+        for name, expected in trial.expected.items():
+            if not np.array_equal(results[name], expected, True):
+                return "result"
+    return ""
 
 
 def _changes(code: str) -> Iterator[tuple[str, str]]:
@@ -69,3 +105,29 @@ def _changes(code: str) -> Iterator[tuple[str, str]]:
     barrier = re.match(r"bar\.sync\s+(\S+), (\d+);", code)
     if barrier:
         yield "fewer threads", f"bar.sync {barrier[1]}, {int(barrier[2]) - 32};"
+
+
+def _other_counts(code: str, constants: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Other numbers of threads, registers, groups, arrivals and bytes."""
+    if code.startswith("setmaxnreg"):
+        yield "removed", ""
+    barrier = re.match(r"(bar\.(sync|arrive)\s+\S+), (\d+);", code)
+    if barrier:
+        yield "more threads", f"{barrier[1]}, {int(barrier[3]) + 32};"
+        if barrier[2] == "arrive":
+            yield "fewer threads", f"{barrier[1]}, {int(barrier[3]) - 32};"
+    if groups := re.match(r"(cp\.async\.bulk\.wait_group)(\.read)?\s+(\d+);", code):
+        yield "waits for all but one more", f"{groups[1]}{groups[2] or ''} {int(groups[3]) + 1};"
+        if not groups[2]:
+            yield "waits for reads", f"{groups[1]}.read {groups[3]};"
+    counted = re.match(r"(mbarrier\.(init|arrive\.expect_tx)\S*\s.*), (%r\d+);", code)
+    if not counted or counted[3] not in constants:
+        return
+    count = int(constants[counted[3]])
+    if counted[2] == "init":
+        yield "one arrival more", f"{counted[1]}, {count + 1};"
+        if count > 1:
+            yield "one arrival fewer", f"{counted[1]}, {count - 1};"
+    else:
+        yield "fewer bytes", f"{counted[1]}, {count // 2};"
+        yield "more bytes", f"{counted[1]}, {count + 16};"

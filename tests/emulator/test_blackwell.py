@@ -1,7 +1,7 @@
 """The project's Blackwell kernels on the emulator: right by the oracle, whatever the timing.
 
-`python -m tests.emulator.test_blackwell --seeds 20` runs every conformance case that the kernels
-take under so many seeds and policies, in parallel processes; CI runs the cases below. About 40 s.
+`python -m tests.emulator.blackwell_conformance --seeds 20` runs the conformance cases that the
+kernels take under so many policies; CI runs the cases below. About 40 s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from fa4_jax.conformance.cases import Case
-from fa4_jax.conformance.compare import Verdict, compare
-from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
+from fa4_jax.conformance.oracle import make_inputs
 from kernels.emulator import Policy
 from tests.emulator.attention import attention
+from tests.emulator.blackwell_conformance import verdicts
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
@@ -71,35 +71,13 @@ CASES = (
 )
 
 
-def verdicts(case: Case, policy: Policy, seed: int) -> list[Verdict]:
-    """Verdicts on output and LSE of the forward kernel."""
-    inputs = make_inputs(case, seed)
-    launches = attention(case, inputs, gradients=False, arch="sm_100f")
-    polynomial = any(key.polynomial_exp2 for key in launches.keys)
-    results = launches.run(policy, seed)
-    with np.errstate(all="ignore"):
-        expected = oracle(case, inputs)
-        usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
-        return [
-            compare(
-                name,
-                case.dtype,
-                results[name],
-                expected[name],
-                [some[name] for some in usual],
-                polynomial,
-            )
-            for name in ("output", "lse")
-        ]
-
-
 @pytest.mark.parametrize(
     ("case", "policy"),
     list(zip(CASES, itertools.cycle(POLICIES), strict=False)),
     ids=lambda value: value.id if isinstance(value, Case) else "",
 )
 def test_forward_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> None:
-    assert not [verdict for verdict in verdicts(case, policy, seed) if verdict.failure]
+    assert not [verdict for verdict in verdicts(case, policy, seed, seed) if verdict.failure]
 
 
 def test_forward_ignores_timing(seed: int) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import Pass
-from kernels.emulator import EmulationError, Policy
-from tests.emulator.attention import Attention, attention, ptx
-from tests.emulator.mutations import Mutation, mutations
+from kernels.emulator import Policy
+from tests.emulator.attention import attention, ptx
+from tests.emulator.mutations import Trial, mutations, notices
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
@@ -51,31 +50,20 @@ CASES = (
 )
 
 
-def notices(launch: Attention, expected: dict[str, np.ndarray], mutation: Mutation) -> str:
-    """The rule that a mutation breaks, "result" if it computes something else, or ""."""
-    for seed, policy in enumerate(POLICIES):
-        try:
-            results = launch.run(policy, seed, lambda key, text: mutation.text)
-        except EmulationError as error:
-            return error.rule
-        if not all(np.array_equal(results[name], expected[name], True) for name in expected):
-            return "result"
-    return ""
-
-
 @pytest.mark.parametrize(
     ("kernel", "least"),
     [(Pass.FORWARD, 0.95), (Pass.BACKWARD, 0.9), (Pass.BACKWARD_POST, 1.0)],
 )
 def test_broken_kernels_are_noticed(kernel: Pass, least: float) -> None:
     launches = [attention(case, make_inputs(case, 0)).only(kernel) for case in CASES]
-    expected = [launch.run(Policy()) for launch in launches]
-    (key,) = launches[0].keys
-    broken = list(mutations(ptx(key).text))
-    runs = list(zip(launches, expected, strict=True))
-    rules = [
-        next(filter(None, (notices(*run, mutation) for run in runs)), "") for mutation in broken
+    trials = [
+        Trial(launch, expected, policy, seed)
+        for launch, expected in [(launch, launch.run(Policy())) for launch in launches]
+        for seed, policy in enumerate(POLICIES)
     ]
+    (key,) = launches[0].keys
+    broken = list(mutations(ptx(key).text, counts=False))
+    rules = [notices(trials, mutation) for mutation in broken]
     noticed = sum(map(bool, rules))
     print(f"{key.name}: {noticed} of {len(broken)} noticed, {Counter(rules).most_common()}")
     for mutation, rule in zip(broken, rules, strict=True):
