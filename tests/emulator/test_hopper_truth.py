@@ -1,7 +1,7 @@
 """The emulated sm_90a kernels give what an H200 gave for the same inputs (`truth`).
 
 The order of additions inside a product is the hardware's own, so a result may differ in the last
-place; how often and by how much is bounded below, by storage type and quantity. About 60 s.
+place; how often and by how much is bounded below, by storage type and quantity. About 30 s.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ if importlib.util.find_spec("cutlass") is None:
 
 BOUNDS = {
     # type of the result: (share of bitwise equal values at least, difference at most relative to
-    # the largest value: one unit in its last place; of the LSE, which nobody rounds, a few)
+    # the largest value: one unit in its last place). The LSE is fp32 from approximate exponentials
+    # and logarithms, so most of its last places differ; a few units are allowed, no share is asked.
     "bf16": (0.95, 2.0**-7),
     "fp16": (0.9, 2.0**-10),
-    "lse": (0.3, 4 * 2.0**-23),
+    "lse": (0.0, 4 * 2.0**-23),
 }
 
 
