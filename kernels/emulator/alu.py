@@ -67,15 +67,14 @@ def select(a: np.ndarray, b: np.ndarray, p: np.ndarray, out: np.ndarray) -> None
 
 
 def divide(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Integer quotient toward zero; all ones where the divisor is zero."""
-    safe = np.where(b == 0, 1, b)
-    remainder = np.fmod(a, safe)
-    out[...] = np.where(b == 0, -1, (a.astype(np.int64) - remainder) // safe)
+    """Integer quotient toward zero; all ones where the divisor is zero, as an H200 gives."""
+    safe = np.where(b == 0, b.dtype.type(1), b)
+    out[...] = np.where(b == 0, ~b, (a - np.fmod(a, safe)) // safe)
 
 
 def remainder(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Integer remainder with the dividend's sign; the dividend where the divisor is zero."""
-    out[...] = np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
+    """Integer remainder with the dividend's sign; all ones where the divisor is zero."""
+    out[...] = np.where(b == 0, ~b, np.fmod(a, np.where(b == 0, b.dtype.type(1), b)))
 
 
 def multiply_wide(wide: type, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,16 +102,11 @@ def prepare(ptx: str, kernel: str) -> None:
     _program(ptx, kernel)
 
 
-_PROGRAMS: dict[tuple[str, str], tuple[Program, int, Costs]] = {}
-
-
+@functools.lru_cache(maxsize=16)
 def _program(ptx: str, kernel: str) -> tuple[Program, int, Costs]:
-    """Programs are kept: making one takes longer than a small launch."""
-    key = (ptx, kernel)
-    if key not in _PROGRAMS:
-        program, static_bytes = bind_program(parse(ptx).kernels[kernel])
-        _PROGRAMS[key] = program, static_bytes, costs(program)
-    return _PROGRAMS[key]
+    """Programs are kept: making one takes longer than a small launch, tens of megabytes each."""
+    program, static_bytes = bind_program(parse(ptx).kernels[kernel])
+    return program, static_bytes, costs(program)
 
 
 def _check_launch(

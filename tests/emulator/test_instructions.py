@@ -56,6 +56,11 @@ def quotient(a: int, b: int) -> int:
     return -1 if b == 0 else (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
 
 
+def remainder(a: int, b: int) -> int:
+    """With the dividend's sign; all ones for a zero divisor, as an H200 gives for every type."""
+    return -1 if b == 0 else a - b * quotient(a, b)
+
+
 Reference = Callable[..., Any]
 INTEGER: list[tuple[str, type, type, int, Reference]] = [
     # instruction, source type, result type, sources, meaning
@@ -74,7 +79,9 @@ INTEGER: list[tuple[str, type, type, int, Reference]] = [
     ("mad.lo.s64 {d}, {0}, {1}, {2};", np.int64, np.int64, 3, lambda a, b, c: a * b + c),
     ("div.s32 {d}, {0}, {1};", np.int32, np.int32, 2, quotient),
     ("div.u32 {d}, {0}, {1};", np.uint32, np.uint32, 2, quotient),
-    ("rem.s32 {d}, {0}, {1};", np.int32, np.int32, 2, lambda a, b: a - b * quotient(a, b)),
+    ("rem.s32 {d}, {0}, {1};", np.int32, np.int32, 2, remainder),
+    ("rem.u64 {d}, {0}, {1};", np.uint64, np.uint64, 2, remainder),
+    ("div.u64 {d}, {0}, {1};", np.uint64, np.uint64, 2, quotient),
     ("min.s32 {d}, {0}, {1};", np.int32, np.int32, 2, min),
     ("max.u32 {d}, {0}, {1};", np.uint32, np.uint32, 2, max),
     ("min.relu.s32 {d}, {0}, {1};", np.int32, np.int32, 2, lambda a, b: max(min(a, b), 0)),
@@ -138,6 +145,18 @@ def test_integers(entry: tuple[str, type, type, int, Reference], rng: np.random.
         sources[1] = rng.integers(0, 40, 32).astype(source)
     expected = [wrap(reference(*map(int, lanes)), result) for lanes in zip(*sources, strict=True)]
     assert execute(instruction, sources, result).tolist() == expected
+
+
+@pytest.mark.parametrize("operation", ["div", "rem"])
+@pytest.mark.parametrize("kind", [np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64])
+def test_division_at_its_limits(operation: str, kind: type, rng: np.random.Generator) -> None:
+    """By zero and by minus one: what an H200 gives (driver 580.159.04)."""
+    dtype, dividends = np.dtype(kind), integers(rng, kind)
+    text = f"{operation}.{dtype.kind.replace('i', 's')}{8 * dtype.itemsize} {{d}}, {{0}}, {{1}};"
+    reference = quotient if operation == "div" else remainder
+    for divisor in (0, wrap(-1, kind)):
+        expected = [wrap(reference(int(value), divisor), kind) for value in dividends]
+        assert execute(text, [dividends, np.full(32, divisor, kind)], kind).tolist() == expected
 
 
 def floats(rng: np.random.Generator) -> np.ndarray:
