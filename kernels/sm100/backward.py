@@ -7,7 +7,7 @@ that keys are the lanes of tensor memory:
     dK  += dS^T Q               dQ  += dS K        (scale is applied at the end, to dK here)
 
     load warp        K, V once; then for every query head of the KV head's group and every query
-                     block that sees the key tile: Q, lse_log2 and dO, delta into two rings
+                     block that sees the key tile: Q, lse_log2, delta and dO into two rings
     MMA warp         all products: S, dP from shared memory; dV, dK with P, dS from tensor memory;
                      dQ with dS from shared memory
     compute warps    two warpgroups, half of the queries each, one key a thread: P and dS from S and
@@ -20,10 +20,10 @@ while compute warps make dS(i), the tensor core has S(i+1), and under dK(i), dQ(
 
     barrier      from -> to                 once per
     kv_full      load -> mma                CTA
-    q_full       load -> mma, compute       step
-    q_empty      mma, compute -> load       step
-    do_full      load -> mma, compute       step
-    do_empty     mma, compute -> load       step
+    q_full       load -> mma                step
+    q_empty      mma -> load                step
+    do_full      load -> mma                step
+    do_empty     mma -> load                step
     s_full       mma -> compute             step
     p_full       compute -> mma             step
     dp_full      mma -> compute             step
@@ -37,7 +37,9 @@ Note [what needs no barrier]: S(i+1) overwrites S(i), which compute warps have r
 full, and P(i), which dV(i), issued before, has read. dP(i+1) overwrites dP(i) and dS(i) likewise,
 behind dK(i). Where dQ takes dP's columns, it comes behind dK(i), which has read dS(i), and dP(i+1)
 waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory behind dp_full of step i+1, whose
-commit also tells that dQ(i) is complete.
+commit also tells that dQ(i) is complete. A commit's arrival comes behind all that the MMA warp has
+waited for: s_full behind q_full, so that compute warps find lse_log2 and delta there; q_empty
+behind ds_full, so behind their last use of both.
 
 Note [parts]: where head_dim is above 128, two CTAs share a key tile: both compute all of S and dP,
 each only half of the columns of dV, dK and dQ.
@@ -179,7 +181,7 @@ class Backward:
     ):
         maps = Maps(q_map, k_map, v_map, do_map, dk_map, dv_map)
         tile = self.config.tile
-        shared = allocate(self.config.dtype, self.config.head_dim, tile)
+        shared = allocate(self.config)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mma_warp, _ = WARPS_OF_ROLE["mma"]
         if warp == mma_warp:
@@ -190,12 +192,10 @@ class Backward:
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 for name, arrivals in ARRIVALS.items():
-                    for i in cutlass.range_constexpr(barrier_count(name, tile)):
+                    for i in cutlass.range_constexpr(barrier_count(name, self.config)):
                         cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
         cute.arch.mbarrier_init_fence()
-        ptx.fence_before_sync()
         cute.arch.sync_threads()
-        ptx.fence_after_sync()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
 
         tiles = (query_length + tile.m - 1) // tile.m
@@ -218,10 +218,8 @@ class Backward:
             elif warp == WARPS_OF_ROLE["order"][0]:
                 if cutlass.const_expr(self.config.deterministic):
                     self.order(shared, work, rows)
-        ptx.fence_before_sync()
         cute.arch.sync_threads()
         if warp == mma_warp:
-            ptx.fence_after_sync()
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
 
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
@@ -262,10 +260,9 @@ class Backward:
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
-        """Load warp: K and V, then Q, lse_log2 and dO, delta of every step."""
+        """Load warp: K and V, then Q, lse_log2, delta and dO of every step."""
         tile, d, barriers = self.config.tile, self.config.head_dim, shared.barriers
-        coordinates = tensors.bthd_coordinates()
-        kv = coordinates[None, None, work.kv_head, work.batch]
+        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         steps = work.steps()
         if steps > 0:
             with cute.arch.elect_one():
@@ -273,28 +270,52 @@ class Backward:
             key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
             tensors.tma_load(maps.k, key_tile, shared.k, barriers.kv_full)
             tensors.tma_load(maps.v, key_tile, shared.v, barriers.kv_full)
-        for step in cutlass.range(steps, unroll=1):
-            head, block = work.step(step, self.config.deterministic)
-            query = coordinates[None, None, head, work.batch]
-            query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
-            row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
-            slot, phase = tensors.ring_slot(step, tile.stages)
-            for operand in cutlass.range_constexpr(2):
-                full = (barriers.q_full, barriers.do_full)[operand] + slot
-                empty = (barriers.q_empty, barriers.do_empty)[operand] + slot
-                target = (shared.q, shared.do)[operand][None, None, slot]
-                source = (rows.lse_log2, rows.delta)[operand] + row
-                statistics = (shared.lse_log2, shared.delta)[operand][None, slot]
-                cute.arch.mbarrier_wait(empty, phase ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
-                    common_ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
-                tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
+            self.load_queries(maps, shared, work, rows, Int32(0))
+            self.load_outputs(maps, shared, work, Int32(0))
+        for step in cutlass.range(1, steps, unroll=1):
+            # The slot of dO is left first, by dV; that of Q by dK.
+            self.load_outputs(maps, shared, work, step)
+            self.load_queries(maps, shared, work, rows, step)
         # Shared memory outlives every commit's arrival.
         for i in cutlass.range_constexpr(tile.stages):
             slot, phase = tensors.ring_slot(steps + i, tile.stages)
             cute.arch.mbarrier_wait(barriers.q_empty + slot, phase ^ 1)
             cute.arch.mbarrier_wait(barriers.do_empty + slot, phase ^ 1)
+
+    @cute.jit
+    def load_queries(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
+        """Q, lse_log2 and delta of a step."""
+        tile, d = self.config.tile, self.config.head_dim
+        head, block = work.step(step, self.config.deterministic)
+        row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
+        slot, phase = tensors.ring_slot(step, tile.stages)
+        full = shared.barriers.q_full + slot
+        lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]
+        cute.arch.mbarrier_wait(shared.barriers.q_empty + slot, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4 + 4))
+            common_ptx.bulk_load(lse_log2.iterator, rows.lse_log2 + row, tile.m * 4, full)
+            common_ptx.bulk_load(delta.iterator, rows.delta + row, tile.m * 4, full)
+        source = self.query_tile(work, head, block)
+        tensors.tma_load(maps.q, source, shared.q[None, None, slot], full)
+
+    @cute.jit
+    def load_outputs(self, maps: Maps, shared: Shared, work: Work, step: Int32):
+        """dO of a step."""
+        tile, d = self.config.tile, self.config.head_dim
+        head, block = work.step(step, self.config.deterministic)
+        slot, phase = tensors.ring_slot(step, tile.stages)
+        full = shared.barriers.do_full + slot
+        cute.arch.mbarrier_wait(shared.barriers.do_empty + slot, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * d * 2)
+        source = self.query_tile(work, head, block)
+        tensors.tma_load(maps.do, source, shared.do[None, None, slot], full)
+
+    def query_tile(self, work: Work, head: Int32, block: Int32) -> cute.Tensor:
+        """TMA coordinates of a query block of Q or dO."""
+        rows = tensors.bthd_coordinates()[None, None, head, work.batch]
+        return cute.local_tile(rows, (self.config.tile.m, self.config.head_dim), (block, 0))
 
     @cute.jit
     def order(self, shared: Shared, work: Work, rows: Rows):
@@ -327,8 +348,7 @@ class Backward:
             cute.arch.mbarrier_wait(barriers.kv_full, 0)
             if work.padded_keys:
                 rows = work.band.key_length - work.first_key
-                self.clear_padding(shared.k, rows)
-                self.clear_padding(shared.v, rows)
+                self.clear_padding((shared.k, shared.v), rows)
             self.multiply_scores(shared, work, base, Int32(0))
             self.multiply_dp(shared, work, base, Int32(0))
             self.multiply_dv(shared, work, base, Int32(0))
@@ -442,13 +462,14 @@ class Backward:
             _, block = work.step(step, self.config.deterministic)
             rows = work.band.query_length - block * self.config.tile.m
             if rows < self.config.tile.m:
-                self.clear_padding(queries, rows)
+                self.clear_padding((queries,), rows)
 
     @cute.jit
-    def clear_padding(self, tile: cute.Tensor, first_row: Int32):
-        """Rows of a tile from first_row on to 0, before this warp's products read them."""
+    def clear_padding(self, tiles: tuple, first_row: Int32):
+        """Rows of tiles from first_row on to 0, before this warp's products read them."""
         thread, _, _ = cute.arch.thread_idx()
-        tensors.zero_rows(tile, first_row, thread % 32, 32)
+        for tile in tiles:
+            tensors.zero_rows(tile, first_row, thread % 32, 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 

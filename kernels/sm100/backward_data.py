@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 from fa4_jax.key import KernelKey
 from kernels.common import bands, tensors
 from kernels.sm100 import products
-from kernels.sm100.tiles import BACKWARD_TILES, BackwardTile
+from kernels.sm100.tiles import BACKWARD_TILES
 
 WARPS_OF_ROLE = {
     # role: (first warp, warps). Reduce and compute warps reach the lanes of their place in a
@@ -25,10 +25,10 @@ HALVES = 2  # of the queries of a step, one for each compute warpgroup
 ARRIVALS = {
     # barrier: arrivals that complete a phase. Those of the rings exist once per stage.
     "kv_full": 1,  # load warp, with the bytes of K and V
-    "q_full": 1,  # load warp, with the bytes of Q and lse_log2
-    "q_empty": 9,  # commit behind the last product that reads Q; compute warps: lse_log2 is read
-    "do_full": 1,  # load warp, with the bytes of dO and delta
-    "do_empty": 9,  # commit behind the last product that reads dO; compute warps: delta is read
+    "q_full": 1,  # load warp, with the bytes of Q, lse_log2 and delta
+    "q_empty": 1,  # commit behind the last product that reads Q
+    "do_full": 1,  # load warp, with the bytes of dO
+    "do_empty": 1,  # commit behind the last product that reads dO
     "s_full": 1,  # commit behind S
     "p_full": 8,  # compute warps: P is there
     "dp_full": 1,  # commit behind dP
@@ -159,14 +159,14 @@ class Shared:
     barriers: Barriers
 
 
-def allocate(dtype, head_dim: int, tile: BackwardTile) -> Shared:
+def allocate(config: Config) -> Shared:
     """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
-    d = head_dim
+    dtype, d, tile = config.dtype, config.head_dim, config.tile
     key_layout = tensors.tile_layout(dtype, tile.n, d, 1, tile.span_bytes)
     query_layout = tensors.tile_layout(dtype, tile.m, d, tile.stages, tile.span_bytes)
     ds_layout = tensors.tile_layout(dtype, tile.n, tile.m, 1)
     rows_layout = cute.make_layout((tile.m, tile.stages))
-    counts = {name: barrier_count(name, tile) for name in ARRIVALS}
+    counts = {name: barrier_count(name, config) for name in ARRIVALS}
 
     @cute.struct
     class Storage:
@@ -206,6 +206,9 @@ def allocate(dtype, head_dim: int, tile: BackwardTile) -> Shared:
     )
 
 
-def barrier_count(name: str, tile: BackwardTile) -> int:
+def barrier_count(name: str, config: Config) -> int:
     """How many barriers of a name there are."""
-    return tile.stages if name in ("q_full", "q_empty", "do_full", "do_empty") else 1
+    if name in ("turn", "added"):
+        return int(config.deterministic)
+    rings = ("q_full", "q_empty", "do_full", "do_empty")
+    return config.tile.stages if name in rings else 1

@@ -96,7 +96,7 @@ class Postprocess:
             with cute.arch.elect_one():
                 tensors.tma_store(dq_map, staging, cute.local_tile(target, (rows, d), (tile, 0)))
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def accumulated(self, tile_acc: cute.Pointer, row: Int32, column: Int32) -> cute.Tensor:
         """Eight values of a row from a column on."""

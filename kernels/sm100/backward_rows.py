@@ -61,10 +61,9 @@ class RowRoles:
         half, step, edge = position
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // HALVES
-        slot, phase = tensors.ring_slot(step, tile.stages)
+        slot, _ = tensors.ring_slot(step, tile.stages)
         first = half * count
         scores_at = products.lane_base(base.toint()) + self.config.columns.s + first
-        cute.arch.mbarrier_wait(barriers.q_full + slot, phase)
         cute.arch.mbarrier_wait(barriers.s_full, step & 1)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, count)
@@ -82,7 +81,6 @@ class RowRoles:
             for i in cutlass.range_constexpr(count):
                 inside = (i >= low) & (i < high)
                 p[i] = softmax.select(inside, p[i], Float32(0.0))
-        products.arrive(barriers.q_empty + slot)
         ptx.tmem_store(scores_at, self.rounded([p[i] for i in range(count)]))
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
@@ -98,10 +96,9 @@ class RowRoles:
         half, step, key_row = position
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // HALVES
-        slot, phase = tensors.ring_slot(step, tile.stages)
+        slot, _ = tensors.ring_slot(step, tile.stages)
         first = half * count
         dp_at = products.lane_base(base.toint()) + self.config.columns.dp + first
-        cute.arch.mbarrier_wait(barriers.do_full + slot, phase)
         cute.arch.mbarrier_wait(barriers.dp_full, step & 1)
         ptx.fence_after_sync()
         for start in cutlass.range_constexpr(0, count, CHUNK):
@@ -122,7 +119,6 @@ class RowRoles:
                 pairs[i] = rounded[i]
             row = cute.local_tile(shared.ds[key_row, None], (CHUNK,), ((first + start) // CHUNK,))
             cute.autovec_copy(fragment, row)
-        products.arrive(barriers.do_empty + slot)
         ptx.tmem_store_wait()
         cute.arch.fence_proxy("async.shared", space="cta")
         ptx.fence_before_sync()
@@ -196,7 +192,8 @@ class RowRoles:
                 tensors.tma_store(maps.dv, dv, target)
                 tensors.tma_store(maps.dk, dk, target)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0)
+                # Shared memory outlives what the stores read.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def reduce(self, shared: Shared, work: Work, rows: Rows, base: cute.Pointer):
