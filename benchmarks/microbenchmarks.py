@@ -29,6 +29,7 @@ from benchmarks.environment import answer, clocks
 from benchmarks.micro import (
     arithmetic,
     barriers,
+    clusters,
     copies,
     global_memory,
     grids,
@@ -37,7 +38,7 @@ from benchmarks.micro import (
 )
 from benchmarks.micro.program import Measurement
 
-GROUPS = (arithmetic, shared_memory, barriers, products, copies, global_memory, grids)
+GROUPS = (*(arithmetic, shared_memory, barriers, clusters, products, copies, global_memory, grids),)
 _LAUNCHES = 5
 _WARM_UP = 30
 """Readings of the clock before it counts: about half a second of work."""

@@ -34,7 +34,7 @@ _FRAME = """\
   .param .u64 data,
   .param .u32 repeats
 )
-.maxntid {threads}, 1, 1
+.maxntid {threads}, 1, 1{cluster}
 .pragma "nounroll";
 {{
 .reg .pred %looping, %leader, %elected, %done;
@@ -88,6 +88,8 @@ DONE:
 ret;
 }}
 """
+
+_CLUSTER = "\n.explicitcluster\n.reqnctapercluster {}, 1, 1"
 
 _LOOP = """\
 bar.sync 0;
@@ -150,6 +152,7 @@ class Program:
       sinks: 32-bit registers whose values leave the kernel, so that nothing is dead code.
       most_threads: of a CTA.
       together: all CTAs, which must fit on the device at a time, begin each loop together.
+      cluster: CTAs of a cluster.
     """
 
     body: Callable[[int], str]
@@ -162,6 +165,7 @@ class Program:
     sinks: tuple[str, ...] = ()
     most_threads: int = 512
     together: bool = False
+    cluster: int = 1
 
     @property
     def instructions(self) -> int:
@@ -184,6 +188,7 @@ class Program:
         return _FRAME.format(
             entry=ENTRY,
             threads=self.most_threads,
+            cluster=_CLUSTER.format(self.cluster) if self.cluster > 1 else "",
             registers=self.registers,
             setup=f"{_MEETING_PLACE}\n{self.setup}" if self.together else self.setup,
             passes=PASSES,

@@ -167,7 +167,10 @@ class Extent:
 
 
 def issue_load(transfer: Transfer, barrier_address: int, size: int, source: Extent | None) -> None:
-    """Issues a write of chunks of shared memory, behind which an mbarrier gets `size` bytes."""
+    """Issues a write of chunks of shared memory, behind which an mbarrier gets `size` bytes.
+
+    Without a source in global memory they come from the CTA's shared memory.
+    """
     warp, home = transfer.warp, transfer.home
     threads = warp.lanes[transfer.lane : transfer.lane + 1]
     thread, order = int(threads[0]), home.order
@@ -189,7 +192,8 @@ def issue_load(transfer: Transfer, barrier_address: int, size: int, source: Exte
         home.signalled[barrier.slot] = barrier.phase + 1
     signal_behind(transfer, barrier, size)
     warp.count("tma_loaded_bytes", size)
-    warp.note("load", barrier, barrier.phase, size)
+    kind = "carry" if source is None else "load"
+    warp.note(kind, barrier, barrier.phase, size, home.rank)
     home.issue(transfer)
 
 

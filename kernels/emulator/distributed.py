@@ -87,9 +87,11 @@ def _arrive(aligned: bool, relaxed: bool) -> Effect:
         if aligned:
             _converged(warp, mask)
         threads, order, given = warp.lanes[mask], warp.cta.order, None
+        barrier = warp.cta.cluster.barrier
+        warp.note("arrive", barrier, barrier.phase)
         if order is not None:
             given = order.relaxed_release(threads) if relaxed else order.release(threads)
-        warp.cta.cluster.barrier.arrive(threads, given)
+        barrier.arrive(threads, given)
         return YIELD
 
     return effect
@@ -103,6 +105,7 @@ def _wait(aligned: bool) -> Effect:
         phase = barrier.joined(threads)
 
         def finish() -> None:
+            warp.note("wait", barrier, phase)
             knowledge, order = barrier.passed(threads), warp.cta.order
             if order is not None:
                 order.started(threads)

@@ -77,6 +77,7 @@ def launch(
     )
     if trace is not None:
         trace.program, machine.trace = program, trace
+        trace.cluster_size = math.prod(cluster)
     with np.errstate(all="ignore"):
         machine.run()
     return Report(

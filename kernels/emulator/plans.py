@@ -200,7 +200,7 @@ def _action(step: Single, rates: Rates) -> Action | None:
     words = instruction.words
     if words[:2] == ("tcgen05", "wait:st"):
         return Action("await_tensor_stores")
-    unknown = (("barrier", "cluster"), ("mma", "sync"), ("tcgen05", "cp"), ("tcgen05", "shift"))
+    unknown = (("mma", "sync"), ("tcgen05", "cp"), ("tcgen05", "shift"))
     if words[:2] in unknown:
         raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
     if words[:2] == ("wgmma", "mma_async"):

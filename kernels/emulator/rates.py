@@ -29,6 +29,7 @@ class Rates:
       tma_load_bytes, tma_store_bytes: from and to L2.
       tensor_memory_bytes: that warps load or store, a cycle of the SM; 0 if it has none.
       reduce_bytes: of fp32 additions to global memory.
+      cluster_bytes: that an SM sends to another of its cluster.
       dram_bytes: of DRAM, reads and writes half and half.
       l2_bytes: what L2 keeps.
       arithmetic_latency .. global_latency: until a dependent instruction issues; global: of L2.
@@ -36,6 +37,7 @@ class Rates:
       tma_latency, tma_store_latency: of the first byte, from or to L2.
       dram_latency: what a load takes longer from DRAM than from L2.
       signal_latency: from a release of one SM to the acquire of another that polls.
+      cluster_latency: what an arrival at, or bytes for, another SM of the cluster take longer.
       barrier_latency: from the last arrival or byte until a waiting warp goes on.
       wait_latency: of an mbarrier's wait that need not wait.
       named_barrier_latency, named_barrier_warp: of bar.sync: the sum of the first and, for every
@@ -65,6 +67,7 @@ class Rates:
     tensor_memory_bytes: float
     reduce_bytes: float
     reduce_alone: float
+    cluster_bytes: float
     dram_bytes: float
     l2_bytes: int
     arithmetic_latency: float
@@ -79,6 +82,7 @@ class Rates:
     tma_store_latency: float
     dram_latency: float
     signal_latency: float
+    cluster_latency: float
     proxy_fence_latency: float
     barrier_latency: float
     wait_latency: float
@@ -119,6 +123,7 @@ HOPPER = Rates(
     tensor_memory_bytes=0,
     reduce_bytes=19.39,
     reduce_alone=25.59,
+    cluster_bytes=19.48,
     dram_bytes=15.91,
     l2_bytes=52 << 20,  # reads by all SMs slow down between 48 and 56 MB
     arithmetic_latency=4,
@@ -133,6 +138,7 @@ HOPPER = Rates(
     tma_store_latency=89.38,
     dram_latency=793.9,
     signal_latency=1074,
+    cluster_latency=327,
     proxy_fence_latency=19.07,
     barrier_latency=70.22,
     wait_latency=38.99,
@@ -214,6 +220,11 @@ _SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "barrier_latency": (
         ("mbarrier/arrive to wait", "mbarrier/arrive"),
         lambda there, arrive: there - arrive,
+    ),
+    "cluster_bytes": (("cluster/16 KB x 4 to the other/bandwidth/all SMs",), lambda x: x),
+    "cluster_latency": (
+        ("cluster/arrive to wait", "mbarrier/arrive to wait"),
+        lambda there, here: there - here,
     ),
     "wait_latency": (("mbarrier/try_wait that succeeds",), lambda x: x - 2),
     # From 8 KB to 16 KB only the bytes are more; the wait for the barrier is counted there.

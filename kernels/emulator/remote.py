@@ -97,6 +97,7 @@ def _issue(
         phase = barrier.slot, barrier.phase + 1
         home.order.slot_writes(threads, part.addresses, whole, phase, atomic)
     barrier.copied = barrier.phase + 1
+    warp.note("carry", barrier, barrier.phase, whole * len(threads), home.rank)
     lane = int(np.argmax(part.lanes))
     transfer = Transfer(warp, lane, instruction, home, make, np.zeros(0, int))
     signal_behind(transfer, barrier, whole * len(threads))

@@ -187,7 +187,7 @@ class _Arrive:
         count = len(amounts) if self._expects else int(amounts.sum())
         if self._drops:
             barrier.drop(count)
-        warp.note("arrive", barrier, barrier.phase)
+        warp.note("arrive", barrier, barrier.phase, rank=address >> RANK_SHIFT)
         barrier.arrive(count, who)
 
 

@@ -65,8 +65,8 @@ def _commit(
             ranks, offset = int(ranks_of(warp)[lane]), address & OFFSET_MASK
             addresses = [rank << RANK_SHIFT | offset for rank in range(16) if ranks >> rank & 1]
         homes = [_home(warp, lane, address) for address in addresses]
-        for _, barrier in homes:
-            warp.note("commit", barrier, barrier.phase)
+        for home, barrier in homes:
+            warp.note("commit", barrier, barrier.phase, rank=home.rank)
         perform = functools.partial(_arrive, pipe, pipe.issued, pipe.done(pipe.issued), homes)
         in_order = not warp.cta.machine.policy.unordered_commits
         if in_order and pipe.commit is not None and not pipe.commit.made:

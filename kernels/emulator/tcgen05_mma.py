@@ -132,7 +132,7 @@ class _Mma:
         flops = 2 * shape.rows * shape.columns * depth
         warp.count("mma_flops", flops)
         warp.count("shared_mma_bytes", shared_rows * K_BYTES)
-        warp.note("product", flops, amount=shared_rows * K_BYTES)
+        warp.note("product", flops, self.group, shared_rows * K_BYTES)
         pipe.issue(functools.partial(_make, ctas, operands))
 
     def _operands(self, warp: Warp, lane: int) -> Operands:

@@ -9,7 +9,12 @@ Products: the tensor core of a sub-partition works on one, another may wait behi
 has a third waits with everything, so that warps take turns. Their operands come through the port of
 shared memory, as do loads, stores and what copies write; the copies wait until products leave it
 idle. Instruction fetch, power and other SMs are not modelled, except that `rates` has what an SM
-gets when all are busy. Clusters, cp.async, mma.sync and tcgen05.cp are refused.
+gets when all are busy. cp.async, mma.sync and tcgen05.cp are refused.
+
+The CTAs of a cluster have an SM each and run together. A product of a pair occupies both tensor
+cores, which read half of its operands each; bytes of a multicast come to every SM as if it had
+asked for them alone; what goes from SM to SM has a bandwidth and a latency (`rates`), and so have
+arrivals. cta_group::2 loads tell the other CTA's mbarrier at no extra cost.
 """
 
 from __future__ import annotations
@@ -23,6 +28,10 @@ from kernels.emulator.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Action, Pla
 from kernels.emulator.rates import Rates
 from kernels.emulator.syntax import Register
 from kernels.emulator.trace import Event, Trace
+
+_CONTRIBUTIONS = ("arrive", "load", "carry", "meet", "commit")
+"""Events that a phase of a barrier waits for."""
+_ENGINES = {"loads": "TMA load", "stores": "TMA store", "peers": "SM to SM"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +50,8 @@ class Timing:
 
     Attributes:
       cycles: from the start of the first recorded CTA to the end of the last.
-      busy: cycles of work, by resource, as if it were spread evenly over the sub-partitions.
+      busy: cycles of work, by resource, as if it were spread evenly over the sub-partitions and,
+        of clusters, over the SMs.
       waits: cycles that warps waited for barriers, copies and products, by warp index.
       intervals: the timeline.
       rates: what it rests on.
@@ -63,15 +73,19 @@ def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
     """Replays a trace.
 
     Args:
-      trace: of a launch; its CTAs run on one SM, the next one when one has ended.
-      resident_ctas: how many fit on the SM at a time.
+      trace: of a launch; its CTAs run on one SM, the next one when one has ended. Those of a
+        cluster run on several, and all of it must have been recorded.
+      resident_ctas: how many fit on an SM at a time.
 
     Raises:
       NotImplementedError: the kernel uses what the model does not know.
-      ValueError: the trace is empty.
+      ValueError: the trace is empty, or holds a part of a cluster.
     """
     if trace.program is None or not trace.warps:
         raise ValueError("nothing was recorded: give the trace to launch")
+    recorded = Counter(cluster for cluster, _ in trace.places.values())
+    if set(recorded.values()) != {trace.cluster_size}:
+        raise ValueError(f"{trace.cluster_size} CTAs of a cluster are to be recorded: {recorded}")
     return _Replay(trace, make_plans(trace.program, rates), rates).run(resident_ctas)
 
 
@@ -88,11 +102,26 @@ class _Partition:
         self.room = 0.0  # when the next product can be issued: one waits behind the one under way
 
 
+class _Sm:
+    """A multiprocessor: its sub-partitions, and when what they share is free."""
+
+    def __init__(self) -> None:
+        self.partitions = [_Partition() for _ in range(PARTITIONS)]
+        self.shared = self.loads = self.stores = self.additions = self.tensor = self.peers = 0.0
+
+    def copied(self, cycles: float) -> None:
+        """Copies need shared memory's port for so long."""
+        for partition in self.partitions:
+            partition.copies += cycles
+
+
 class _Warp:
     """A warp's place in its trace."""
 
-    def __init__(self, cta: int, index: int, items: list[int | Event]):
-        self.cta, self.index, self.items, self.position = cta, index, items, 0
+    def __init__(self, cta: int, rank: int, sm: _Sm, index: int, items: list[int | Event]):
+        self.cta, self.rank, self.sm, self.index = cta, rank, sm, index
+        self.partition = sm.partitions[index % PARTITIONS]
+        self.items, self.position = items, 0
         self.plan: Plan | None = None
         self.op = 0
         self.ready: dict[Register, float] = {}
@@ -107,12 +136,11 @@ class _Warp:
 
 
 class _Replay:
-    """Runs the warps of one SM through its resources, in the order of time."""
+    """Runs the warps of an SM, or of a cluster's, through its resources, in the order of time."""
 
     def __init__(self, trace: Trace, plans: list[Plan], rates: Rates):
         self.trace, self.plans, self.rates = trace, plans, rates
-        self.partitions = [_Partition() for _ in range(PARTITIONS)]
-        self.shared = self.loads = self.stores = self.additions = self.tensor = 0.0
+        self.sms = [_Sm() for _ in range(trace.cluster_size)]
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waits: defaultdict[int, float] = defaultdict(float)
         self.intervals: list[Interval] = []
@@ -124,13 +152,16 @@ class _Replay:
         self.end = 0.0
         for warps in trace.warps.values():
             for item in itertools.chain.from_iterable(warps):
-                if isinstance(item, Event) and item.kind in ("arrive", "load", "meet", "commit"):
+                if isinstance(item, Event) and item.kind in _CONTRIBUTIONS:
                     self.missing[id(item.key), item.phase] += 1
         self.meeting = dict(self.missing)
 
     def run(self, resident_ctas: int) -> Timing:
         """The estimate."""
-        self.pending = list(self.trace.warps.items())
+        clusters: defaultdict[int, list[int]] = defaultdict(list)
+        for cta in self.trace.warps:
+            clusters[self.trace.places[cta][0]].append(cta)
+        self.pending = list(clusters.values())
         self.left: dict[int, int] = {}
         for _ in range(min(resident_ctas, len(self.pending))):
             self._start(0.0)
@@ -139,17 +170,20 @@ class _Replay:
             self._advance(warp, time)
         if stuck := [key for key, warps in self.waiting.items() if warps]:
             raise ValueError(f"{len(stuck)} barriers wait for what was not recorded")
-        return Timing(
-            self.end, dict(self.busy), dict(self.waits), tuple(self.intervals), self.rates
-        )
+        busy = {name: cycles / len(self.sms) for name, cycles in self.busy.items()}
+        return Timing(self.end, busy, dict(self.waits), tuple(self.intervals), self.rates)
 
     def _start(self, time: float) -> None:
-        cta, warps = self.pending.pop(0)
-        self.left[cta] = len(warps)
-        for index, items in enumerate(warps):
-            warp = _Warp(cta, index, items)
-            warp.since = time
-            self._push(warp, time)
+        """The CTAs of the next cluster begin."""
+        ctas = self.pending.pop(0)
+        cluster, _ = self.trace.places[ctas[0]]
+        self.left[cluster] = sum(len(self.trace.warps[cta]) for cta in ctas)
+        for cta in ctas:
+            _, rank = self.trace.places[cta]
+            for index, items in enumerate(self.trace.warps[cta]):
+                warp = _Warp(cta, rank, self.sms[rank], index, items)
+                warp.since = time
+                self._push(warp, time)
 
     def _push(self, warp: _Warp, time: float) -> None:
         heapq.heappush(self.heap, (time, next(self.order), warp))
@@ -162,12 +196,11 @@ class _Replay:
                 if issued is None:
                     return
                 time, action = issued, warp.plan.action
-                if action is not None and action.kind == "product":
-                    partition = self.partitions[warp.index % PARTITIONS]
-                    if partition.room > time:
-                        warp.op = len(warp.plan.ops)
-                        self._push(warp, partition.room)
-                        return
+                product = action is not None and action.kind == "product"
+                if product and warp.partition.room > time:
+                    warp.op = len(warp.plan.ops)
+                    self._push(warp, warp.partition.room)
+                    return
                 warp.plan = None
                 if action is not None:
                     time = getattr(self, f"_{action.kind}")(warp, time, action)
@@ -187,7 +220,7 @@ class _Replay:
     def _issue(self, warp: _Warp, time: float) -> float | None:
         """Issues the instructions of a plan; None if another warp may go first."""
         assert warp.plan is not None
-        partition, ready, heap = self.partitions[warp.index % PARTITIONS], warp.ready, self.heap
+        partition, sm, ready, heap = warp.partition, warp.sm, warp.ready, self.heap
         ops = warp.plan.ops
         for number in range(warp.op, len(ops)):
             op = ops[number]
@@ -198,7 +231,7 @@ class _Replay:
             if op.cycles:
                 start = max(start, partition.issue, partition.units[op.unit])
                 if op.shared_bytes:  # more than its latency is not in flight
-                    start = max(start, self.shared - self.rates.shared_latency)
+                    start = max(start, sm.shared - self.rates.shared_latency)
                 if heap and start > heap[0][0]:
                     warp.op = number
                     self._push(warp, start)
@@ -210,23 +243,23 @@ class _Replay:
                 if op.unit == TENSOR_MEMORY:
                     warp.tensor_stores = start + op.cycles
                 if op.shared_bytes:
-                    end += self._share(start, op.shared_bytes)
+                    end += self._share(sm, start, op.shared_bytes)
             for register in op.writes:
                 ready[register] = end
         return time
 
-    def _share(self, time: float, amount: float) -> float:
+    def _share(self, sm: _Sm, time: float, amount: float) -> float:
         """Takes shared-memory bandwidth; returns the delay that it adds."""
         taken = amount / self.rates.shared_bytes
-        begin = max(time, self.shared)
-        self.shared = begin + taken
-        self._interrupt(begin, taken)
-        return self.shared - time
+        begin = max(time, sm.shared)
+        sm.shared = begin + taken
+        self._interrupt(sm, begin, taken)
+        return sm.shared - time
 
-    def _interrupt(self, time: float, taken: float) -> None:
+    def _interrupt(self, sm: _Sm, time: float, taken: float) -> None:
         """Others take shared memory's port: products go on later unless they leave it idle."""
         self.busy["shared"] += taken
-        for partition in self.partitions:
+        for partition in sm.partitions:
             if partition.tensor > time:
                 idle = min(partition.idle_port, taken)
                 partition.idle_port -= idle
@@ -235,8 +268,9 @@ class _Replay:
     def _finish(self, warp: _Warp, time: float) -> None:
         self._ran(warp, time)
         self.end = max(self.end, time)
-        self.left[warp.cta] -= 1
-        if not self.left[warp.cta] and self.pending:
+        cluster, _ = self.trace.places[warp.cta]
+        self.left[cluster] -= 1
+        if not self.left[cluster] and self.pending:
             self._start(time + self.rates.cta_latency)
 
     def _ran(self, warp: _Warp, time: float) -> None:
@@ -256,19 +290,26 @@ class _Replay:
     def _event(self, warp: _Warp, event: Event, time: float) -> float | None:
         """Does what an event says; None if the warp has to wait for others."""
         key, rates = (id(event.key), event.phase), self.rates
+        remote = 0.0 if event.rank == warp.rank else rates.cluster_latency
         if event.kind == "arrive":
-            self._contribute(key, time)
+            self._contribute(key, time + remote)
         elif event.kind == "load":
-            end = self._copy("loads", "TMA load", time, event.amount, rates.tma_load_bytes)
+            sm = self.sms[event.rank]
+            end = self._copy(sm, "loads", time, event.amount, rates.tma_load_bytes)
             self._contribute(key, end + rates.tma_latency)
+        elif event.kind == "carry":
+            end = self._copy(warp.sm, "peers", time, event.amount, rates.cluster_bytes)
+            self.sms[event.rank].copied(event.amount / rates.shared_bytes)
+            self.busy["shared"] += event.amount / rates.shared_bytes
+            self._contribute(key, end + rates.cluster_latency)
         elif event.kind == "store" and warp.copies:
             warp.copies = False  # ptxas issues a copy once, however many lanes execute it
-            end = self._copy("stores", "TMA store", time, event.amount, rates.tma_store_bytes)
+            end = self._copy(warp.sm, "stores", time, event.amount, rates.tma_store_bytes)
             warp.stores.append((end, end + rates.tma_store_latency))
         elif event.kind == "product":
-            warp.committed = self._tcgen05_product(warp, time, event.key, event.amount)
+            warp.committed = self._tcgen05_product(warp, time, event)
         elif event.kind == "commit":
-            self._contribute(key, max(time, warp.committed))
+            self._contribute(key, max(time, warp.committed) + remote)
         elif event.kind == "wait":
             return self._await(warp, key, time + rates.wait_latency, rates.barrier_latency)
         elif event.kind == "meet":
@@ -278,18 +319,22 @@ class _Replay:
                 return self._await(warp, key, time, latency)
         return time
 
-    def _copy(self, engine: str, name: str, time: float, amount: float, rate: float) -> float:
+    def _copy(self, sm: _Sm, engine: str, time: float, amount: float, rate: float) -> float:
         """A bulk copy's turn on its engine; returns when its last byte has left."""
-        begin = max(time, getattr(self, engine))
+        begin = max(time, getattr(sm, engine))
         end = begin + amount / rate
-        setattr(self, engine, end)
-        self.busy[name] += end - begin
+        setattr(sm, engine, end)
+        self.busy[_ENGINES[engine]] += end - begin
         taken = amount / self.rates.shared_bytes
         self.busy["shared"] += taken
-        for partition in self.partitions:
-            partition.copies += taken
-        self.intervals.append(Interval(name, f"{amount / 1024:g} KiB", begin, end))
+        sm.copied(taken)
+        row = self._named(_ENGINES[engine], sm)
+        self.intervals.append(Interval(row, f"{amount / 1024:g} KiB", begin, end))
         return end
+
+    def _named(self, row: str, sm: _Sm) -> str:
+        """A row of the timeline; with the SM's number if there are several."""
+        return row if len(self.sms) == 1 else f"{row} of SM {self.sms.index(sm)}"
 
     def _contribute(self, key: tuple[int, int], time: float) -> None:
         """One of the arrivals or copies that a phase waits for."""
@@ -309,7 +354,7 @@ class _Replay:
 
     def _product(self, warp: _Warp, time: float, action: Action) -> float:
         """A warp's quarter of wgmma: its sub-partition's tensor core, and shared memory's share."""
-        partition, rates = self.partitions[warp.index % PARTITIONS], self.rates
+        partition, rates = warp.partition, self.rates
         begin = max(time, partition.tensor)
         flops = action.amount / (rates.mma_flops / PARTITIONS)
         port = action.more / (rates.shared_bytes / PARTITIONS)
@@ -326,20 +371,24 @@ class _Replay:
         self.busy["tensor core"] += flops / PARTITIONS
         self.busy["shared"] += action.more / rates.shared_bytes
         warp.products.append(partition.tensor + rates.mma_latency)
-        row = f"tensor core {warp.index % PARTITIONS}"
+        row = self._named(f"tensor core {warp.index % PARTITIONS}", warp.sm)
         self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
         return time
 
-    def _tcgen05_product(self, warp: _Warp, time: float, flops: float, shared: float) -> float:
-        """tcgen05.mma, on the whole SM's tensor core; returns when its result is there."""
-        rates = self.rates
-        begin = max(time, self.tensor)
-        self.tensor = begin + max(flops / rates.mma_flops, shared / rates.shared_bytes)
-        self.busy["tensor core"] += flops / rates.mma_flops
-        self.busy["shared"] += shared / rates.shared_bytes
-        name = f"warp {warp.index}"
-        self.intervals.append(Interval("tensor core", name, begin, self.tensor))
-        return self.tensor + rates.mma_latency
+    def _tcgen05_product(self, warp: _Warp, time: float, event: Event) -> float:
+        """tcgen05.mma, on an SM's tensor core or a pair's; returns when its result is there."""
+        rates, count = self.rates, event.phase
+        first = warp.rank // count * count
+        sms = self.sms[first : first + count]
+        begin = max(time, *(sm.tensor for sm in sms))
+        end = begin + max(event.key / rates.mma_flops, event.amount / rates.shared_bytes) / count
+        self.busy["tensor core"] += event.key / rates.mma_flops
+        self.busy["shared"] += event.amount / rates.shared_bytes
+        for sm in sms:
+            sm.tensor = end
+            row = self._named("tensor core", sm)
+            self.intervals.append(Interval(row, f"warp {warp.index}", begin, end))
+        return end + rates.mma_latency
 
     def _await_tensor_stores(self, warp: _Warp, time: float, action: Action) -> float:
         return max(time, warp.tensor_stores)
@@ -359,11 +408,11 @@ class _Replay:
 
     def _reduce(self, warp: _Warp, time: float, action: Action) -> float:
         """Additions to global memory queue up; what is in flight fits into the memory's latency."""
-        rates = self.rates
-        begin = max(time, self.additions)
-        self.additions = begin + action.amount / rates.reduce_bytes
+        rates, sm = self.rates, warp.sm
+        begin = max(time, sm.additions)
+        sm.additions = begin + action.amount / rates.reduce_bytes
         self.busy["reduction"] += action.amount / rates.reduce_bytes
-        return self._slept(warp, time, self.additions - rates.global_latency, "reduction")
+        return self._slept(warp, time, sm.additions - rates.global_latency, "reduction")
 
     def _commit_stores(self, warp: _Warp, time: float, action: Action) -> float:
         if warp.stores:

@@ -11,20 +11,24 @@ from kernels.emulator.program import Program
 class Event(NamedTuple):
     """What a step did that its text does not tell; it follows the step's number in a trace.
 
-    kind      key, phase                  amount
-    "arrive"  an mbarrier and its phase
-    "wait"    an mbarrier and its phase, which has completed
-    "load"    the mbarrier that is told   bytes of a bulk load
-    "store"                               bytes of a bulk store
-    "meet"    a named barrier, its turn   1 if the warp waits there, else 0
-    "product" FLOPs of tcgen05.mma        bytes that it reads of shared memory
-    "commit"  the mbarrier that is told   (tcgen05.commit) and its phase
+    kind      key, phase                         amount
+    "arrive"  an mbarrier or a cluster's barrier, its phase
+    "wait"    the same, of a phase that has completed
+    "load"    the mbarrier that is told          bytes of a bulk load
+    "carry"   the mbarrier that is told          bytes from this CTA's shared memory or registers
+    "store"                                      bytes of a bulk store
+    "meet"    a named barrier, its turn          1 if the warp waits there, else 0
+    "product" FLOPs of tcgen05.mma, its CTAs     bytes that it reads of shared memory
+    "commit"  the mbarrier that is told          (tcgen05.commit) and its phase
+
+    rank: of the CTA of the cluster whose barrier, or memory, it is.
     """
 
     kind: str
     key: Any = None
     phase: int = 0
     amount: int = 0
+    rank: int = 0
 
 
 @dataclasses.dataclass
@@ -34,17 +38,22 @@ class Trace:
     Attributes:
       ctas: numbers (x fastest) of the CTAs to record.
       warps: per recorded CTA, in the order of their start, steps and events of every warp.
+      places: cluster and rank in it of every recorded CTA.
+      cluster_size: CTAs of a cluster.
       program: whose steps they are.
     """
 
     ctas: frozenset[int] = frozenset({0})
     warps: dict[int, list[list[int | Event]]] = dataclasses.field(default_factory=dict)
+    places: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    cluster_size: int = 1
     program: Program | None = None
 
-    def of_warp(self, cta: int, index: int) -> list[int | Event] | None:
+    def of_warp(self, cta: int, index: int, place: tuple[int, int]) -> list[int | Event] | None:
         """Where a warp that starts records; None if it does not."""
         if cta not in self.ctas:
             return None
+        self.places[cta] = place
         warps = self.warps.setdefault(cta, [])
         assert len(warps) == index
         warps.append([])

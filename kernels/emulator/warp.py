@@ -84,7 +84,8 @@ class Warp:
         self.lanes = np.arange(first, first + LANES)
         self.number = first // LANES
         trace = cta.machine.trace
-        self.trace = None if trace is None else trace.of_warp(cta.number, index)
+        place = cta.cluster.number, cta.rank
+        self.trace = None if trace is None else trace.of_warp(cta.number, index, place)
         self.products = Products(self)
         self.copies = Copies()
         local = uninitialised(-(-cta.machine.program.kernel.local_bytes // 16) * 16 * LANES)
@@ -122,10 +123,18 @@ class Warp:
         """Adds to one of report.QUANTITIES what the instruction's text does not tell."""
         self.cta.machine.tallies[self.index].extra[quantity] += amount
 
-    def note(self, kind: str, key: object = None, phase: int = 0, amount: int = 0) -> None:
-        """Adds a trace.Event, if there is a trace."""
+    def note(
+        self,
+        kind: str,
+        key: object = None,
+        phase: int = 0,
+        amount: int = 0,
+        rank: int | None = None,
+    ) -> None:
+        """Adds a trace.Event, of the warp's own CTA unless it says, if there is a trace."""
         if self.trace is not None:
-            self.trace.append(Event(kind, key, phase, amount))
+            place = self.cta.rank if rank is None else rank
+            self.trace.append(Event(kind, key, phase, amount, place))
 
     def wakes(self) -> bool:
         """Whether this polling warp, which sleeps, is to try again because nothing else can run."""

@@ -20,7 +20,7 @@ from kernels.emulator.timing import Timing, estimate
 from kernels.emulator.trace import Trace
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import attention, ptx
-from tests.emulator.sm100_programs import GEMM
+from tests.emulator.sm100_programs import GEMM, PAIR
 
 RATES = dataclasses.replace(
     HOPPER,
@@ -29,15 +29,23 @@ RATES = dataclasses.replace(
 )
 
 
-def timed(body: str, threads: int = 32, resident: int = 1, grid: int = 1) -> Timing:
+def timed(
+    body: str,
+    threads: int = 32,
+    resident: int = 1,
+    grid: int = 1,
+    cluster: int = 1,
+    recorded: int | None = None,
+) -> Timing:
     """The estimate of a body between the usual head and tail."""
-    trace = Trace(frozenset(range(grid)))
+    trace = Trace(frozenset(range(recorded or grid)))
     emulator.launch(
         programs.HEAD.format(threads=threads) + body + programs.TAIL,
         "test",
         grid=(grid, 1, 1),
         block=(threads, 1, 1),
-        dynamic_smem=4096,
+        cluster=(cluster, 1, 1),
+        dynamic_smem=8192,
         params=[programs.ADDRESS.to_bytes(8, "little")],
         memory={programs.ADDRESS: np.zeros(4096, np.uint32)},
         trace=trace,
@@ -145,8 +153,8 @@ def test_rates_are_what_was_measured() -> None:
 
 
 def test_what_is_not_modelled_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"barrier\.cluster\.arrive"):
-        timed("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;")
+    with pytest.raises(NotImplementedError, match=r"cp\.async\.commit_group"):
+        timed("cp.async.commit_group;")
     with pytest.raises(ValueError, match="nothing was recorded"):
         estimate(Trace(), RATES)
 
@@ -154,6 +162,54 @@ def test_what_is_not_modelled_is_refused() -> None:
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="the PTX comes from CuTe-DSL"
 )
+
+
+PAIR_HEAD = """
+.reg .b32 %rank, %peer, %theirs, %send;
+mov.u32 %rank, %cluster_ctarank;
+xor.b32 %peer, %rank, 1;
+mapa.shared::cluster.u32 %theirs, %r2, %peer;
+setp.eq.u32 %p1, %r1, 0;
+@%p1 mbarrier.init.shared.b64 [%r2], 1;
+fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+"""
+
+
+def waiting(parity: int, label: str) -> str:
+    """Waits for a phase of the own mbarrier."""
+    wait = f"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r2], {parity};"
+    return f"{label}:\n{wait}\n@!%p2 bra {label};\n"
+
+
+MEET = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+
+
+def test_a_token_between_two_sms() -> None:
+    """CTA 0 begins; a round is there and back again."""
+    rounds = 16
+    arrive = "@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%theirs];\n"
+    body = f"{PAIR_HEAD}setp.eq.and.u32 %p3, %rank, 0, %p1;\n"
+    body += "@%p3 mbarrier.arrive.shared.b64 _, [%r2];\n"
+    body += "".join(waiting(i % 2, f"WAIT{i}") + arrive for i in range(rounds)) + MEET
+    timing = timed(body, grid=2, cluster=2)
+    assert timing.cycles == pytest.approx(2 * rounds * RATES.cluster_latency, rel=0.06)
+    with pytest.raises(ValueError, match="2 CTAs of a cluster are to be recorded"):
+        timed(body, grid=2, cluster=2, recorded=1)
+
+
+def test_bytes_from_sm_to_sm() -> None:
+    """Both send at a time."""
+    size, count = 1024, 4
+    copy = "@%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+    body = f"{PAIR_HEAD}@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {size * count};\n"
+    for i in range(count):
+        body += f"{copy}[%theirs+{(2 + i) * size}], [%r2+{size}], {size}, [%theirs];\n"
+    timing = timed(body + waiting(0, "WAIT") + MEET, grid=2, cluster=2)
+    assert timing.busy["SM to SM"] == pytest.approx(size * count / RATES.cluster_bytes)
+    least = timing.busy["SM to SM"] + RATES.cluster_latency
+    assert least < timing.cycles < least + 50
 
 
 @needs_compiler
@@ -174,6 +230,27 @@ def test_blackwell_product(monkeypatch: pytest.MonkeyPatch) -> None:
     assert least + timing.busy["tensor core"] / 3 < timing.cycles < least + 2750
     with pytest.raises(NotImplementedError, match="tcgen05"):
         estimate(trace, HOPPER)
+
+
+@needs_compiler
+def test_blackwell_product_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tensor cores work on the whole of it, each for half of its operations."""
+    n, k = 128, 192
+    a, b = np.zeros((256, k), sm100_programs.BF16), np.zeros((n, k), sm100_programs.BF16)
+    trace, plain = Trace(frozenset({0, 1})), emulator.launch
+    monkeypatch.setattr(
+        emulator, "launch", lambda *args, **named: plain(*args, **named, trace=trace)
+    )
+    sm100_programs.launch(PAIR, [a, b], Policy(), 0)
+    timing = estimate(trace, BLACKWELL)
+    assert timing.busy["tensor core"] == 2 * 128 * n * k / BLACKWELL.mma_flops
+    spans = [i for i in timing.intervals if i.row.startswith("tensor core of SM")]
+    assert {i.row for i in spans} == {"tensor core of SM 0", "tensor core of SM 1"}
+    assert len({(i.start, i.end) for i in spans}) == len(spans) / 2
+    busy = sum(i.end - i.start for i in spans) / 2
+    assert busy == pytest.approx(timing.busy["tensor core"])
+    loaded = 2 * (128 + n // 2) * k
+    assert timing.busy["TMA load"] == pytest.approx(loaded / BLACKWELL.tma_load_bytes)
 
 
 @needs_compiler
