@@ -274,13 +274,20 @@ class Backward:
             self.load_outputs(maps, shared, work, Int32(0))
         for step in cutlass.range(1, steps, unroll=1):
             # The slot of dO is left first, by dV; that of Q by dK.
+            self.await_slot(barriers.do_empty, step)
             self.load_outputs(maps, shared, work, step)
+            self.await_slot(barriers.q_empty, step)
             self.load_queries(maps, shared, work, rows, step)
         # Shared memory outlives every commit's arrival.
         for i in cutlass.range_constexpr(tile.stages):
-            slot, phase = tensors.ring_slot(steps + i, tile.stages)
-            cute.arch.mbarrier_wait(barriers.q_empty + slot, phase ^ 1)
-            cute.arch.mbarrier_wait(barriers.do_empty + slot, phase ^ 1)
+            self.await_slot(barriers.q_empty, steps + i)
+            self.await_slot(barriers.do_empty, steps + i)
+
+    @cute.jit
+    def await_slot(self, empty: cute.Pointer, step: Int32):
+        """Waits until what reads the slot of a step has left it; the first pass finds it empty."""
+        slot, phase = tensors.ring_slot(step, self.config.tile.stages)
+        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
 
     @cute.jit
     def load_queries(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
@@ -288,10 +295,9 @@ class Backward:
         tile, d = self.config.tile, self.config.head_dim
         head, block = work.step(step, self.config.deterministic)
         row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
-        slot, phase = tensors.ring_slot(step, tile.stages)
+        slot, _ = tensors.ring_slot(step, tile.stages)
         full = shared.barriers.q_full + slot
         lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]
-        cute.arch.mbarrier_wait(shared.barriers.q_empty + slot, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4 + 4))
             common_ptx.bulk_load(lse_log2.iterator, rows.lse_log2 + row, tile.m * 4, full)
@@ -304,9 +310,8 @@ class Backward:
         """dO of a step."""
         tile, d = self.config.tile, self.config.head_dim
         head, block = work.step(step, self.config.deterministic)
-        slot, phase = tensors.ring_slot(step, tile.stages)
+        slot, _ = tensors.ring_slot(step, tile.stages)
         full = shared.barriers.do_full + slot
-        cute.arch.mbarrier_wait(shared.barriers.do_empty + slot, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * d * 2)
         source = self.query_tile(work, head, block)
