@@ -20,6 +20,12 @@ OPCODES = {
     "UTMALDG": (0x5B4,),
     "UTMASTG": (0x3B5,),
 }
+BACKWARD_OPCODES = OPCODES | {
+    "UTCBAR": (0x3E9,),
+    "UBLKCP": (0x3BA,),
+    "RED": (0x9A6,),  # vectors of fp32
+    "RED.release": (0x98E,),
+}
 MUFU, EX2 = 0x308, 2
 
 
@@ -60,16 +66,21 @@ def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
     One body of softmax for each kind of block (masked or not), one of the MMA warp's loop behind
     its first scores, one of the correction warps' rescaling.
     """
+    assert counted(key, OPCODES) == expected(key)
+
+
+def counted(key: KernelKey, opcodes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """How many instructions of these kinds, and exponentials, a cubin has."""
     entry = cache.find(key)
     assert entry is not None, "run python -m kernels.build"
     code = cubin_info.instructions(entry.code, entry.cubin.symbol)
-    found = dict.fromkeys((*OPCODES, "MUFU.EX2"), 0)
+    found = dict.fromkeys((*opcodes, "MUFU.EX2"), 0)
     for word in code:
         number = cubin_info.opcode(word)
-        for name, numbers in OPCODES.items():
+        for name, numbers in opcodes.items():
             found[name] += number in numbers
         found["MUFU.EX2"] += number == MUFU and word[1] >> 10 & 0xF == EX2
-    assert found == expected(key)
+    return found
 
 
 def expected(key: KernelKey) -> dict[str, int]:
@@ -140,6 +151,34 @@ def test_backward_tensor_memory_is_disjoint_where_live(head_dim: int) -> None:
         del areas["dq"]
     used = [column for first, width in areas.values() for column in range(first, first + width)]
     assert len(used) == len(set(used)) and max(used) < tiles.TENSOR_MEMORY_COLUMNS
+
+
+BACKWARD_KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.BACKWARD]
+
+
+@pytest.mark.parametrize("key", BACKWARD_KEYS, ids=lambda key: key.name)
+def test_machine_code_of_the_backward_is_what_the_design_says(key: KernelKey) -> None:
+    """Products, commits, tensor-memory moves, copies, additions and exponentials of the cubin.
+
+    S, dP, dV of the first step stand before the loop, and so do its loads. A compute warp has half
+    of the queries, a reduce warp a row (or column) of dQ; dV and dK are read in a loop each.
+    """
+    tile = tiles.BACKWARD_TILES[key.head_dim]
+    d, m, n = tile.columns_of_head(key.head_dim), tile.m, tile.n
+    part, spans = d // tile.parts, d * 2 // tile.span_bytes
+    dq_columns = part if tile.parts == 1 else m
+    assert counted(key, BACKWARD_OPCODES) == {
+        "UTCHMMA": (2 * 2 * d + 3 * m + n) // 16,
+        "UTCBAR": 2 + 2 + 2 + 1 + 1 + 1,  # S, dP, dV, dK, dQ, everything
+        "LDTM": (m // 2 + m // 2 + dq_columns) // 32 + 2,
+        "STTM": 1 + m // 2 // 32,  # P, dS
+        "UTMALDG": spans * (2 + 2 * 2),  # K, V; Q, dO
+        "UBLKCP": 2 * 2,  # lse_log2, delta
+        "UTMASTG": 2 * spans // tile.parts,
+        "RED": dq_columns // 4,
+        "RED.release": int(key.deterministic),
+        "MUFU.EX2": m // 2,
+    }
 
 
 def test_backward_arrivals_follow_from_the_roles() -> None:
