@@ -95,6 +95,13 @@ def _conflicting_loads(ways: int) -> Program:
     return dataclasses.replace(program, setup=setup)
 
 
+def _loads_of_one_address(words: int) -> Program:
+    """Loads of which all lanes of a warp ask for the same words."""
+    program = _loads(words)
+    setup = f"{_setup(4 * words)}\nmad.lo.s32 %at, %warp, {4 * words}, %shared;"
+    return dataclasses.replace(program, setup=setup)
+
+
 def _pointer_chase(words: int) -> Program:
     """Every thread's slot holds the slot's own address, which the next load uses."""
     mnemonic = f"ld.shared.{_VECTORS[words]}"
@@ -163,6 +170,10 @@ def measurements() -> list[Measurement]:
             {f"st.shared.{_VECTORS[n]}": (4 * n, _stores(n)) for n in _VECTORS},
             {"stmatrix.x4": (16, _stmatrix())},
             {f"ld.shared.b32 of {n}-way conflicts": (4, _conflicting_loads(n)) for n in (2, 8)},
+            {
+                f"ld.shared.{_VECTORS[n]} of one address": (4 * n, _loads_of_one_address(n))
+                for n in _VECTORS
+            },
         )
         for mnemonic, (size, program) in programs.items()
     ]

@@ -115,6 +115,8 @@ def _load(instruction: Instruction, symbols: dict[str, int], form: Form) -> Effe
 
     def effect(warp: Warp, mask: np.ndarray) -> Yield | Wait | None:
         addresses = addresses_of(warp)
+        if warp.trace is not None and np.ptp(addresses[mask]):
+            warp.note_spread(instruction.line)
         words = np.empty((0, number), f"u{word}")
         for part in parts(warp, mask, addresses, form.space, whole):
             part.reads(whole, strong)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Set
 
 from kernels.emulator.program import Branch, Exit, Program, Run, Single, Step
 from kernels.emulator.rates import Rates
@@ -68,13 +69,15 @@ class Plan:
     action: Action | None = None
 
 
-def make_plans(program: Program, rates: Rates) -> list[Plan]:
+def make_plans(program: Program, rates: Rates, spread: Set[int]) -> list[Plan]:
     """What every step of a program asks of an SM.
+
+    `spread` are lines of loads from shared memory whose lanes had several addresses.
 
     Steps in a row that neither branch nor have an action are one to the compiler: their
     instructions are scheduled together, as the first of them.
     """
-    plans = [_plan(step, rates) for step in program.steps]
+    plans = [_plan(step, rates, spread) for step in program.steps]
     labels = {
         place
         for step in program.steps
@@ -108,17 +111,17 @@ def _plain(step: Step, plan: Plan) -> bool:
     )
 
 
-def _plan(step: Step, rates: Rates) -> Plan:
+def _plan(step: Step, rates: Rates, spread: Set[int]) -> Plan:
     if isinstance(step, Run):
-        return Plan(tuple(_op(instruction, rates) for instruction in step.instructions))
+        return Plan(tuple(_op(instruction, rates, spread) for instruction in step.instructions))
     instruction = step.instruction
     if isinstance(step, Branch | Exit):
         guard = () if instruction.guard is None else (instruction.guard[0],)
         return Plan((Op(UNITS.index("control"), 1, 1, guard, ()),))
-    return Plan((_op(instruction, rates),), _action(step, rates))
+    return Plan((_op(instruction, rates, spread),), _action(step, rates))
 
 
-def _op(instruction: Instruction, rates: Rates) -> Op:
+def _op(instruction: Instruction, rates: Rates, spread: Set[int]) -> Op:
     reads, writes = _registers(instruction)
     if instruction.opcode in ("ld", "ldmatrix"):
         reads += (_MEMORY,)
@@ -135,6 +138,10 @@ def _op(instruction: Instruction, rates: Rates) -> Op:
     narrow = rates.narrow_issue if unit in ("alu", "convert") else 1.0
     issue = count * narrow  # packed or long ones issue once
     shared = _LANES * sum(n for name, n in of_lane(instruction).items() if "shared" in name)
+    if instruction.opcode == "ld" and instruction.line not in spread and shared:
+        shared = round(
+            max(shared * rates.shared_bytes / rates.one_address_bytes, rates.shared_bytes)
+        )
     if instruction.opcode in ("stmatrix", "ldmatrix"):
         shared = 128 * int(next(w for w in instruction.words if w in ("x1", "x2", "x4"))[1:])
     if unit == "fma" and instruction.words[-1].endswith("x2"):

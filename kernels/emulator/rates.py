@@ -26,6 +26,7 @@ class Rates:
       narrow_issue: cycles of the issue slot of an instruction to a unit of 16 lanes.
       mma_flops: a cycle of the SM, dense 16-bit inputs.
       shared_bytes: a cycle of the SM, reads and writes, of instructions, copies and products.
+      one_address_bytes: that lanes get, a cycle of the SM, of loads from one and the same address.
       tma_load_bytes, tma_store_bytes: from and to L2.
       tensor_memory_bytes: that warps load or store, a cycle of the SM; 0 if it has none.
       reduce_bytes: of fp32 additions to global memory.
@@ -60,6 +61,7 @@ class Rates:
     narrow_issue: float
     mma_flops: float
     shared_bytes: float
+    one_address_bytes: float
     tma_load_bytes: float
     tma_load_alone: float
     tma_store_bytes: float
@@ -116,6 +118,7 @@ HOPPER = Rates(
     narrow_issue=1.858,
     mma_flops=4097,
     shared_bytes=128,
+    one_address_bytes=259.2,
     tma_load_bytes=34.51,
     tma_load_alone=108.4,
     tma_store_bytes=18.9,
@@ -188,6 +191,10 @@ _SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
         lambda both, fma: 2 * 128 / both - 128 / fma,
     ),
     "shared_bytes": (("ld.shared.v4.b32/throughput/16 warps",), lambda x: x),
+    "one_address_bytes": (
+        ("ld.shared.v4.b32 of one address/throughput/16 warps",),
+        lambda x: x,
+    ),
     "mma_flops": (
         ("wgmma/m64n256k16/ss/throughput/1 warpgroups",),
         lambda x: 2 * 64 * 256 * 16 / x,

@@ -8,8 +8,9 @@ what they wait for is done.
 Products: the tensor core of a sub-partition works on one, another may wait behind it; a warp that
 has a third waits with everything, so that warps take turns. Their operands come through the port of
 shared memory, as do loads, stores and what copies write; the copies wait until products leave it
-idle. Instruction fetch, power and other SMs are not modelled, except that `rates` has what an SM
-gets when all are busy. cp.async, mma.sync and tcgen05.cp are refused.
+idle (on Blackwell what comes by them is there as much later). Instruction fetch, power and other
+SMs are not modelled, except that `rates` has what an SM gets when all are busy. cp.async, mma.sync
+and tcgen05.cp are refused.
 
 The CTAs of a cluster have an SM each and run together. A product of a pair occupies both tensor
 cores, which read half of its operands each; bytes of a multicast come to every SM as if it had
@@ -22,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections import Counter, defaultdict
 
 from kernels.emulator.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Action, Plan, make_plans
@@ -86,7 +88,7 @@ def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
     recorded = Counter(cluster for cluster, _ in trace.places.values())
     if set(recorded.values()) != {trace.cluster_size}:
         raise ValueError(f"{trace.cluster_size} CTAs of a cluster are to be recorded: {recorded}")
-    return _Replay(trace, make_plans(trace.program, rates), rates).run(resident_ctas)
+    return _Replay(trace, make_plans(trace.program, rates, trace.spread), rates).run(resident_ctas)
 
 
 class _Partition:
@@ -107,12 +109,47 @@ class _Sm:
 
     def __init__(self) -> None:
         self.partitions = [_Partition() for _ in range(PARTITIONS)]
-        self.shared = self.loads = self.stores = self.additions = self.tensor = self.peers = 0.0
+        self.shared = self.loads = self.stores = self.additions = self.peers = 0.0
+        self.tensor = _Tensor()
 
     def copied(self, cycles: float) -> None:
         """Copies need shared memory's port for so long."""
         for partition in self.partitions:
             partition.copies += cycles
+        self.tensor.copies += cycles
+
+
+class _Tensor:
+    """The whole SM's tensor core, as tcgen05 uses it: when it is free; for how long its products
+    leave shared memory's port idle, and for how long copies still need it."""
+
+    def __init__(self) -> None:
+        self.free = self.idle_port = self.copies = 0.0
+
+    def idle(self, time: float) -> None:
+        """Copies have had the port since the last product, if it has ended by then."""
+        if self.free < time:
+            self.copies = max(self.copies - (time - self.free), 0.0)
+            self.idle_port = 0.0
+            self.free = time
+
+    def multiply(self, begin: float, flops: float, port: float) -> float:
+        """A product of so many cycles, and of the port; returns its end."""
+        self.idle(begin)
+        taken = max(flops, port)
+        self.idle_port += taken - port
+        copied = min(self.copies, self.idle_port)
+        self.copies -= copied
+        self.idle_port -= copied
+        self.free = begin + taken
+        return self.free
+
+    def interrupt(self, time: float, taken: float) -> None:
+        """An instruction takes the port: the products go on later unless they leave it idle."""
+        if self.free > time:
+            idle = min(self.idle_port, taken)
+            self.idle_port -= idle
+            self.free += taken - idle
 
 
 class _Warp:
@@ -132,6 +169,7 @@ class _Warp:
         self.stores: list[tuple[float, float]] = []
         self.store_groups: list[tuple[float, float]] = []
         self.since = 0.0
+        self.eligible: float | None = None  # when the next instruction's operands were there
         self.copies = True
 
 
@@ -144,7 +182,8 @@ class _Replay:
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waits: defaultdict[int, float] = defaultdict(float)
         self.intervals: list[Interval] = []
-        self.heap: list[tuple[float, int, _Warp]] = []
+        # When a warp goes on, since when it could have, in what order they came here.
+        self.heap: list[tuple[float, float, int, _Warp]] = []
         self.order = itertools.count()
         self.missing: Counter[tuple[int, int]] = Counter()
         self.done: dict[tuple[int, int], float] = {}
@@ -166,7 +205,7 @@ class _Replay:
         for _ in range(min(resident_ctas, len(self.pending))):
             self._start(0.0)
         while self.heap:
-            time, _, warp = heapq.heappop(self.heap)
+            time, _, _, warp = heapq.heappop(self.heap)
             self._advance(warp, time)
         if stuck := [key for key, warps in self.waiting.items() if warps]:
             raise ValueError(f"{len(stuck)} barriers wait for what was not recorded")
@@ -185,8 +224,9 @@ class _Replay:
                 warp.since = time
                 self._push(warp, time)
 
-    def _push(self, warp: _Warp, time: float) -> None:
-        heapq.heappush(self.heap, (time, next(self.order), warp))
+    def _push(self, warp: _Warp, time: float, since: float | None = None) -> None:
+        since = time if since is None else since
+        heapq.heappush(self.heap, (time, since, next(self.order), warp))
 
     def _advance(self, warp: _Warp, time: float) -> None:
         """Issues what a warp can, until it waits or another warp comes first."""
@@ -232,10 +272,15 @@ class _Replay:
                 start = max(start, partition.issue, partition.units[op.unit])
                 if op.shared_bytes:  # more than its latency is not in flight
                     start = max(start, sm.shared - self.rates.shared_latency)
-                if heap and start > heap[0][0]:
-                    warp.op = number
-                    self._push(warp, start)
+                # Of those that want a unit, who has waited longest goes first.
+                other = heap[0][0] if heap else math.inf
+                tied = start == other > time and partition.units[op.unit] >= start
+                if start > other or tied:
+                    if warp.op != number or warp.eligible is None:
+                        warp.op, warp.eligible = number, end
+                    self._push(warp, start, warp.eligible)
                     return None
+                warp.eligible = None
                 partition.issue, partition.units[op.unit] = start + op.issue, start + op.cycles
                 self.busy["issue"] += op.issue / PARTITIONS
                 self.busy[UNITS[op.unit]] += op.cycles / PARTITIONS
@@ -264,6 +309,7 @@ class _Replay:
                 idle = min(partition.idle_port, taken)
                 partition.idle_port -= idle
                 partition.tensor += taken - idle
+        sm.tensor.interrupt(time, taken)
 
     def _finish(self, warp: _Warp, time: float) -> None:
         self._ran(warp, time)
@@ -327,7 +373,10 @@ class _Replay:
         self.busy[_ENGINES[engine]] += end - begin
         taken = amount / self.rates.shared_bytes
         self.busy["shared"] += taken
+        sm.tensor.idle(time)
         sm.copied(taken)
+        if self.rates.tensor_memory_bytes:
+            end = max(end, time + sm.tensor.copies)
         row = self._named(_ENGINES[engine], sm)
         self.intervals.append(Interval(row, f"{amount / 1024:g} KiB", begin, end))
         return end
@@ -380,14 +429,16 @@ class _Replay:
         rates, count = self.rates, event.phase
         first = warp.rank // count * count
         sms = self.sms[first : first + count]
-        begin = max(time, *(sm.tensor for sm in sms))
-        end = begin + max(event.key / rates.mma_flops, event.amount / rates.shared_bytes) / count
-        self.busy["tensor core"] += event.key / rates.mma_flops
-        self.busy["shared"] += event.amount / rates.shared_bytes
+        begin = max(time, *(sm.tensor.free for sm in sms))
+        flops = event.key / rates.mma_flops
+        port = event.amount / rates.shared_bytes
+        self.busy["tensor core"] += flops
+        self.busy["shared"] += port
+        end = begin
         for sm in sms:
-            sm.tensor = end
+            end = max(end, sm.tensor.multiply(begin, flops / count, port / count))
             row = self._named("tensor core", sm)
-            self.intervals.append(Interval(row, f"warp {warp.index}", begin, end))
+            self.intervals.append(Interval(row, f"warp {warp.index}", begin, sm.tensor.free))
         return end + rates.mma_latency
 
     def _await_tensor_stores(self, warp: _Warp, time: float, action: Action) -> float:

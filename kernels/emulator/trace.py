@@ -40,6 +40,7 @@ class Trace:
       warps: per recorded CTA, in the order of their start, steps and events of every warp.
       places: cluster and rank in it of every recorded CTA.
       cluster_size: CTAs of a cluster.
+      spread: lines of loads from shared memory whose lanes had several addresses.
       program: whose steps they are.
     """
 
@@ -47,6 +48,7 @@ class Trace:
     warps: dict[int, list[list[int | Event]]] = dataclasses.field(default_factory=dict)
     places: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     cluster_size: int = 1
+    spread: set[int] = dataclasses.field(default_factory=set)
     program: Program | None = None
 
     def of_warp(self, cta: int, index: int, place: tuple[int, int]) -> list[int | Event] | None:

@@ -136,6 +136,12 @@ class Warp:
             place = self.cta.rank if rank is None else rank
             self.trace.append(Event(kind, key, phase, amount, place))
 
+    def note_spread(self, line: int) -> None:
+        """Adds to a trace that the lanes of a load asked for several addresses."""
+        trace = self.cta.machine.trace
+        if trace is not None:
+            trace.spread.add(line)
+
     def wakes(self) -> bool:
         """Whether this polling warp, which sleeps, is to try again because nothing else can run."""
         if not self.cta.machine.stuck or not self.attempts:

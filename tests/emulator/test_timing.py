@@ -126,6 +126,23 @@ def test_bulk_load_takes_latency_and_bandwidth() -> None:
     assert timing.busy["TMA load"] == 2048 / RATES.tma_load_bytes
 
 
+def test_loads_of_one_address() -> None:
+    """They take the port for two cycles, where lanes with addresses of their own take four."""
+    loads = "".join(
+        f"ld.shared.v4.b32 {{%r{i}, %r{i + 1}, %r{i + 2}, %r{i + 3}}}, [%r3];\n"
+        for i in range(20, 20 + 4 * 32, 4)
+    )
+    fill = "shl.b32 %r3, %r1, 4;\nadd.s32 %r3, %r2, %r3;\n"
+    fill += "st.shared.v4.b32 [%r3], {%r1, %r1, %r1, %r1};\nbar.sync 0;\n"
+    same, other = (
+        timed(fill + where + loads, threads=512).busy["shared"]
+        - timed(fill + where, threads=512).busy["shared"]
+        for where in ("mov.b32 %r3, %r2;\n", "")
+    )
+    assert other == 16 * 32 * 4
+    assert same == pytest.approx(other * 128 / RATES.one_address_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(("resident", "factor"), [(1, 4), (2, 2), (4, 1)])
 def test_ctas_follow_each_other(resident: int, factor: int) -> None:
     one, four = timed(CHAIN), timed(CHAIN, grid=4, resident=resident)

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,12 +25,10 @@ import numpy as np
 
 from fa4_jax.conformance.oracle import Inputs
 from kernels.emulator import EmulationError, Policy
-from kernels.emulator.interop import flash_attn4, ours, run, tables
+from kernels.emulator.interop import flash_attn4, ours, run, tables, timing
 from kernels.emulator.interop.flash_attn4 import Variant
 from kernels.emulator.interop.host_code import Compiled
 from kernels.emulator.interop.run import Problem, Run
-from kernels.emulator.rates import BLACKWELL
-from kernels.emulator.timing import estimate
 from kernels.emulator.trace import Trace
 
 WAIVERS = (
@@ -73,6 +72,11 @@ BACKWARD_VARIANTS = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
 BACKWARD_PROBLEMS = (Problem(256, 256), Problem(300, 420))
 POLICIES = (Policy("in_order", "early"), Policy("random", "random"), Policy("starve", "late"))
 _KEYS = 128
+TIMED = tuple(
+    Variant("sm_100a", *row, multiprocessors=2 if row[3] or row[0] == 256 else 1)
+    for row in _BLACKWELL
+)
+BACKWARD_TIMED = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
 
 
 def main() -> None:
@@ -222,39 +226,73 @@ def _counts() -> None:
 
 
 def _timing() -> None:
-    """Dense: one CTA of 256 rows and all keys. Causal: the mean over CTAs, linear in their keys."""
-    length, rows_of_cta = 8192, 256
+    """Forward and backward, each beside this project's kernel where there is one."""
+    policy = dataclasses.replace(waived(POLICIES[0]), races=False)
+    head = ("d, dv", "mask", "kernel", "unit", "beside", *timing.UNITS, "TFLOP/s")
     rows = []
-    variants = tuple(
-        Variant("sm_100a", d, d, causal, False) for d in (64, 128) for causal in (False, True)
-    )
-    for variant, code in compiled(variants):
+    for variant, code in compiled(TIMED):
+        ctas = _ctas(code)
+        cost = timing.forward(_theirs(code, variant, policy), ctas)
+        rows.append(_timed(variant, f"flash-attn-4, {ctas} CTA", cost, False))
         d, causal = variant.head_dim, variant.is_causal
-        mine = _ours(d, causal)
-        keys = (2048, 4096) if causal else (length,)
-        cycles: dict[str, list[tuple[float, float]]] = {"flash-attn-4": [], "ours": []}
-        for count in keys:
-            inputs = run.make_inputs(Problem(rows_of_cta, count), d, d)
-            policy = dataclasses.replace(waived(POLICIES[0]), races=False)
-            for who in cycles:
-                trace = Trace()
-                if who == "ours":
-                    ours.forward(mine, inputs, causal, policy, trace)
-                else:
-                    run.forward(code, inputs, Run(policy, trace=trace))
-                cycles[who].append((count / rows_of_cta, estimate(trace, BLACKWELL).cycles))
-        flops = 4 * rows_of_cta * length * d / (2 if causal else 1)
-        for who, points in cycles.items():
-            last = length // rows_of_cta
-            mean = tables.mean_of_line((points[0], points[1]), 1, last) if causal else points[0][1]
-            rate = tables.tflops(flops, mean, BLACKWELL.clock_ghz, BLACKWELL.multiprocessors)
-            seen = ", ".join(f"{int(x * rows_of_cta)} keys {y:,.0f}" for x, y in points)
-            rows.append(
-                (d, "causal" if causal else "dense", who, seen, f"{mean:,.0f}", f"{rate:.0f}")
-            )
-            print(rows[-1], file=sys.stderr, flush=True)
-    head = ("d", "mask", "kernel", "cycles", "mean of a CTA", "TFLOP/s")
+        if variant.head_dim == variant.head_dim_v and variant.two_ctas in (None, d == 256):
+            mine = _ours(d, causal)
+
+            def run_ours(problem: Problem, trace: Trace, mine=mine, causal=causal, d=d) -> None:
+                ours.forward(mine, run.make_inputs(problem, d, d), causal, policy, trace)
+
+            cost = timing.forward(run_ours, math.prod(mine.launch.cluster))
+            rows.append(_timed(variant, "ours", cost, False))
+    print(f"\nforward, unit {timing.ROWS} x {timing.KEYS}")
+    print(tables.markdown(head, rows), flush=True)
+    rows = []
+    for variant, codes in compiled(BACKWARD_TIMED, flash_attn4.compile_backward):
+        ctas, d, causal = _ctas(codes[1]), variant.head_dim, variant.is_causal
+
+        def run_theirs(problem: Problem, trace: Trace, code=codes[1], variant=variant) -> None:
+            inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
+            run.backward_main(code, inputs, Run(policy, trace=trace))
+
+        cost = timing.backward(run_theirs, ctas, 2, causal)
+        rows.append(_timed(variant, f"flash-attn-4, {ctas} CTA", cost, True))
+        if variant.head_dim != variant.head_dim_v or (variant.two_ctas is False and d > 64):
+            continue
+        for deterministic in (False, True):
+            mine = _our_compiler().submit(ours.compile_backward, d, causal, deterministic).result()
+
+            def run_mine(problem: Problem, trace: Trace, mine=mine, causal=causal, d=d) -> None:
+                ours.backward(mine, run.make_inputs(problem, d, d), causal, policy, trace)
+
+            cost = timing.backward(run_mine, math.prod(mine.launch.cluster), 2, causal)
+            name = "ours, deterministic" if deterministic else "ours"
+            rows.append(_timed(variant, name, cost, True))
+    print(f"\nbackward, unit {timing.BACKWARD_ROWS} x {timing.BACKWARD_KEYS}")
     print(tables.markdown(head, rows))
+
+
+def _ctas(code: Compiled) -> int:
+    """CTAs of a cluster."""
+    return 2 if "cta_group::2" in code.ptx else 1
+
+
+def _theirs(code: Compiled, variant: Variant, policy: Policy) -> timing.Runner:
+    def launch(problem: Problem, trace: Trace) -> None:
+        inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
+        run.forward(code, inputs, Run(policy, trace=trace))
+
+    return launch
+
+
+def _timed(variant: Variant, kernel: str, cost: timing.Cost, backward: bool) -> tuple[str, ...]:
+    """A row: cycles of a unit and of a tile beside its units, shares of units, TFLOP/s."""
+    d, dv, causal = variant.head_dim, variant.head_dim_v, variant.is_causal
+    flops = 2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)
+    rate = timing.teraflops(cost, flops, causal, backward)
+    shares = [f"{100 * cost.busy.get(name, 0) / cost.unit:.0f} %" for name in timing.UNITS]
+    mask = "causal" if causal else "dense"
+    row = f"{d}, {dv}", mask, kernel, f"{cost.unit:.0f}", f"{cost.tile:.0f}", *shares, f"{rate:.0f}"
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 if __name__ == "__main__":

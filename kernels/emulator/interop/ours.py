@@ -1,4 +1,4 @@
-"""This project's Blackwell forward on the same inputs, to be held against flash-attn-4's."""
+"""This project's Blackwell kernels on the same inputs, to be held against flash-attn-4's."""
 
 from __future__ import annotations
 
@@ -26,45 +26,85 @@ _RESCALE_THRESHOLD_LOG2 = 8.0
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """A kernel's text, how it is launched, and its warps by role."""
+    """A kernel's text, how it is launched, its warps by role, its sizes by name."""
 
     ptx: str
     symbol: str
     launch: Launch
     roles: dict[str, tuple[int, ...]]
+    tile: dict[str, int]
 
 
 def compile_forward(head_dim: int, is_causal: bool) -> Ours:
-    """Compiles the bf16 forward as `fa4_jax.attention` chooses it by default.
+    """Compiles the bf16 forward as `fa4_jax.attention` chooses it by default."""
+    polynomial = (ARCH, head_dim) in POLYNOMIAL_EXP2_TILES
+    return _compile(
+        KernelKey(ARCH, Pass.FORWARD, "bf16", head_dim, band=is_causal, polynomial_exp2=polynomial)
+    )
 
-    Runs in a process of its own: see compile.prepare_process.
-    """
+
+def compile_backward(head_dim: int, is_causal: bool, deterministic: bool) -> Ours:
+    """Compiles the main kernel of the bf16 backward."""
+    return _compile(
+        KernelKey(
+            *(ARCH, Pass.BACKWARD, "bf16", head_dim),
+            band=is_causal,
+            deterministic=deterministic,
+        )
+    )
+
+
+def _compile(key: KernelKey) -> Ours:
+    """Runs in a process of its own: see compile.prepare_process."""
     compile.prepare_process(ARCH)
     cute: Any = importlib.import_module("cutlass.cute")
     from kernels import sources
 
-    polynomial = (ARCH, head_dim) in POLYNOMIAL_EXP2_TILES
-    key = KernelKey(
-        ARCH, Pass.FORWARD, "bf16", head_dim, band=is_causal, polynomial_exp2=polynomial
-    )
     source = sources.source(key)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {ARCH} --keep-ptx --dump-dir {folder}"
         text: str = cute.compile(source.host, *source.arguments, options=options).__ptx__
     symbol = re.search(r"\.entry (\w+)", text)
     assert symbol is not None
-    places = importlib.import_module("kernels.sm100.forward_data").WARPS_OF_ROLE
+    module = "forward_data" if key.kernel is Pass.FORWARD else "backward_data"
+    places = importlib.import_module(f"kernels.sm100.{module}").WARPS_OF_ROLE
     roles = {name: tuple(range(first, first + n)) for name, (first, n) in places.items()}
-    return Ours(text, symbol[1], source.launch, roles)
+    return Ours(text, symbol[1], source.launch, roles, source.tile)
 
 
 def forward(
     ours: Ours, inputs: Inputs, is_causal: bool, policy: Policy, trace: Trace | None = None
 ) -> tuple[dict[str, np.ndarray], Report]:
     """Results by the oracle's names, and the report."""
-    b, t, _, d = inputs.query.shape
-    offset = inputs.key.shape[1] - t
-    extents = np.array([[t, inputs.key.shape[1], offset, 0]] * b, np.int32)
+    arrays = {"q": inputs.query, "k": inputs.key, "v": inputs.value}
+    results, report = _launch(ours, arrays, is_causal, policy, trace)
+    return {"output": results["o"], "lse": results["lse"]}, report
+
+
+def backward(
+    ours: Ours, inputs: Inputs, is_causal: bool, policy: Policy, trace: Trace | None = None
+) -> Report:
+    """The main kernel alone, its intermediate operands zero."""
+    b, t, n, d = inputs.query.shape
+    m = ours.tile["m"]
+    tiles = -(-t // m)
+    width = -(-d // 128) * 128 if d > 128 else d
+    arrays = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "do": inputs.output_bar}
+    arrays |= {name: np.zeros((b, n, tiles * m), np.float32) for name in ("lse_log2", "delta")}
+    arrays["dq_acc"] = np.zeros((b, n, tiles, m * width), np.float32)
+    arrays["dq_order"] = np.zeros((b, n, tiles), np.int32)
+    return _launch(ours, arrays, is_causal, policy, trace)[1]
+
+
+def _launch(
+    ours: Ours,
+    arrays: dict[str, np.ndarray],
+    is_causal: bool,
+    policy: Policy,
+    trace: Trace | None,
+) -> tuple[dict[str, np.ndarray], Report]:
+    (b, t, _, d), keys = arrays["q"].shape, arrays["k"].shape[1]
+    arrays["extents"] = np.array([[t, keys, keys - t, 0]] * b, np.int32)
     right = 0 if is_causal else _UNBOUNDED
     scale = d**-0.5
     attributes = {
@@ -74,7 +114,6 @@ def forward(
         "window_left": _UNBOUNDED,
         "window_right": right,
     }
-    arrays = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "extents": extents}
     packed = arguments.pack(ours.launch, arrays, attributes, multiprocessors=1)
     report = emulator.launch(
         ours.ptx,
@@ -89,4 +128,4 @@ def forward(
         roles=ours.roles,
         trace=trace,
     )
-    return {"output": packed.results["o"], "lse": packed.results["lse"]}, report
+    return packed.results, report

@@ -1,0 +1,126 @@
+"""Cycles of flash-attn-4's Blackwell kernels and of this project's, by the model of
+kernels.emulator.timing.
+
+Everything is measured in units that both divide into whole tiles: 512 query rows and 128 keys of a
+forward, 256 keys and 128 queries of a backward. A launch with few units and one with more of them
+tell what a unit costs in the middle of a tile and what a tile costs beside its units. CTAs of a
+launch run one after the other on one SM, those of a pair on two; cycles are of an SM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from kernels.emulator.interop.run import Problem
+from kernels.emulator.rates import BLACKWELL
+from kernels.emulator.timing import Timing, estimate
+from kernels.emulator.trace import Event, Trace
+
+ROWS, KEYS = 512, 128
+"""Of a unit of the forward."""
+BACKWARD_ROWS, BACKWARD_KEYS = 128, 256
+LENGTH = 8192
+UNITS = ("tensor core", "special", "shared", "issue", "TMA load", "tensor memory")
+_FEW, _MANY = 4, 16
+_MANY_OF_BACKWARD = 12
+
+Runner = Callable[[Problem, Trace], object]
+"""Launches a kernel with a trace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """SM cycles.
+
+    Attributes:
+      unit: of each unit in the middle of a tile.
+      tile: what ROWS queries, or BACKWARD_KEYS keys, take beside their units.
+      busy: cycles of each resource in a unit.
+    """
+
+    unit: float
+    tile: float
+    busy: dict[str, float]
+
+    def of(self, units: float) -> float:
+        """A tile with so many units."""
+        return self.tile + self.unit * units
+
+
+def forward(run: Runner, ctas: int) -> Cost:
+    """From two and four heads of ROWS queries, 4 and 16 units each.
+
+    `ctas` is the number of a cluster's.
+    """
+
+    def total(heads: int, units: int) -> Timing:
+        trace = Trace(frozenset(range(64)))
+        run(Problem(ROWS, units * KEYS, heads=heads), trace)
+        return estimate(trace, BLACKWELL)
+
+    few, many, more = total(2, _FEW), total(2, _MANY), total(4, _FEW)
+    units = 2 * (_MANY - _FEW)
+    unit = ctas * (many.cycles - few.cycles) / units
+    tile = ctas * (more.cycles - few.cycles) / 2 - _FEW * unit
+    return Cost(unit, tile, _busy(few, many, ctas / units))
+
+
+def backward(run: Runner, ctas: int, ctas_of_unit: int, is_causal: bool) -> Cost:
+    """From 4 and 12 units of the first keys, whose CTAs have most to do under a causal mask.
+
+    Args:
+      ctas: of a cluster.
+      ctas_of_unit: that BACKWARD_KEYS keys need.
+    """
+
+    def total(units: int) -> Timing:
+        trace, rows = Trace(frozenset(range(256))), units * BACKWARD_ROWS
+        run(Problem(rows, rows if is_causal else BACKWARD_KEYS), trace)
+        return estimate(busiest(trace, ctas_of_unit), BLACKWELL)
+
+    few, many = total(_FEW), total(_MANY_OF_BACKWARD)
+    units = _MANY_OF_BACKWARD - _FEW
+    unit = ctas * (many.cycles - few.cycles) / units
+    # A CTA starts when the one before it has ended; estimate counts that between its own.
+    tile = ctas * (few.cycles + BLACKWELL.cta_latency) - _FEW * unit
+    return Cost(unit, tile, _busy(few, many, ctas / units))
+
+
+def _busy(few: Timing, many: Timing, factor: float) -> dict[str, float]:
+    return {name: factor * (many.busy[name] - few.busy.get(name, 0.0)) for name in many.busy}
+
+
+def busiest(trace: Trace, count: int) -> Trace:
+    """The CTAs, whole clusters, that make most products."""
+    products: Counter[int] = Counter()
+    for cta, warps in trace.warps.items():
+        cluster, _ = trace.places[cta]
+        products[cluster] += sum(
+            event.key
+            for warp in warps
+            for event in warp
+            if isinstance(event, Event) and event.kind == "product"
+        )
+    clusters = {cluster for cluster, _ in products.most_common(count // trace.cluster_size)}
+    chosen = [cta for cta in trace.warps if trace.places[cta][0] in clusters]
+    return dataclasses.replace(
+        trace,
+        warps={cta: trace.warps[cta] for cta in chosen},
+        places={cta: trace.places[cta] for cta in chosen},
+    )
+
+
+def teraflops(cost: Cost, flops: float, is_causal: bool, backward: bool) -> float:
+    """Of all multiprocessors at LENGTH, each with many tiles.
+
+    Args:
+      flops: of a pair of a query and a key.
+    """
+    rows, keys = (BACKWARD_KEYS, BACKWARD_ROWS) if backward else (ROWS, KEYS)
+    tiles, units = LENGTH // rows, LENGTH // keys
+    cycles = [cost.of(units * (i + 1) / tiles if is_causal else units) for i in range(tiles)]
+    pairs = LENGTH**2 / (2 if is_causal else 1)
+    rate = flops * pairs / sum(cycles)
+    return rate * BLACKWELL.multiprocessors * BLACKWELL.clock_ghz / 1e3
