@@ -102,7 +102,7 @@ def _shards(axes: Axes, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _make_split(problem: Problem, batch: Axes, heads: Axes, sizes: Mapping[str, int]) -> Split:
+def make_split(problem: Problem, batch: Axes, heads: Axes, sizes: Mapping[str, int]) -> Split:
     """With KV heads on as many axes of the query heads as they suffice for.
 
     Raises:
@@ -120,7 +120,7 @@ def _make_split(problem: Problem, batch: Axes, heads: Axes, sizes: Mapping[str, 
     return Split(batch, heads, heads[:count], dict(sizes))
 
 
-def _own_heads(split: Split, problem: Problem, x: jax.Array) -> jax.Array:
+def own_heads(split: Split, problem: Problem, x: jax.Array) -> jax.Array:
     """KV heads that this device's query heads need, of those that it holds.
 
     Args:
@@ -137,7 +137,7 @@ def _own_heads(split: Split, problem: Problem, x: jax.Array) -> jax.Array:
 
 
 def _local_plan(plan: Plan, split: Split) -> Plan:
-    """The launches of one device, which has the heads of `_own_heads`."""
+    """The launches of one device, which has the heads of `own_heads`."""
     problem = plan.problem
     heads = problem.query_heads // _shards(split.heads, split.sizes)
     kv_heads = heads // problem.group if heads % problem.group == 0 else 1
@@ -180,7 +180,7 @@ def _in_explicit_mesh(attend: Any, plan: Plan, mesh: Any, operands: Operands) ->
         # Outside the custom derivative: the cast's transpose sums the gradients of copies.
         axes = types.union_varying(operands)
         operands = jax.tree.map(lambda x: types.cast_varying(x, axes), operands)
-        key, value = (_own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
+        key, value = (own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
         return attend(_local_plan(plan, split), operands._replace(key=key, value=value))
 
     # Left empty it means all axes but those that an enclosing vmap maps over.
@@ -224,7 +224,7 @@ def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
                     "only; jax.sharding.reshard it before"
                 )
     batch, heads = (_longest(dimension, axes) for dimension, axes in found.items())
-    return _make_split(problem, batch, heads, mesh.shape)
+    return make_split(problem, batch, heads, mesh.shape)
 
 
 def _longest(dimension: str, found: dict[str, Axes]) -> Axes:
@@ -250,7 +250,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """`kernels.forward`, partitioned by batch and heads on Auto mesh axes."""
 
     def local(split: Split, operands: Operands) -> Result:
-        key, value = (_own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
+        key, value = (own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
         own = operands._replace(key=key, value=value)
         return kernels.forward(_local_plan(plan, split), own)
 
@@ -262,9 +262,9 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
     """`kernels.backward`, partitioned by batch and heads on Auto mesh axes."""
 
     def local(split: Split, operands: Operands, cotangents: Cotangents) -> Gradients:
-        own_heads = functools.partial(_own_heads, split, plan.problem)
-        key, key_transpose = jax.vjp(own_heads, operands.key)
-        value, value_transpose = jax.vjp(own_heads, operands.value)
+        own_part = functools.partial(own_heads, split, plan.problem)
+        key, key_transpose = jax.vjp(own_part, operands.key)
+        value, value_transpose = jax.vjp(own_part, operands.value)
         own = operands._replace(key=key, value=value)
         gradients = kernels.backward(_local_plan(plan, split), own, cotangents)
         (dk,), (dv,) = key_transpose(gradients.key), value_transpose(gradients.value)
@@ -351,7 +351,7 @@ def _auto_split(problem: Problem, mesh: Mesh, operands: Operands) -> Split:
     heads = tuple(axis for axis in heads if axis not in batch)
     while True:
         try:
-            return _make_split(problem, batch, heads, mesh.shape)
+            return make_split(problem, batch, heads, mesh.shape)
         except ValueError:
             heads = heads[:-1]
 

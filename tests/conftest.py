@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Importing Flax 0.12.0, the newest for JAX 0.8.0.
     config.addinivalue_line("filterwarnings", "ignore:jax.(array_ref|ArrayRef):DeprecationWarning")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture

@@ -1,0 +1,18 @@
+"""Context parallelism: one attention over sequences that are sharded along their lengths."""
+
+from fa4_jax.parallel.layout import from_zigzag, to_zigzag
+from fa4_jax.parallel.local import local_attention
+from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
+from fa4_jax.parallel.sharded import attention
+
+__all__ = [
+    "AllGather",
+    "Ring",
+    "RingUlysses",
+    "Scheme",
+    "Ulysses",
+    "attention",
+    "from_zigzag",
+    "local_attention",
+    "to_zigzag",
+]

@@ -1,0 +1,167 @@
+"""All-gather attention: each device attends with its own rows to all keys that they see.
+
+Under a window they are those of a few neighbours, which are sent instead. The gathered keys are not
+kept for the backward but gathered again. dK and dV are sent to their homes in the storage type in
+which the kernel leaves them and summed there in float32, in the order of the devices that sent
+them (an all-to-all and a sum, rather than a reduction in float32 with twice the bytes).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax.parallel import pair
+from fa4_jax.parallel.cut import Cut, Pairs
+from fa4_jax.parallel.derivative import differentiable
+from fa4_jax.parallel.layout import from_zigzag, to_zigzag
+from fa4_jax.parallel.pair import Part
+from fa4_jax.parallel.parts import Work, extents, shard_lengths
+from fa4_jax.problem import UNBOUNDED
+
+Array = jax.Array
+Result = tuple[Array, Array]
+
+
+@functools.lru_cache(maxsize=256)
+def neighbours(cut: Cut) -> tuple[int, ...] | None:
+    """Distances of the shards whose keys a device's rows may see, in the order of their positions.
+
+    A distance of 1 is the device before. None if they are as many as there are shards.
+    """
+    if cut.layout != "contiguous":
+        return None
+    n = cut.devices
+    found = [d - o for d in range(n) for o in range(n) if cut.meet(d, o)]
+    distances = tuple(range(max(found, default=0), min(found, default=0) - 1, -1))
+    return distances if len(distances) < n else None
+
+
+def transfers(cut: Cut, distance: int) -> Pairs:
+    """(source, destination) by which shards get to the devices `distance` behind their homes."""
+    n = cut.devices
+    owners = range(max(0, -distance), min(n, n - distance))
+    return tuple((o, o + distance) for o in owners if cut.meet(o + distance, o))
+
+
+def _absent(work: Work, distances: tuple[int, ...]) -> Array:
+    """How many of the neighbours would lie before the first device."""
+    return jnp.clip(distances[0] - work.device, 0, len(distances))
+
+
+def _gathered(work: Work, x: Array) -> Array:
+    """Shards [B, S / n, K, H] -> all that are needed, in the order of positions, from the first."""
+    distances = neighbours(work.cut)
+    if distances is None:
+        x = lax.all_gather(x, work.axis, axis=1, tiled=True)
+        return from_zigzag(x, work.cut.devices) if work.cut.layout == "zigzag" else x
+    shards = [
+        lax.ppermute(x, work.axis, transfers(work.cut, distance)) if distance else x
+        for distance in distances
+    ]
+    # Lengths cut off the end only, so absent neighbours have to go from the front to there.
+    length = len(distances) * x.shape[1]
+    joined = jnp.concatenate([*shards, *(jnp.zeros_like(y) for y in shards)], axis=1)
+    start = _absent(work, distances) * x.shape[1]
+    return lax.dynamic_slice_in_dim(joined, start, length, axis=1)
+
+
+def _returned(work: Work, x: Array) -> Array:
+    """Gradients of what was gathered -> the sum of all devices' for the own shard, float32."""
+    cut = work.cut
+    distances = neighbours(cut)
+    b, length, *rest = x.shape
+    if distances is None:
+        x = to_zigzag(x, cut.devices) if cut.layout == "zigzag" else x
+        x = x.reshape(b, cut.devices, length // cut.devices, *rest)
+        x = lax.all_to_all(x, work.axis, split_axis=1, concat_axis=1, tiled=True)
+        return x.astype(jnp.float32).sum(1)
+    start = _absent(work, distances) * cut.keys
+    joined = lax.dynamic_update_slice_in_dim(
+        jnp.concatenate([jnp.zeros_like(x)] * 2, axis=1), x, start, axis=1
+    )
+    total = jnp.zeros_like(x[:, : cut.keys], jnp.float32)
+    for i, distance in enumerate(distances):
+        shard = lax.slice_in_dim(joined, i * cut.keys, (i + 1) * cut.keys, axis=1)
+        if distance:
+            home = tuple((d, s) for s, d in transfers(cut, distance))
+            shard = lax.ppermute(shard, work.axis, home)
+        total += shard.astype(jnp.float32)
+    return total
+
+
+class _Rows(NamedTuple):
+    """Consecutive rows of the shard, and the call for them."""
+
+    start: int
+    stop: int
+    part: Part
+
+    def of(self, x: Array, axis: int = 1) -> Array:
+        """The rows' part of an array of the shard."""
+        return lax.slice_in_dim(x, self.start, self.stop, axis=axis)
+
+
+def _rows(work: Work, whole: Array) -> list[_Rows]:
+    """The calls of a device: one, or one a chunk where chunks have different positions."""
+    cut, device = work.cut, work.device
+    distances = neighbours(cut)
+    if not cut.band:
+        rows, _ = shard_lengths(work, whole, device)
+        return [_Rows(0, cut.rows, Part(work.plan, extents(rows, whole[:, 1])))]
+    first_key, held = 0, cut.keys * cut.devices
+    if distances is not None:
+        first_key = jnp.maximum(device - distances[0], 0) * cut.keys
+        held = cut.keys * len(distances)
+    keys = jnp.clip(whole[:, 1] - first_key, 0, held)
+    size = cut.rows_of_chunk
+    found = []
+    for half in range(cut.chunks):
+        first_row = cut.chunk(device, half) * size
+        rows = jnp.clip(whole[:, 0] - first_row, 0, size)
+        offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
+        part = Part(work.plan, extents(rows, keys, offset))
+        found.append(_Rows(half * size, (half + 1) * size, part))
+    return found
+
+
+def _run_forward(work: Work, operands: Operands) -> Result:
+    key, value = (_gathered(work, x) for x in (operands.key, operands.value))
+    results = [
+        pair.forward(rows.part, rows.of(operands.query), key, value)
+        for rows in _rows(work, operands.extents)
+    ]
+    outputs, lses = zip(*results, strict=True)
+    return jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=2)
+
+
+def _sum(arrays: tuple[Array, ...]) -> Array:
+    """The sum in float32, rounded to the arrays' type."""
+    first, *rest = arrays
+    return sum((x.astype(jnp.float32) for x in rest), first.astype(jnp.float32)).astype(first.dtype)
+
+
+def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:
+    key, value = (_gathered(work, x) for x in (operands.key, operands.value))
+    found = []
+    for rows in _rows(work, operands.extents):
+        own = Cotangents(
+            rows.of(whole.output),
+            rows.of(whole.lse, axis=2),
+            rows.of(whole.output_bar),
+            rows.of(whole.lse_bar, axis=2),
+        )
+        found.append(pair.backward(rows.part, rows.of(operands.query), key, value, own))
+    query_bars, *others = zip(*found, strict=True)
+    key_bar, value_bar = (_returned(work, _sum(bars)) for bars in others)
+    query_bar = jnp.concatenate(query_bars, axis=1)
+    return Gradients(query_bar, key_bar.astype(key.dtype), value_bar.astype(value.dtype), None)
+
+
+attend = differentiable(_run_forward, _run_backward)
+"""Output and log-sum-exp of this device's rows; extents are those of the whole sequences."""

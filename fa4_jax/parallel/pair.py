@@ -1,0 +1,118 @@
+"""Attention of one shard's rows to one shard's keys, as a part of a whole.
+
+A shard of a zig-zag layout has two chunks at different positions. A view presents them to a kernel:
+
+    swapped   the second chunk before the first
+    folded    both chunks beside each other in the batch, so that each has an offset of its own
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fa4_jax import batching
+from fa4_jax.default import Cotangents, Operands
+from fa4_jax.plan import Plan
+
+Array = jax.Array
+
+
+def _halves_exchanged(x: Array) -> Array:
+    """[B, L, ...] with its second half first."""
+    half = x.shape[1] // 2
+    parts = (lax.slice_in_dim(x, half, 2 * half, axis=1), lax.slice_in_dim(x, 0, half, axis=1))
+    return lax.concatenate(parts, 1)
+
+
+class View(NamedTuple):
+    """How the chunks of one side are presented; the module says what the fields mean."""
+
+    swapped: bool = False
+    folded: bool = False
+
+    def of(self, x: Array) -> Array:
+        """[B, L, ...] in the shard's order -> as presented."""
+        if self.swapped:
+            x = _halves_exchanged(x)
+        if self.folded:
+            x = x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
+        return x
+
+    def undo(self, x: Array) -> Array:
+        """The inverse of `of`."""
+        if self.folded:
+            x = x.reshape(x.shape[0] // 2, 2 * x.shape[1], *x.shape[2:])
+        if self.swapped:
+            x = _halves_exchanged(x)
+        return x
+
+    def of_lse(self, x: Array) -> Array:
+        """[B, N, L] in the shard's order -> as presented."""
+        return x if self == View() else self.of(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def undo_lse(self, x: Array) -> Array:
+        """The inverse of `of_lse`."""
+        return x if self == View() else self.undo(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+class Part(NamedTuple):
+    """One call: its launches, its extents, and how rows and keys are presented.
+
+    extents: int32 [B, 4] ([2 B, 4] if folded): query length, key length, query offset, 0.
+    partial_rows: rows past the query length may see other parts' keys. (To the backward they are
+      rows that see nothing, which have a log-sum-exp of -inf.)
+    """
+
+    plan: Plan
+    extents: Array
+    rows: View = View()
+    keys: View = View()
+    partial_rows: bool = False
+
+    def operands(self, query: Array, key: Array, value: Array) -> Operands:
+        """What the kernels get."""
+        return Operands(self.rows.of(query), self.keys.of(key), self.keys.of(value), self.extents)
+
+    def sized_plan(self, operands: Operands) -> Plan:
+        """The launches for what the kernels get."""
+        b, t, _, _ = operands.query.shape
+        return self.plan.resized(batch=b, query_length=t, key_length=operands.key.shape[1])
+
+
+def forward(part: Part, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    """Output [B, T, N, H] and log-sum-exp [B, N, T] over the part's keys alone."""
+    operands = part.operands(query, key, value)
+    output, lse = batching.forward(part.sized_plan(operands))(operands)
+    return part.rows.undo(output), part.rows.undo_lse(lse)
+
+
+def backward(
+    part: Part, query: Array, key: Array, value: Array, whole: Cotangents
+) -> tuple[Array, Array, Array]:
+    """The part's share of dQ, dK and dV, in the storage type.
+
+    Args:
+      whole: output and log-sum-exp over all keys (not over the part's alone) and their cotangents:
+        a part's probabilities are exp(score - lse).
+    """
+    operands = part.operands(query, key, value)
+    plan = part.sized_plan(operands)
+    if plan.insist and not plan.backward:
+        raise NotImplementedError(f"implementation='kernel': backward: {plan.backward_reason}")
+    rows = part.rows
+    lse = rows.of_lse(whole.lse)
+    if part.partial_rows:
+        used = jnp.arange(lse.shape[2])[None, :] < part.extents[:, :1]
+        lse = jnp.where(used[:, None], lse, -jnp.inf)
+    cotangents = Cotangents(
+        rows.of(whole.output),
+        lse,
+        rows.of(whole.output_bar),
+        rows.of_lse(whole.lse_bar),
+    )
+    found = batching.backward(plan)(operands, cotangents)
+    return rows.undo(found.query), part.keys.undo(found.key), part.keys.undo(found.value)

@@ -1,0 +1,139 @@
+"""Ring attention: K/V shards travel, each device merges what its rows see of them.
+
+    forward   o, lse = merge over shards j of attention(q, k_j, v_j)
+    backward  dq = sum over j of dq(q, k_j, v_j; o, lse, do, dlse); dk_j and dv_j at j's home
+
+(Liu et al. 2023, Ring Attention.) The transfer of the next shard starts before the kernel on the
+present one and does not depend on it: the compiler lets them overlap. dK and dV of a shard go
+straight home while the next kernel runs, in the storage type in which the kernel leaves them, and
+are summed there in float32. (Sums that travelled along would be float32, twice the bytes, and each
+would wait for the one before.)
+
+Order of accumulation, the same in every run: the own shard first, then in the order of the visits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fa4_jax import lse as lse_merging
+from fa4_jax import types
+from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax.parallel import pair
+from fa4_jax.parallel.cut import visits
+from fa4_jax.parallel.derivative import differentiable
+from fa4_jax.parallel.parts import Work, keep_rows, parts, rows_used
+
+Array = jax.Array
+Result = tuple[Array, Array]
+
+
+def _merged(total: Result | None, part: Result) -> Result:
+    """Output and log-sum-exp, float32, over the keys of both."""
+    output, lse = part
+    if total is None:
+        return output.astype(jnp.float32), lse
+    return lse_merging.merge(*total, output, lse)
+
+
+def _added(total: Array | None, part: Array | None) -> Array | None:
+    """The sum in float32."""
+    if part is None:
+        return total
+    part = part.astype(jnp.float32)
+    return part if total is None else total + part
+
+
+def _sum(arrays: Iterable[Array]) -> Array | None:
+    return functools.reduce(_added, arrays, None)
+
+
+def _upcoming(work: Work, step: int, held: Result, home: Result) -> Result | None:
+    """K and V of the next visit, sent on from where they are now."""
+    steps = visits(work.cut)
+    if step + 1 == len(steps):
+        return None
+    visit = steps[step + 1]
+    source = home if visit.from_home else held
+    key, value = (lax.ppermute(x, work.axis, visit.hop) for x in source)
+    return key, value
+
+
+def _paced(state: Any, upcoming: Result | None) -> tuple[Any, Any]:
+    """State of a visit and K and V of the next, which begins when the state is complete.
+
+    Else the compiler may start every transfer at once, or merge all parts at the end, and hold as
+    many shards.
+    """
+    return (state, None) if upcoming is None else lax.optimization_barrier((state, upcoming))
+
+
+def _run_forward(work: Work, operands: Operands) -> Result:
+    used = rows_used(work, operands.extents)
+    query = keep_rows(used, operands.query)
+    home = held = (operands.key, operands.value)
+    total: Result | None = None
+    for step, visit in enumerate(visits(work.cut)):
+        upcoming = _upcoming(work, step, held, home)
+        for part in parts(work, visit.shift, operands.extents):
+            total = _merged(total, pair.forward(part, query, *held))
+        total, held = _paced(total, upcoming)
+    output, lse = nothing(operands) if total is None else total
+    return keep_rows(used, output).astype(query.dtype), keep_rows(used, lse, -jnp.inf)
+
+
+def nothing(operands: Operands) -> Result:
+    """Output and log-sum-exp where no row sees any key."""
+    query, value = operands.query, operands.value
+    b, t, n, _ = query.shape
+    axes = types.union_varying(operands)
+    output = jnp.zeros((b, t, n, value.shape[-1]), jnp.float32)
+    lse = jnp.full((b, n, t), -jnp.inf, jnp.float32)
+    return types.cast_varying(output, axes), types.cast_varying(lse, axes)
+
+
+def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:
+    used = rows_used(work, operands.extents)
+    query = keep_rows(used, operands.query)
+    whole = whole._replace(
+        output_bar=keep_rows(used, whole.output_bar), lse_bar=keep_rows(used, whole.lse_bar)
+    )
+    home = held = (operands.key, operands.value)
+    total: list[Array | None] = [None, None, None]
+    arriving: list[Array | None] = [None, None]
+    for step, visit in enumerate(visits(work.cut)):
+        upcoming = _upcoming(work, step, held, home)
+        found = [
+            pair.backward(part, query, *held, whole)
+            for part in parts(work, visit.shift, operands.extents)
+        ]
+        rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
+        # What the visit before sent home had this visit's kernel to arrive.
+        total = [
+            _added(total[0], rows),
+            *(_added(x, y) for x, y in zip(total[1:], arriving, strict=True)),
+        ]
+        if visit.shift == 0:
+            total[1:] = [_added(x, y) for x, y in zip(total[1:], keys, strict=True)]
+        else:
+            arriving = [
+                None if x is None else lax.ppermute(x.astype(y.dtype), work.axis, visit.home)
+                for x, y in zip(keys, home, strict=True)
+            ]
+        total, held = _paced(total, upcoming)
+    total[1:] = [_added(x, y) for x, y in zip(total[1:], arriving, strict=True)]
+    query_bar, key_bar, value_bar = (
+        jnp.zeros_like(y) if x is None else x.astype(y.dtype)
+        for x, y in zip(total, operands[:3], strict=True)
+    )
+    return Gradients(query_bar, key_bar, value_bar, None)
+
+
+attend = differentiable(_run_forward, _run_backward)
+"""Output and log-sum-exp of this device's rows; extents are those of the whole sequences."""

@@ -1,0 +1,62 @@
+"""Ulysses: all-to-alls turn shards of the sequence into shards of the heads, and back.
+
+(Jacobs et al. 2023, DeepSpeed-Ulysses.) In between a device attends with whole sequences, or with
+the shards of a ring, to some of the heads. Gradients take the same ways back: the transposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fa4_jax.default import Operands
+
+Array = jax.Array
+Result = tuple[Array, Array]
+
+
+def check_heads(query_heads: int, kv_heads: int, axis: str, devices: int) -> None:
+    """Whether each device can have whole KV heads, and the query heads of each.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    if query_heads % devices or (kv_heads % devices and devices % kv_heads):
+        name, count = ("query", query_heads) if query_heads % devices else ("key", kv_heads)
+        raise ValueError(
+            f"{name} has {count} heads on a device, which Ulysses cannot share out among the "
+            f"{devices} devices of mesh axis {axis!r}: use Ring or AllGather, or RingUlysses with "
+            "a smaller Ulysses axis"
+        )
+
+
+def _to_heads(x: Array, axis: str) -> Array:
+    """[B, L / n, N, H] of all heads -> [B, L, N / n, H]."""
+    return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _copies(x: Array, devices: int) -> Array:
+    """KV heads [B, L, K, H], each as often as devices need it; gradients are summed in float32."""
+    b, length, heads, h = x.shape
+    if heads % devices == 0:
+        return x
+    wide = x.astype(jnp.float32)[:, :, :, None]
+    wide = jnp.broadcast_to(wide, (b, length, heads, devices // heads, h))
+    return wide.reshape(b, length, devices, h).astype(x.dtype)
+
+
+def attend(axis: str, inner: Callable[[Operands], Result], operands: Operands) -> Result:
+    """Output and log-sum-exp of this device's rows.
+
+    Args:
+      inner: attention with a share of the heads and all of the axis's shards of the sequence.
+    """
+    devices = lax.axis_size(axis)
+    key, value = (_copies(x, devices) for x in (operands.key, operands.value))
+    query, key, value = (_to_heads(x, axis) for x in (operands.query, key, value))
+    output, lse = inner(operands._replace(query=query, key=key, value=value))
+    output = lax.all_to_all(output, axis, split_axis=1, concat_axis=2, tiled=True)
+    return output, lax.all_to_all(lse, axis, split_axis=2, concat_axis=1, tiled=True)
