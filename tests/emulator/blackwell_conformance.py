@@ -1,32 +1,34 @@
-"""The Blackwell forward on the emulator: every kernel, conformance cases, many seeded policies.
+"""The Blackwell kernels on the emulator: each of them, conformance cases, many seeded policies.
 
-    python -m tests.emulator.blackwell_conformance --seeds 20 --report report.json
+    python -m tests.emulator.blackwell_conformance --seeds 20 [--only "sm_100f_bwd_*"]
 
-runs the conformance cases of at most 700 query rows and keys as they are. A kernel that fewer than
---least of them reach gets others, with its storage type, head dim and numerics. Seed by seed: what
---minutes cuts off are the last seeds of every case, and a second run may go on --from there.
+runs the conformance cases of at most 700 query rows and keys as they are, forward and backward. A
+kernel that fewer than --least of them reach gets others, with its storage type, head dim, numerics
+and order of summation. Seed by seed, so that what --minutes cuts off are the last seeds of every
+case. Each outcome is added to --record at once, and a second run goes on from there: only runs of
+the same kernel text count. --note writes what a record says, without running anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import fnmatch
 import functools
+import hashlib
 import itertools
 import json
 import multiprocessing
 import pathlib
+import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import track
 
 from fa4_jax import catalogue
 from fa4_jax.conformance.cases import CASES, Case
@@ -39,7 +41,7 @@ from tests.emulator import attention
 ARCH = "sm_100f"
 MOST_ROWS = 700
 PROCESSES = 2
-QUANTITIES = ("output", "lse")
+QUANTITIES = {Pass.FORWARD: ("output", "lse"), Pass.BACKWARD: ("dq", "dk", "dv")}
 
 POLICIES = tuple(
     Policy(schedule, asynchronous, resident_ctas, global_races=True, most_steps=2_000_000)
@@ -51,7 +53,7 @@ POLICIES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One case under one policy."""
+    """One case under one policy; of a backward's key all its kernels run."""
 
     case: Case
     key: KernelKey
@@ -65,7 +67,8 @@ class Run:
     @property
     def policy(self) -> Policy:
         """All of POLICIES in turn, neighbours as different as can be."""
-        return POLICIES[7 * self.seed % len(POLICIES)]
+        policy = POLICIES[7 * self.seed % len(POLICIES)]
+        return dataclasses.replace(policy, ordered_reductions=self.key.deterministic)
 
     @property
     def inputs_seed(self) -> int:
@@ -75,24 +78,32 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """What came of a run: a line of a record.
 
     Attributes:
+      run: Run.name.
+      text: digest of the kernel's PTX.
       failure: a broken rule, a wrong result, or "".
-      errors: by quantity the largest error, relative to what is allowed.
+      worst: the largest error relative to what is allowed.
+      bits: digest of a deterministic kernel's results, which the inputs alone decide.
       seconds: of the processor.
     """
 
-    run: Run
+    run: str
+    seed: int
+    text: str
+    commit: str
     failure: str
-    errors: dict[str, float]
+    worst: float
+    bits: str
     seconds: float
 
 
-def forward_key(case: Case) -> KernelKey:
+@functools.cache
+def key_of(case: Case, kernel: Pass) -> KernelKey:
     """The kernel that a case runs."""
-    (key,) = attention.attention(case, make_inputs(case, 0), gradients=False, arch=ARCH).keys
-    return key
+    keys = attention.attention(case, make_inputs(case, 0), kernel != Pass.FORWARD, ARCH).keys
+    return next(key for key in keys if key.kernel == kernel)
 
 
 def targets(least: int) -> list[tuple[Case, KernelKey]]:
@@ -102,35 +113,39 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
         for case in CASES
         if case.has_kernel and max(case.query_length, case.key_length) <= MOST_ROWS
     ]
-    found = [(case, forward_key(case)) for case in fitting]
+    found = [(case, key_of(case, kernel)) for kernel in QUANTITIES for case in fitting]
     for key in catalogue.keys(ARCH):
-        if key.kernel is not Pass.FORWARD:
+        if key.kernel not in QUANTITIES:
             continue
         reached = sum(used == key for _, used in found)
         # The cases of masks, heads and numerics come last and ask for most.
-        others = _retyped(reversed(fitting), key)
+        others = (pair for pair in _retyped(reversed(fitting), key) if pair not in found)
         found += itertools.islice(others, max(0, least - reached))
-    return list(dict.fromkeys(found))
+    return found
 
 
-def _retyped(cases: Iterator[Case], key: KernelKey) -> Iterator[tuple[Case, KernelKey]]:
-    numerics = ("fast", "exact")
-    for case, mode in itertools.product(cases, numerics):
-        other = dataclasses.replace(case, dtype=key.dtype, head_dim=key.head_dim, numerics=mode)
-        if case.head_dim == key.head_dim and case.dtype == key.dtype:
-            continue
-        if forward_key(other) == key:
+def _retyped(cases: Iterable[Case], key: KernelKey) -> Iterator[tuple[Case, KernelKey]]:
+    for case, numerics in itertools.product(cases, ("fast", "exact")):
+        other = dataclasses.replace(
+            case,
+            dtype=key.dtype,
+            head_dim=key.head_dim,
+            numerics=numerics,
+            deterministic=key.deterministic,
+        )
+        if key_of(other, key.kernel) == key:
             yield other, key
 
 
 @functools.lru_cache(maxsize=256)
 def _expected(case: Case, seed: int) -> list[dict[str, np.ndarray]]:
-    """The oracle's output and LSE, then those of ordinary computations."""
+    """The oracle's results, then those of ordinary computations."""
     inputs = inputs_of(case, seed)
     with np.errstate(all="ignore"):
-        found = [oracle(case, inputs)]
-        found += [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
-    return [{name: some[name] for name in QUANTITIES} for some in found]
+        return [
+            oracle(case, inputs),
+            *(ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS),
+        ]
 
 
 def inputs_of(case: Case, seed: int) -> Inputs:
@@ -139,16 +154,28 @@ def inputs_of(case: Case, seed: int) -> Inputs:
     return attention.reversed_keys(case, inputs) if case.growing and seed % 2 else inputs
 
 
-def verdicts(case: Case, policy: Policy, seed: int, inputs_seed: int) -> list[Verdict]:
-    """How output and LSE of the forward kernel compare with the oracle.
+def verdicts(
+    case: Case, policy: Policy, seed: int, inputs_seed: int, kernel: Pass = Pass.FORWARD
+) -> list[Verdict]:
+    """How the results of the forward, or of the backward, compare with the oracle.
 
     Raises:
-      EmulationError: the kernel broke a rule.
+      EmulationError: a kernel broke a rule.
     """
+    return _judged(case, kernel, _results(case, policy, seed, inputs_seed, kernel), inputs_seed)
+
+
+def _results(
+    case: Case, policy: Policy, seed: int, inputs_seed: int, kernel: Pass
+) -> dict[str, np.ndarray]:
     inputs = inputs_of(case, inputs_seed)
-    launches = attention.attention(case, inputs, gradients=False, arch=ARCH)
-    polynomial = any(key.polynomial_exp2 for key in launches.keys)
-    results = launches.run(policy, seed)
+    return attention.attention(case, inputs, kernel != Pass.FORWARD, ARCH).run(policy, seed)
+
+
+def _judged(
+    case: Case, kernel: Pass, results: dict[str, np.ndarray], inputs_seed: int
+) -> list[Verdict]:
+    polynomial = key_of(case, Pass.FORWARD).polynomial_exp2
     expected, *usual = _expected(case, inputs_seed)
     return [
         compare(
@@ -159,130 +186,120 @@ def verdicts(case: Case, policy: Policy, seed: int, inputs_seed: int) -> list[Ve
             [some[name] for some in usual],
             polynomial,
         )
-        for name in QUANTITIES
+        for name in QUANTITIES[kernel]
     ]
 
 
 def perform(run: Run) -> Outcome:
     """One run, whatever comes of it."""
-    start = time.process_time()
+    start, kernel = time.process_time(), run.key.kernel
+    failure, worst, bits = "", 0.0, ""
     try:
-        found = verdicts(run.case, run.policy, run.seed, run.inputs_seed)
+        results = _results(run.case, run.policy, run.seed, run.inputs_seed, kernel)
     except EmulationError as error:
-        return Outcome(run, str(error), {}, time.process_time() - start)
-    failures = [f"{verdict.name}: {verdict.failure}" for verdict in found if verdict.failure]
-    errors = {
-        verdict.name: verdict.worst / verdict.worst_allowed
-        for verdict in found
-        if verdict.worst_allowed
-    }
-    return Outcome(run, "; ".join(failures), errors, time.process_time() - start)
+        failure = str(error)
+    else:
+        found = _judged(run.case, kernel, results, run.inputs_seed)
+        failure = "; ".join(f"{v.name}: {v.failure}" for v in found if v.failure)
+        worst = max((v.worst / v.worst_allowed for v in found if v.worst_allowed), default=0.0)
+        if run.key.deterministic:
+            data = b"".join(results[name].tobytes() for name in QUANTITIES[kernel])
+            bits = hashlib.sha256(data).hexdigest()[:12]
+    seconds = round(time.process_time() - start, 2)
+    return Outcome(
+        run.name, run.seed, _digest(run.key), _commit(), failure, round(worst, 3), bits, seconds
+    )
 
 
-def summary(outcomes: list[Outcome]) -> list[dict]:
-    """By kernel: cases, runs, failures, seeds of the case with the fewest, worst errors."""
+@functools.cache
+def _digest(key: KernelKey) -> str:
+    return hashlib.sha256(attention.ptx(key).text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def recorded(record: pathlib.Path) -> list[Outcome]:
+    """The lines of a record."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [Outcome(**json.loads(line)) for line in lines]
+
+
+def note(outcomes: list[Outcome]) -> str:
+    """A Markdown table of the kernels, then every failure."""
     by_kernel = defaultdict(list)
     for outcome in outcomes:
-        by_kernel[outcome.run.key.name].append(outcome)
-    rows = []
-    for kernel, some in sorted(by_kernel.items()):
-        runs = defaultdict(int)
+        by_kernel[outcome.run.split("/")[0], outcome.text].append(outcome)
+    head = ("kernel", "text", "commit", "cases", "runs", "fewest seeds", "failures", "worst error")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for (kernel, text), some in sorted(by_kernel.items()):
+        seeds, bits = defaultdict(int), defaultdict(set)
         for outcome in some:
-            runs[outcome.run.case] += 1
-        worst = {
-            name: max((outcome.errors.get(name, 0.0) for outcome in some), default=0.0)
-            for name in QUANTITIES
-        }
-        rows.append(
-            {
-                "kernel": kernel,
-                "cases": len(runs),
-                "runs": len(some),
-                "fewest_seeds": min(runs.values()),
-                "failures": sum(bool(outcome.failure) for outcome in some),
-                "worst_relative_to_allowed": worst,
-            }
+            seeds[outcome.run] += 1
+            if not outcome.failure:
+                bits[outcome.run, outcome.seed // 2 % 2].add(outcome.bits)
+        failures = sum(bool(outcome.failure) for outcome in some)
+        differing = sum(len(found) > 1 for found in bits.values())
+        cells = (
+            *(kernel, text, ", ".join(sorted({outcome.commit for outcome in some}))),
+            *(len(seeds), len(some), min(seeds.values())),
+            f"{failures}, {differing} with other bits" if differing else failures,
+            f"{max(outcome.worst for outcome in some):.2f}",
         )
-    return rows
-
-
-def show(console: Console, rows: list[dict], failed: list[Outcome]) -> None:
-    """The table, and every failure."""
-    columns = ("kernel", "cases", "runs", "failures", "output", "LSE")
-    table = Table(*columns, title="worst error relative to what is allowed")
-    for row in rows:
-        worst = row["worst_relative_to_allowed"]
-        counts = (str(row[name]) for name in ("cases", "runs", "failures"))
-        table.add_row(row["kernel"], *counts, *(f"{worst[name]:.2f}" for name in QUANTITIES))
-    console.print(table)
-    for outcome in failed:
-        policy = outcome.run.policy
-        console.print(f"{outcome.run.name} seed {outcome.run.seed} {policy}: {outcome.failure}")
-
-
-def report(outcomes: list[Outcome], rows: list[dict]) -> dict:
-    """What --report writes."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "runs": len(outcomes),
-        "cpu_seconds": round(sum(outcome.seconds for outcome in outcomes)),
-        "seeds": sorted({outcome.run.seed for outcome in outcomes}),
-        "kernels": rows,
-        "failures": [
-            {
-                "run": outcome.run.name,
-                "seed": outcome.run.seed,
-                "policy": dataclasses.asdict(outcome.run.policy),
-                "failure": outcome.failure,
-            }
-            for outcome in outcomes
-            if outcome.failure
-        ],
-    }
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    failed = [f"- {o.run} seed {o.seed}: {o.failure}" for o in outcomes if o.failure]
+    return "\n".join([*lines, *(["", *failed] if failed else [])])
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="policies that each case meets")
-    parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--least", type=int, default=2, help="cases that reach each kernel")
     parser.add_argument("--only", default="*", metavar="GLOB", help="kernel/case")
     parser.add_argument("--minutes", type=float, default=1e9, help="no run starts after these")
-    parser.add_argument("--report", type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    default = pathlib.Path("build/conformance.jsonl")
+    parser.add_argument("--record", type=pathlib.Path, default=default, metavar="FILE.jsonl")
+    parser.add_argument("--note", action="store_true")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Returns how many runs failed, or 1 if there was nothing to run."""
+    """Returns how many runs failed."""
     options, console = _options(), Console()
+    if options.note:
+        print(note(recorded(options.record)))
+        return 0
     chosen = [
         run
-        for seed in range(options.first, options.first + options.seeds)
+        for seed in range(options.seeds)
         for run in (Run(case, key, seed) for case, key in targets(options.least))
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
-    if not chosen:
-        console.print(f"nothing matches {options.only}")
-        return 1
-    for key in sorted({run.key for run in chosen}):
-        attention.ptx(key)  # The processes inherit it.
+    for run in chosen:  # The processes inherit the texts.
+        for key in attention.attention(run.case, make_inputs(run.case, 0), True, ARCH).keys:
+            if key.kernel == Pass.FORWARD or run.key.kernel != Pass.FORWARD:
+                attention.ptx(key)
     attention.close()
-    outcomes, end = [], time.monotonic() + 60 * options.minutes
+    known = {(outcome.run, outcome.seed, outcome.text) for outcome in recorded(options.record)}
+    left = [run for run in chosen if (run.name, run.seed, _digest(run.key)) not in known]
+    options.record.parent.mkdir(parents=True, exist_ok=True)
+    failures, end = 0, time.monotonic() + 60 * options.minutes
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(PROCESSES, context) as pool, Progress(console=console) as progress:
-        task = progress.add_task("runs", total=len(chosen))
-        while chosen and time.monotonic() < end:
-            some, chosen = chosen[:32], chosen[32:]
-            for outcome in pool.map(perform, some):
-                outcomes.append(outcome)
-                progress.advance(task)
+    with ProcessPoolExecutor(options.processes, context) as pool, options.record.open("a") as file:
+        for first in track(range(0, len(left), 8), "runs", console=console):
+            if time.monotonic() > end:
+                break
+            for outcome in pool.map(perform, left[first : first + 8]):
+                print(json.dumps(dataclasses.asdict(outcome)), file=file, flush=True)
+                failures += bool(outcome.failure)
                 if outcome.failure:
-                    console.print(f"{outcome.run.name}: {outcome.failure}")
-    rows = summary(outcomes)
-    show(console, rows, [outcome for outcome in outcomes if outcome.failure])
-    if options.report:
-        options.report.write_text(json.dumps(report(outcomes, rows), indent=1) + "\n")
-    return sum(bool(outcome.failure) for outcome in outcomes)
+                    console.print(f"{outcome.run}: {outcome.failure}")
+    print(note(recorded(options.record)))
+    return failures
 
 
 if __name__ == "__main__":

@@ -1,0 +1,244 @@
+"""Every change of the kernels' synchronisation, and which of them are noticed.
+
+    python -m tests.emulator.mutation_score [--only "sm_100f_bwd*_d64*"] [--record FILE]
+
+takes all mutations of the kernels in SURVIVORS, a second or two each; test_mutations.py and
+test_blackwell_mutations.py some of them. Scores grow from the last key, where the forward begins,
+to the first, and numerics are exact, so that every block rescales; one CTA works on every tile of
+a persistent kernel. A record keeps what has been tried, so that a second run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from rich.console import Console
+from rich.progress import track
+
+from fa4_jax import catalogue
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.key import KernelKey, Pass
+from kernels.emulator import Policy
+from tests.emulator import attention
+from tests.emulator.mutations import Mutation, Trial, mutations, notices
+
+_REGISTERS = "removed: setmaxnreg.inc.sync.aligned.u32"
+_WAIT = "never waits: mbarrier.try_wait.parity.shared.b64"
+SURVIVORS: dict[str, Counter[str]] = {
+    "sm_100f_fwd_bf16_d128": Counter({_REGISTERS: 1, _WAIT: 1}),
+    "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _WAIT: 1}),
+    "sm_100f_fwd_bf16_d256": Counter({_REGISTERS: 1, _WAIT: 2}),
+    "sm_100f_fwd_bf16_d256_band": Counter({_REGISTERS: 1, _WAIT: 2}),
+    "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d64_deterministic": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d128": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d128_band_deterministic": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d256": Counter({_REGISTERS: 1}),
+    "sm_100f_bwd_bf16_d256_deterministic": Counter({_REGISTERS: 1}),
+    "sm_100f_bwd_post_bf16_d128": Counter(),
+    "sm_100f_bwd_post_bf16_d256": Counter(),
+    "sm_90a_fwd_bf16_d64": Counter(),
+    "sm_90a_fwd_bf16_d128_band": Counter(),
+    "sm_90a_bwd_bf16_d64_deterministic": Counter(),
+    "sm_90a_bwd_bf16_d128": Counter(),
+    "sm_90a_bwd_post_bf16_d64": Counter(),
+}
+"""Kernels, and what is not noticed of their mutations: docs/notes/emulator.md proves each of these
+redundant. The preprocessing kernels synchronise nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a mutation; `rule` is "" if nothing noticed it."""
+
+    kernel: str
+    digest: str
+    line: int
+    change: str
+    rule: str
+    seconds: float
+    commit: str
+
+    @property
+    def kind(self) -> str:
+        """See Mutation.kind."""
+        return Mutation(self.line, self.change, "").kind
+
+
+def policies(key: KernelKey) -> tuple[Policy, ...]:
+    """What every case is tried with, in this order."""
+    return (
+        Policy(
+            "random",
+            "late",
+            global_races=key.kernel != Pass.FORWARD,
+            ordered_reductions=key.deterministic,
+            most_steps=100_000,
+        ),
+        Policy("starve", "random", global_races=True, most_steps=100_000),
+        Policy("in_order", "early", most_steps=100_000),
+    )
+
+
+def cases(key: KernelKey) -> tuple[Case, ...]:
+    """The cheapest first; one with padding, one in which every ring slot is used again."""
+    common = {"head_dim": key.head_dim, "dtype": key.dtype, "is_causal": key.band}
+    if key.kernel == Pass.FORWARD:
+        return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
+    return _backward_cases(key, common | {"deterministic": key.deterministic})
+
+
+def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
+    """Padded keys: a tile of three blocks, none, four of one: so many that a barrier of four that
+    asks for three is out of step. Then three tiles of four blocks."""
+    rows, block = (128, 64) if key.head_dim == 256 else (256, 128)
+    return (
+        Case(
+            **common,
+            batch=6,
+            heads=(1, 1),
+            query_length=rows - 20,
+            key_length=3 * block,
+            query_offset=3 * block,
+            key_lengths=(2 * block + 11, 0, block - 30, block - 20, 10, 40),
+            poison=True,
+        ),
+        Case(**common, batch=1, heads=(1, 1), query_length=2 * rows + 40, key_length=3 * block + 9),
+    )
+
+
+def _backward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
+    """Padded keys and queries, each in a CTA's first step and in later ones, alone and together.
+    Then six steps of a CTA; key tiles that take turns, if in order.
+
+    Without an order there are two key tiles, whose sum is the same both ways. With one the last
+    query block comes first, so that only a second head has it later.
+    """
+    rows = 64 if key.head_dim == 256 else 128
+    key_length = 300 if key.deterministic else 200
+    return (
+        Case(
+            **common,
+            batch=4,
+            heads=(2, 1) if key.deterministic else (1, 1),
+            query_length=rows + 20,
+            key_length=200,
+            query_offset=180,
+            query_lengths=(rows + 10, rows - 30, 0, rows + 20),
+            key_lengths=(150, 70, 200, 90),
+            poison=True,
+        ),
+        Case(
+            **common,
+            batch=1,
+            heads=(2, 1),
+            query_length=2 * rows + 40,
+            key_length=key_length,
+            query_offset=key_length - 2 * rows if key.band else 0,
+        ),
+    )
+
+
+def trials(key: KernelKey, cases: Sequence[Case], policies: Sequence[Policy]) -> list[Trial]:
+    """What every mutation of a kernel is put through, in this order."""
+    made = []
+    for case in cases:
+        inputs = attention.reversed_keys(case, make_inputs(case, 0))
+        backward = key.kernel != Pass.FORWARD
+        launch = attention.attention(case, inputs, backward, key.arch).only(key.kernel)
+        assert launch.keys == (key,), launch.keys
+        launch = dataclasses.replace(launch, multiprocessors=1)
+        expected = launch.run(Policy())
+        made += [Trial(launch, expected, policy, seed) for seed, policy in enumerate(policies)]
+    return made
+
+
+_TRIALS: list[Trial] = []
+"""What the processes of a pool inherit."""
+
+
+def _notices(mutation: Mutation) -> tuple[str, float]:
+    start = time.process_time()
+    return notices(_TRIALS, mutation), round(time.process_time() - start, 2)
+
+
+def try_all(key: KernelKey, record: pathlib.Path, processes: int) -> list[Result]:
+    """All results of a kernel: those of a record, and those that it lacks, which it then has."""
+    text = attention.ptx(key).text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    known = {}
+    if record.exists():
+        found = (Result(**json.loads(line)) for line in record.read_text().splitlines())
+        of_text = (some for some in found if (some.kernel, some.digest) == (key.name, digest))
+        known = {(result.line, result.change): result for result in of_text}
+    changed = list(mutations(text))
+    left = [change for change in changed if (change.line, change.change) not in known]
+    if left:
+        _TRIALS[:] = trials(key, cases(key), policies(key))
+        attention.close()
+        context, commit = multiprocessing.get_context("fork"), _commit()
+        with ProcessPoolExecutor(processes, context) as pool, record.open("a") as file:
+            for change, (rule, seconds) in zip(
+                left, track(pool.map(_notices, left), key.name, len(left)), strict=True
+            ):
+                result = Result(key.name, digest, change.line, change.change, rule, seconds, commit)
+                print(json.dumps(dataclasses.asdict(result)), file=file, flush=True)
+                known[change.line, change.change] = result
+    return [known[change.line, change.change] for change in changed]
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
+def show(console: Console, results: list[Result]) -> None:
+    """A Markdown row of a kernel, and its survivors."""
+    noticed = [result for result in results if result.rule]
+    rules = Counter(result.rule for result in noticed).most_common()
+    console.print(
+        f"| {results[0].kernel} | {len(results)} | {len(noticed)} |"
+        f" {100 * len(noticed) / len(results):.1f} % |"
+        f" {', '.join(f'{rule} {count}' for rule, count in rules)} |",
+        soft_wrap=True,
+    )
+    for result in results:
+        if not result.rule:
+            console.print(f"  survives: line {result.line}, {result.change}", markup=False)
+
+
+def main() -> int:
+    """Prints which mutations are noticed; returns 1 if others survive than SURVIVORS says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="pattern of the kernels' names")
+    parser.add_argument(
+        "--record", type=pathlib.Path, default=pathlib.Path("build/mutations.jsonl")
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    options, console, others = parser.parse_args(), Console(), False
+    options.record.parent.mkdir(parents=True, exist_ok=True)
+    keys = {key.name: key for key in catalogue.all_keys()}
+    for name, surviving in SURVIVORS.items():
+        if fnmatch.fnmatchcase(name, options.only):
+            results = try_all(keys[name], options.record, options.processes)
+            show(console, results)
+            others |= Counter(result.kind for result in results if not result.rule) != surviving
+    return int(others)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
