@@ -137,7 +137,10 @@ def per_batch_of(case: Case) -> dict[str, np.ndarray]:
     return {name: np.asarray(x, np.int32) for name, x in arrays.items() if x is not None}
 
 
-_QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+_QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 """Halves the time that compiling for CPUs takes; the partitioned program is the same."""
 
 

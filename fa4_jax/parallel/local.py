@@ -22,7 +22,6 @@ from fa4_jax.parallel.parts import Work
 from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
 from fa4_jax.plan import Plan, make_plan
 from fa4_jax.problem import UNBOUNDED, Problem
-from fa4_jax.target import current_target
 
 Result = tuple[jax.Array, jax.Array]
 
@@ -204,7 +203,7 @@ def _attend(
 
 
 def _plan(implementation: Implementation, problem: Problem) -> Plan:
-    plan = make_plan(problem, current_target(), implementation)
+    plan = make_plan(problem, api.current_target(), implementation)
     api._report(plan)
     return plan
 

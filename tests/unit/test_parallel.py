@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fa4_jax import api, default, kernels, parallel
+from fa4_jax import api, default, kernels, parallel, save_attention_policy
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
-from fa4_jax.parallel import local
 from fa4_jax.plan import Plan
 from fa4_jax.problem import UNBOUNDED
 from tests import dense_kernels
@@ -50,8 +50,7 @@ def dense() -> Iterator[None]:
     target = dataclasses.replace(fake_target(), platforms=("cuda", "cpu"))
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (api, local):
-            patch.setattr(module, "current_target", lambda: target)
+        patch.setattr(api, "current_target", lambda: target)
         for name in ("forward", "backward"):
             stand_in = getattr(dense_kernels, name)
             patch.setattr(default, name, stand_in)
@@ -71,7 +70,7 @@ def on_kernels(stand_in: Any) -> Any:
     return launch
 
 
-def sequence_mesh(kind: AxisType, scheme: parallel.Scheme, devices: int, **others: int) -> Mesh:
+def sequence_mesh(kind: AxisType, scheme: Any, devices: int, **others: int) -> Mesh:
     """A mesh for a scheme with four or two devices for the sequences, and other axes."""
     if isinstance(scheme, parallel.RingUlysses):
         return make_mesh(kind, **others, ring=2, ulysses=devices // 2)
@@ -255,3 +254,33 @@ def test_collectives(scheme, mask, forward, backward, seed, dense):
     second = jax.jit(lambda f, bars: f(bars)).lower(transpose, bars).compile()
     assert received_bytes(first) == forward
     assert received_bytes(second) == backward
+
+
+def launches(text: str) -> int:
+    return text.count("stablehlo.custom_call @fa4_jax_launch")
+
+
+def test_launches_and_what_remat_keeps(kernels_present, rng):
+    mesh = make_mesh(MANUAL, seq=4)
+    args = [jnp.asarray(rng.normal(size=(1, 512, n, 64)), jnp.bfloat16) for n in (4, 2, 2)]
+
+    def loss(*x: jax.Array) -> jax.Array:
+        output = parallel.attention(
+            *x,
+            scheme=parallel.Ring("seq", "zigzag"),
+            mesh=mesh,
+            specs=P(None, "seq"),
+            is_causal=True,
+        )
+        return (output.astype(jnp.float32) ** 2).sum()
+
+    def program(function: Any) -> str:
+        traced = jax.jit(jax.value_and_grad(function, (0, 1, 2))).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    # Of each of four pairs of shards one launch forward and three backward.
+    plain = program(loss)
+    assert launches(plain) == 16
+    assert plain.count("stablehlo.collective_permute") == 3 * 2 + 3 * 4
+    assert launches(program(jax.checkpoint(loss))) == 20
+    assert launches(program(jax.checkpoint(loss, policy=save_attention_policy))) == 16
