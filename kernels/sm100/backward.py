@@ -368,6 +368,8 @@ class Backward:
             if more & (not ahead):
                 self.multiply_scores(shared, work, base, step + 1)
             if more:
+                if cutlass.const_expr(self.config.dq_takes_dp):
+                    self.await_dq_read(shared, step + 1)
                 self.multiply_dp(shared, work, base, step + 1)
                 self.multiply_dv(shared, work, base, step + 1)
         if steps > 0:
@@ -388,10 +390,6 @@ class Backward:
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         self.clear_queries(shared.do[None, None, slot], work, step)
-        if cutlass.const_expr(self.config.dq_takes_dp):
-            # The first step finds the columns empty: parity 1 passes on a new barrier.
-            cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
-            ptx.fence_after_sync()
         self.product_of_shared(shared.v, shared.do, slot, base, self.config.columns.dp)
         products.commit(shared.barriers.dp_full)
 
@@ -448,8 +446,7 @@ class Backward:
     def multiply_dq(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
         """dQ = dS K, or its part transposed, K^T dS^T; behind dK's wait for dS."""
         if cutlass.const_expr(not self.config.dq_takes_dp):
-            cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
-            ptx.fence_after_sync()
+            self.await_dq_read(shared, step)
         product = self.config.dq
         if cutlass.const_expr(self.config.tile.parts == 1):
             operands = product.shared_a(shared.dst), product.shared_b(shared.kt)
@@ -459,6 +456,13 @@ class Backward:
         acc = product.accumulator(base, self.config.columns.dq)
         product.issue(acc, *operands, False, (0, self.config.tile.n // products.K_STEP))
         products.commit(shared.barriers.dq_full)
+
+    @cute.jit
+    def await_dq_read(self, shared: Shared, step: Int32):
+        """Waits until the reduce warps have read dQ of the step before this one."""
+        # The first step finds the columns empty: parity 1 passes on a new barrier.
+        cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
+        ptx.fence_after_sync()
 
     @cute.jit
     def clear_queries(self, queries: cute.Tensor, work: Work, step: Int32):
