@@ -5,7 +5,7 @@ communication. Who shares out depends on the type of the mesh axes:
 
 - Auto: the compiler. `forward` and `backward` wrap the kernel launches, which it cannot see into,
   in a partitioning rule; the pure-JAX implementation it partitions by itself. An operand sharded
-  along its length or head_dim is gathered.
+  along its length or head_dim is gathered, and the former is logged.
 - Explicit: `in_mesh` maps over the devices, by what the operands' types say. An operand sharded
   along its length or head_dim is a ValueError.
 - Manual (inside the caller's own shard_map): nobody. A call is the attention of one device.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,8 @@ from fa4_jax import kernels, types
 from fa4_jax.default import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
+
+logger = logging.getLogger("fa4_jax")
 
 Axes = tuple[str, ...]
 Result = tuple[jax.Array, jax.Array]
@@ -220,11 +223,18 @@ def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
             elif axes:
                 raise ValueError(
                     f"{name} is sharded along its {dimension}, over mesh axis "
-                    f"{' and '.join(map(repr, axes))}: attention is shared out by batch and heads "
-                    "only; jax.sharding.reshard it before"
+                    f"{' and '.join(map(repr, axes))}: fa4_jax.attention is shared out by batch "
+                    f"and heads only; {_instead(dimension)}"
                 )
     batch, heads = (_longest(dimension, axes) for dimension, axes in found.items())
     return make_split(problem, batch, heads, mesh.shape)
+
+
+def _instead(dimension: str) -> str:
+    """What to do about a dimension that is sharded and must not be."""
+    if "length" in dimension:
+        return "use fa4_jax.parallel.attention, or jax.sharding.reshard it before"
+    return "jax.sharding.reshard it before"
 
 
 def _longest(dimension: str, found: dict[str, Axes]) -> Axes:
@@ -305,6 +315,7 @@ def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Call
         if enclosing.manual_axes:
             mesh = _rest(enclosing, operands)
         split = _auto_split(problem, mesh, operands)
+        _tell_of_gathering(mesh, operands)
         if enclosing.manual_axes:
             # Devices are counted within the rest: indices and sums would not mean what they say.
             split = dataclasses.replace(split, heads=split.kv_heads)
@@ -354,6 +365,22 @@ def _auto_split(problem: Problem, mesh: Mesh, operands: Operands) -> Split:
             return make_split(problem, batch, heads, mesh.shape)
         except ValueError:
             heads = heads[:-1]
+
+
+def _tell_of_gathering(mesh: Mesh, operands: Operands) -> None:
+    """Says once that a sequence is gathered, and what does not."""
+    for name, x in zip(("query", "key", "value"), operands[:3], strict=True):
+        if axes := _mesh_axes(mesh, x, 1):
+            _log_once(
+                f"{name} {x.shape} is sharded along its length, over mesh axis "
+                f"{' and '.join(map(repr, axes))}: every device gathers it whole; "
+                "fa4_jax.parallel.attention works on the shards"
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _mesh_axes(mesh: Mesh, x: Any, dimension: int) -> Axes:
