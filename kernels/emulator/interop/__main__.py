@@ -29,6 +29,7 @@ from kernels.emulator.interop import flash_attn4, ours, run, tables, timing
 from kernels.emulator.interop.flash_attn4 import Variant
 from kernels.emulator.interop.host_code import Compiled
 from kernels.emulator.interop.run import Problem, Run
+from kernels.emulator.rates import BLACKWELL
 from kernels.emulator.trace import Trace
 
 WAIVERS = (
@@ -76,6 +77,7 @@ TIMED = tuple(
     Variant("sm_100a", *row, multiprocessors=2 if row[3] or row[0] == 256 else 1)
     for row in _BLACKWELL
 )
+_OURS = (64, 128, 256)
 BACKWARD_TIMED = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
 
 
@@ -228,7 +230,7 @@ def _counts() -> None:
 def _timing() -> None:
     """Forward and backward, each beside this project's kernel where there is one."""
     policy = dataclasses.replace(waived(POLICIES[0]), races=False)
-    head = ("d, dv", "mask", "kernel", "unit", "beside", *timing.UNITS, "TFLOP/s")
+    head = ("d, dv", "mask", "kernel", "unit", "beside", *timing.UNITS, "shared bytes", "TFLOP/s")
     rows = []
     for variant, code in compiled(TIMED):
         ctas = _ctas(code)
@@ -247,7 +249,7 @@ def _timing() -> None:
     print(tables.markdown(head, rows), flush=True)
     rows = []
     for variant, codes in compiled(BACKWARD_TIMED, flash_attn4.compile_backward):
-        ctas, d, causal = _ctas(codes[1]), variant.head_dim, variant.is_causal
+        ctas, causal = _ctas(codes[1]), variant.is_causal
 
         def run_theirs(problem: Problem, trace: Trace, code=codes[1], variant=variant) -> None:
             inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
@@ -255,19 +257,22 @@ def _timing() -> None:
 
         cost = timing.backward(run_theirs, ctas, 2, causal)
         rows.append(_timed(variant, f"flash-attn-4, {ctas} CTA", cost, True))
-        if variant.head_dim != variant.head_dim_v or (variant.two_ctas is False and d > 64):
-            continue
-        for deterministic in (False, True):
-            mine = _our_compiler().submit(ours.compile_backward, d, causal, deterministic).result()
-
-            def run_mine(problem: Problem, trace: Trace, mine=mine, causal=causal, d=d) -> None:
-                ours.backward(mine, run.make_inputs(problem, d, d), causal, policy, trace)
-
-            cost = timing.backward(run_mine, math.prod(mine.launch.cluster), 2, causal)
-            name = "ours, deterministic" if deterministic else "ours"
-            rows.append(_timed(variant, name, cost, True))
+    for d, causal, deterministic in itertools.product(_OURS, (False, True), (False, True)):
+        rows.append(_our_backward(d, causal, deterministic, policy))
     print(f"\nbackward, unit {timing.BACKWARD_ROWS} x {timing.BACKWARD_KEYS}")
     print(tables.markdown(head, rows))
+
+
+def _our_backward(d: int, causal: bool, deterministic: bool, policy: Policy) -> tuple[str, ...]:
+    mine = _our_compiler().submit(ours.compile_backward, d, causal, deterministic).result()
+
+    def launch(problem: Problem, trace: Trace) -> None:
+        ours.backward(mine, run.make_inputs(problem, d, d), causal, policy, trace)
+
+    parts = 2 if d > 128 else 1  # CTAs that share a key tile
+    cost = timing.backward(launch, math.prod(mine.launch.cluster), 2 * parts, causal)
+    name = "ours, deterministic" if deterministic else "ours"
+    return _timed(Variant("sm_100a", d, d, causal), name, cost, True)
 
 
 def _ctas(code: Compiled) -> int:
@@ -290,7 +295,9 @@ def _timed(variant: Variant, kernel: str, cost: timing.Cost, backward: bool) -> 
     rate = timing.teraflops(cost, flops, causal, backward)
     shares = [f"{100 * cost.busy.get(name, 0) / cost.unit:.0f} %" for name in timing.UNITS]
     mask = "causal" if causal else "dense"
-    row = f"{d}, {dv}", mask, kernel, f"{cost.unit:.0f}", f"{cost.tile:.0f}", *shares, f"{rate:.0f}"
+    cycles = f"{cost.unit:.0f}", f"{cost.tile:.0f}"
+    shared = f"{cost.busy['shared'] * BLACKWELL.shared_bytes:,.0f}"
+    row = f"{d}, {dv}", mask, kernel, *cycles, *shares, shared, f"{rate:.0f}"
     print(row, file=sys.stderr, flush=True)
     return row
 
