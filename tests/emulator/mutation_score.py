@@ -102,7 +102,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
 
 def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
     """Padded keys: a tile of three blocks, none, four of one: so many that a barrier of four that
-    asks for three is out of step. Then three tiles of four blocks."""
+    asks for three is out of step. Then three tiles of four blocks; in a band with a left edge, of
+    three to five: masked on the right, not at all, on the left."""
     rows, block = (128, 64) if key.head_dim == 256 else (256, 128)
     return (
         Case(
@@ -115,7 +116,15 @@ def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
             key_lengths=(2 * block + 11, 0, block - 30, block - 20, 10, 40),
             poison=True,
         ),
-        Case(**common, batch=1, heads=(1, 1), query_length=2 * rows + 40, key_length=3 * block + 9),
+        Case(
+            **common,
+            batch=1,
+            heads=(1, 1),
+            query_length=2 * rows + 40,
+            key_length=2 * rows + 40 + 3 * block if key.band else 3 * block + 9,
+            window=(3 * block, None) if key.band else None,
+            query_offset=3 * block if key.band else 0,
+        ),
     )
 
 
