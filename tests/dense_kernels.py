@@ -6,7 +6,6 @@ Like the kernels it reads its extents only, so that what they have to say is tes
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +67,6 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
         b, _, length, h = x.shape
         return x.reshape(b, kv_heads, -1, length, h).sum(2)
 
-    found: list[Any] = [ds @ k, by_key_head(ds.swapaxes(2, 3) @ q)]
-    found.append(by_key_head(p.swapaxes(2, 3) @ do))
-    return Gradients(*(x.transpose(0, 2, 1, 3).astype(operands.query.dtype) for x in found), None)
+    bars = (ds @ k, by_key_head(ds.swapaxes(2, 3) @ q), by_key_head(p.swapaxes(2, 3) @ do))
+    dq, dk, dv = (x.transpose(0, 2, 1, 3).astype(operands.query.dtype) for x in bars)
+    return Gradients(dq, dk, dv, None)

@@ -236,11 +236,17 @@ def ordinary_in_parts(case: Case, inputs: Inputs, layout: Layout, shift: float) 
     return {"lse": lse} | {name: rounded(x).transpose(0, 2, 1, 3) for name, x in found.items()}
 
 
+def shifts(case: Case) -> tuple[float, ...]:
+    """Draws of rounding errors: small cases have few elements, so it takes more to know them."""
+    more = tuple(shift + 0.0625 * i for shift in REFERENCE_SHIFTS for i in (1, 2))
+    return REFERENCE_SHIFTS + (more if case.query_length <= 256 else ())
+
+
 def failures(case: Case, inputs: Inputs, layout: Layout, results: Any) -> list[str]:
     """What is wrong with output, log-sum-exp and gradients, held against the float64 oracle."""
     with np.errstate(all="ignore"):
         truth = oracle(case, inputs)
-        usual = [ordinary_in_parts(case, inputs, layout, shift) for shift in REFERENCE_SHIFTS]
+        usual = [ordinary_in_parts(case, inputs, layout, shift) for shift in shifts(case)]
     found = []
     for name, result in zip(RESULTS, results, strict=True):
         natural = layout.ordered(np.asarray(result), 2 if name == "lse" else 1, natural=True)

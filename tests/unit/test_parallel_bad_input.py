@@ -120,11 +120,14 @@ def test_arguments_are_checked_as_in_attention():
     mesh = make_mesh(AUTO, seq=4)
     options: dict[str, Any] = {"scheme": Ring("seq"), "mesh": mesh, "specs": SEQ}
     q, k, v = operands()
+    wrong: dict[str, Any]
     with pytest.raises(ValueError, match="key_value_seq_lengths must have shape"):
-        parallel.attention(q, k, v, key_value_seq_lengths=[3], **options)
+        parallel.attention(q, k, v, key_value_seq_lengths=np.ones(1, np.int32), **options)
     with pytest.raises(ValueError, match="return_residual must be True or False"):
-        parallel.attention(q, k, v, **(options | {"return_residual": 1}))
+        wrong = {"return_residual": 1}
+        parallel.attention(q, k, v, **options, **wrong)
     with pytest.raises(ValueError, match="implementation must be one of"):
-        parallel.attention(q, k, v, **(options | {"implementation": "fast"}))
+        wrong = {"implementation": "fast"}
+        parallel.attention(q, k, v, **options, **wrong)
     with pytest.raises(NotImplementedError, match="implementation='kernel'"):
         parallel.attention(q, k, v, implementation="kernel", **options)

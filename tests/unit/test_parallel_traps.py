@@ -143,3 +143,33 @@ def test_empty():
         q, k, k, scheme=RING, mesh=mesh, specs=SEQ, return_residual=True
     )
     assert not output.any() and (lse == -jnp.inf).all()
+
+
+def launches(text: str) -> int:
+    return text.count("stablehlo.custom_call @fa4_jax_launch")
+
+
+def test_launches_and_what_remat_keeps(kernels_present, rng):
+    mesh = make_mesh(AxisType.Auto, seq=4)
+    args = [jnp.asarray(rng.normal(size=(1, 512, n, 64)), jnp.bfloat16) for n in (4, 2, 2)]
+
+    def loss(*x: jax.Array) -> jax.Array:
+        output = parallel.attention(
+            *x,
+            scheme=Ring("seq", "zigzag"),
+            mesh=mesh,
+            specs=SEQ,
+            is_causal=True,
+        )
+        return (output.astype(jnp.float32) ** 2).sum()
+
+    def program(function: Any) -> str:
+        traced = jax.jit(jax.value_and_grad(function, (0, 1, 2))).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    # Of each of four pairs of shards one launch forward and three backward.
+    plain = program(loss)
+    assert launches(plain) == 16
+    assert plain.count("stablehlo.collective_permute") == 3 * 2 + 3 * 4
+    assert launches(program(jax.checkpoint(loss))) == 20
+    assert launches(program(jax.checkpoint(loss, policy=save_attention_policy))) == 16
