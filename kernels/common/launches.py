@@ -23,10 +23,10 @@ def buffer_type(buffer: str, dtype: str) -> type[cutlass.Numeric]:
     return BUFFER_TYPES.get(buffer, TYPES[dtype])
 
 
-def bthd_map(buffer: str, rows: int, span_bytes: int) -> Param:
+def bthd_map(buffer: str, rows: int, span_bytes: int, name: str = "") -> Param:
     """Tensor map of a [B, length, heads, head_dim] buffer: boxes of `rows` by one swizzle span."""
     return Param(
-        f"{buffer}_map",
+        name or f"{buffer}_map",
         "tensor_map",
         buffer=buffer,
         axes=(3, 1, 2, 0),

@@ -55,7 +55,7 @@ step through shared memory would cost 1024 of its cycles a step, and it is what 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from fa4_jax.key import KernelKey
@@ -196,23 +196,25 @@ class Backward:
                         cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
 
         tiles = (query_length + tile.m - 1) // tile.m
         rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
         sizes = (batch, query_length, key_length, heads, kv_heads)
-        work = self.assign(extents, sizes, (window_left, window_right))
+        window = (window_left, window_right)
         budget = tile.registers
+        # Each role makes its work: made once, its values would take registers of all of them.
         if warp < WARPS_OF_ROLE["compute"][0]:
             ptx.set_registers(budget.reduce)
-            self.rows.reduce(shared, work, rows, base)
+            self.rows.reduce(shared, self.assign(extents, sizes, window), rows)
         elif warp < mma_warp:
             ptx.set_registers(budget.compute)
-            self.rows.compute(maps, shared, work, base, (scale_log2, scale))
+            work = self.assign(extents, sizes, window)
+            self.rows.compute(maps, shared, work, (scale_log2, scale))
         else:
             ptx.set_registers(budget.others)
+            work = self.assign(extents, sizes, window)
             if warp == mma_warp:
-                self.multiply(shared, work, base)
+                self.multiply(shared, work)
             elif warp == WARPS_OF_ROLE["load"][0]:
                 self.load(maps, shared, work, rows)
             elif warp == WARPS_OF_ROLE["order"][0]:
@@ -220,6 +222,7 @@ class Backward:
                     self.order(shared, work, rows)
         cute.arch.sync_threads()
         if warp == mma_warp:
+            base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
 
     def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
@@ -346,7 +349,7 @@ class Backward:
                 common_ptx.increment_release(counter)
 
     @cute.jit
-    def multiply(self, shared: Shared, work: Work, base: cute.Pointer):
+    def multiply(self, shared: Shared, work: Work):
         """MMA warp: all five products of all steps."""
         steps, barriers = work.steps(), shared.barriers
         if steps > 0:
@@ -354,107 +357,107 @@ class Backward:
             if work.padded_keys:
                 rows = work.band.key_length - work.first_key
                 self.clear_padding((shared.k, shared.v), rows)
-            self.multiply_scores(shared, work, base, Int32(0))
-            self.multiply_dp(shared, work, base, Int32(0))
-            self.multiply_dv(shared, work, base, Int32(0))
+            self.multiply_scores(shared, work, Int32(0))
+            self.multiply_dp(shared, work, Int32(0))
+            self.multiply_dv(shared, work, Int32(0))
         # With one stage the next Q is loaded only when dK has read this one.
         ahead = self.config.tile.stages > 1
         for step in cutlass.range(steps, unroll=1):
             more = step + 1 < steps
             if more & ahead:
-                self.multiply_scores(shared, work, base, step + 1)
-            self.multiply_dk(shared, work, base, step)
-            self.multiply_dq(shared, work, base, step)
+                self.multiply_scores(shared, work, step + 1)
+            self.multiply_dk(shared, work, step)
+            self.multiply_dq(shared, work, step)
             if more & (not ahead):
-                self.multiply_scores(shared, work, base, step + 1)
+                self.multiply_scores(shared, work, step + 1)
             if more:
                 if cutlass.const_expr(self.config.dq_takes_dp):
                     self.await_dq_read(shared, step + 1)
-                self.multiply_dp(shared, work, base, step + 1)
-                self.multiply_dv(shared, work, base, step + 1)
+                self.multiply_dp(shared, work, step + 1)
+                self.multiply_dv(shared, work, step + 1)
         if steps > 0:
             products.commit(barriers.grads_full)
 
     @cute.jit
-    def multiply_scores(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+    def multiply_scores(self, shared: Shared, work: Work, step: Int32):
         """S^T = K Q^T."""
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
         self.clear_queries(shared.q[None, None, slot], work, step)
-        self.product_of_shared(shared.k, shared.q, slot, base, self.config.columns.s)
+        self.product_of_shared(shared.k, shared.q, slot, self.config.columns.s)
         products.commit(shared.barriers.s_full)
 
     @cute.jit
-    def multiply_dp(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+    def multiply_dp(self, shared: Shared, work: Work, step: Int32):
         """dP^T = V dO^T."""
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         self.clear_queries(shared.do[None, None, slot], work, step)
-        self.product_of_shared(shared.v, shared.do, slot, base, self.config.columns.dp)
+        self.product_of_shared(shared.v, shared.do, slot, self.config.columns.dp)
         products.commit(shared.barriers.dp_full)
 
-    def product_of_shared(
-        self, a: cute.Tensor, b: cute.Tensor, slot: Int32, base: cute.Pointer, column: int
-    ):
+    def product_of_shared(self, a: cute.Tensor, b: cute.Tensor, slot: Int32, column: int):
         """(keys, queries) = a b^T from shared memory, over head_dim."""
-        product = self.config.scores
-        steps = (0, self.config.head_dim // products.K_STEP)
-        operands = product.shared_a(a), product.shared_b(b)[None, None, None, slot]
-        product.issue(product.accumulator(base, column), *operands, False, steps)
+        tile, d = self.config.tile, self.config.head_dim
+        keys = products.k_major(a.iterator, tile.n, d, tile.span_bytes)
+        queries = products.k_major(b.iterator, tile.m, d, tile.span_bytes)
+        queries = queries.moved(slot * (tile.m * d * 2))
+        self.config.scores.issue(column, keys, queries, False, (0, d // products.K_STEP))
 
     @cute.jit
-    def multiply_dv(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+    def multiply_dv(self, shared: Shared, work: Work, step: Int32):
         """dV += P^T dO."""
         slot, _ = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.p_full, step & 1)
         ptx.fence_after_sync()
         columns = self.config.columns
-        b = self.part_of(shared.dot[None, None, slot], work)
-        self.product_of_tensor(b, base, (columns.s, columns.dv), step > 0)
+        self.product_of_tensor(shared.do, slot, work, (columns.s, columns.dv), step > 0)
         products.commit(shared.barriers.do_empty + slot)
 
     @cute.jit
-    def multiply_dk(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+    def multiply_dk(self, shared: Shared, work: Work, step: Int32):
         """dK += dS^T Q."""
         slot, _ = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.ds_full, step & 1)
         ptx.fence_after_sync()
         columns = self.config.columns
-        b = self.part_of(shared.qt[None, None, slot], work)
-        self.product_of_tensor(b, base, (columns.dp, columns.dk), step > 0)
+        self.product_of_tensor(shared.q, slot, work, (columns.dp, columns.dk), step > 0)
         products.commit(shared.barriers.q_empty + slot)
 
-    def part_of(self, transposed: cute.Tensor, work: Work) -> cute.Tensor:
-        """The CTA's part of a (head_dim, rows) tile."""
-        shape = (self.config.part, cute.size(transposed, mode=[1]))
-        return cute.local_tile(transposed, shape, (work.part, 0))
+    def part_of(self, rows_of_head: cute.Tensor, rows: int, work: Work) -> products.Operand:
+        """The CTA's part of the columns of a (rows, head_dim) tile, with K along its rows."""
+        whole = products.mn_major(rows_of_head.iterator, rows, self.config.tile.span_bytes)
+        return whole.moved(work.part * (self.config.part * rows * 2))
 
-    def product_of_tensor(self, b: cute.Tensor, base: cute.Pointer, columns: tuple, accumulate):
+    def product_of_tensor(
+        self, b: cute.Tensor, slot: Int32, work: Work, columns: tuple, accumulate: Boolean
+    ):
         """(keys, part of head_dim) += a b with a in tensor memory, by halves of the queries.
 
-        columns: (of the scores whose halves begin with those of a, of the accumulator).
+        b: a ring of query rows; columns: (of the scores whose halves begin with those of a, of the
+        accumulator).
         """
-        product, m = self.config.grads, self.config.tile.m
-        acc, operand = product.accumulator(base, columns[1]), product.shared_b(b)
+        m = self.config.tile.m
+        operand = self.part_of(b, m, work).moved(slot * (m * self.config.head_dim * 2))
         half = m // HALVES // products.K_STEP
         for part in range(HALVES):
-            a = product.tensor_a(base, columns[0] + part * (m // HALVES), m // HALVES)
+            # Where a would begin if the columns of its halves were one behind the other.
+            a = columns[0] + part * (m // HALVES - m // HALVES // 2)
             steps = (part * half, (part + 1) * half)
-            product.issue(acc, a, operand, accumulate if part == 0 else True, steps, part * half)
+            before = accumulate if part == 0 else True
+            self.config.grads.issue(columns[1], a, operand, before, steps)
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, work: Work, base: cute.Pointer, step: Int32):
+    def multiply_dq(self, shared: Shared, work: Work, step: Int32):
         """dQ = dS K, or its part transposed, K^T dS^T; behind dK's wait for dS."""
         if cutlass.const_expr(not self.config.dq_takes_dp):
             self.await_dq_read(shared, step)
-        product = self.config.dq
-        if cutlass.const_expr(self.config.tile.parts == 1):
-            operands = product.shared_a(shared.dst), product.shared_b(shared.kt)
-        else:
-            part = self.part_of(shared.kt, work)
-            operands = product.shared_a(part), product.shared_b(shared.dst)
-        acc = product.accumulator(base, self.config.columns.dq)
-        product.issue(acc, *operands, False, (0, self.config.tile.n // products.K_STEP))
+        tile = self.config.tile
+        keys = self.part_of(shared.k, tile.n, work)
+        scores = products.mn_major(shared.ds.iterator, tile.n, 128)
+        operands = (scores, keys) if tile.parts == 1 else (keys, scores)
+        column, steps = self.config.columns.dq, (0, tile.n // products.K_STEP)
+        self.config.dq.issue(column, *operands, False, steps)
         products.commit(shared.barriers.dq_full)
 
     @cute.jit

@@ -73,14 +73,11 @@ class Config:
         self.part = self.head_dim // self.tile.parts  # columns of dV, dK, dQ that a CTA has
         self.columns = self.tile.columns(key.head_dim)
         m, n = self.tile.m, self.tile.n
-        k_major, mn_major = products.K_MAJOR, products.MN_MAJOR
-        self.scores = products.Product(self.dtype, n, m, (k_major, k_major))
-        self.grads = products.Product(
-            self.dtype, n, self.part, (k_major, mn_major), products.TENSOR
-        )
+        self.scores = products.Product(self.dtype, n, m)
+        self.grads = products.Product(self.dtype, n, self.part)
         # With several parts transposed, since 64 queries would fill half of the tensor core.
         dq_shape = (m, self.part) if self.tile.parts == 1 else (self.part, m)
-        self.dq = products.Product(self.dtype, *dq_shape, (mn_major, mn_major))
+        self.dq = products.Product(self.dtype, *dq_shape)
 
     @property
     def dq_takes_dp(self) -> bool:
@@ -145,14 +142,10 @@ class Shared:
     """Shared memory. k and v later stage dk and dv."""
 
     k: cute.Tensor  # (n, head_dim)
-    kt: cute.Tensor  # (head_dim, n), the same memory
     v: cute.Tensor  # (n, head_dim)
     q: cute.Tensor  # (m, head_dim, stage)
-    qt: cute.Tensor  # (head_dim, m, stage), the same memory
     do: cute.Tensor  # (m, head_dim, stage)
-    dot: cute.Tensor  # (head_dim, m, stage), the same memory
     ds: cute.Tensor  # (n, m)
-    dst: cute.Tensor  # (m, n), the same memory
     lse_log2: cute.Tensor  # (m, stage)
     delta: cute.Tensor  # (m, stage)
     tmem_base: cute.Pointer
@@ -191,14 +184,10 @@ def allocate(config: Config) -> Shared:
 
     return Shared(
         k=single(storage.k, key_layout),
-        kt=single(storage.k, tensors.transposed(key_layout)),
         v=single(storage.v, key_layout),
         q=tensors.smem_tensor(storage.q, query_layout),
-        qt=tensors.smem_tensor(storage.q, tensors.transposed(query_layout)),
         do=tensors.smem_tensor(storage.do, query_layout),
-        dot=tensors.smem_tensor(storage.do, tensors.transposed(query_layout)),
         ds=single(storage.ds, ds_layout),
-        dst=single(storage.ds, tensors.transposed(ds_layout)),
         lse_log2=storage.lse_log2.get_tensor(rows_layout),
         delta=storage.delta.get_tensor(rows_layout),
         tmem_base=storage.tmem_base.ptr,

@@ -21,7 +21,7 @@ class RowRoles:
         self.config = config
 
     @cute.jit
-    def compute(self, maps: Maps, shared: Shared, work: Work, base: cute.Pointer, scales: tuple):
+    def compute(self, maps: Maps, shared: Shared, work: Work, scales: tuple):
         """Compute warps: P and dS of all steps, then dV and dK."""
         scale_log2, scale = scales
         first_warp, _ = WARPS_OF_ROLE["compute"]
@@ -41,15 +41,14 @@ class RowRoles:
             # A block that needs no mask gets bounds that hide nothing.
             first = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             last = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
-            p = self.probabilities(shared, base, (half, step, edge), (first, last), scale_log2)
-            self.score_gradients(shared, base, (half, step, key_row), p)
-        self.write_gradients(maps, shared, work, base, (half, key_row, steps), scale)
+            p = self.probabilities(shared, (half, step, edge), (first, last), scale_log2)
+            self.score_gradients(shared, (half, step, key_row), p)
+        self.write_gradients(maps, shared, work, (half, key_row, steps), scale)
 
     @cute.jit
     def probabilities(
         self,
         shared: Shared,
-        base: cute.Pointer,
         position: tuple,
         limits: tuple,
         scale_log2: Float32,
@@ -63,7 +62,7 @@ class RowRoles:
         count = tile.m // HALVES
         slot, _ = tensors.ring_slot(step, tile.stages)
         first = half * count
-        scores_at = products.lane_base(base.toint()) + self.config.columns.s + first
+        scores_at = products.lane_base() + self.config.columns.s + first
         cute.arch.mbarrier_wait(barriers.s_full, step & 1)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, count)
@@ -88,7 +87,7 @@ class RowRoles:
         return p
 
     @cute.jit
-    def score_gradients(self, shared: Shared, base: cute.Pointer, position: tuple, p: cute.Tensor):
+    def score_gradients(self, shared: Shared, position: tuple, p: cute.Tensor):
         """dS = P * (dP - delta) of a step, to tensor and to shared memory.
 
         position: (half, step, the thread's key in the tile).
@@ -98,7 +97,7 @@ class RowRoles:
         count = tile.m // HALVES
         slot, _ = tensors.ring_slot(step, tile.stages)
         first = half * count
-        dp_at = products.lane_base(base.toint()) + self.config.columns.dp + first
+        dp_at = products.lane_base() + self.config.columns.dp + first
         cute.arch.mbarrier_wait(barriers.dp_full, step & 1)
         ptx.fence_after_sync()
         for start in cutlass.range_constexpr(0, count, CHUNK):
@@ -147,7 +146,6 @@ class RowRoles:
         maps: Maps,
         shared: Shared,
         work: Work,
-        base: cute.Pointer,
         position: tuple,
         scale: Float32,
     ):
@@ -168,7 +166,7 @@ class RowRoles:
             if half == part:
                 column, staging = ((columns.dv, dv), (columns.dk, dk))[part]
                 factor = (Float32(1.0), scale)[part]
-                first = products.lane_base(base.toint()) + column
+                first = products.lane_base() + column
                 # A loop that stays one, as in the forward's write_output.
                 for start in cutlass.range(0, d, CHUNK, unroll=1):
                     fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
@@ -196,13 +194,13 @@ class RowRoles:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def reduce(self, shared: Shared, work: Work, rows: Rows, base: cute.Pointer):
+    def reduce(self, shared: Shared, work: Work, rows: Rows):
         """Reduce warps: dQ of every step is added to dq_acc (backward.py, Note [dq_acc])."""
         tile, tile_size = self.config.tile, self.config.tile.m * self.config.head_dim
         count = self.config.part if tile.parts == 1 else tile.m
         lanes = WARPS_OF_ROLE["reduce"][1] * 32
         thread, _, _ = cute.arch.thread_idx()
-        first = products.lane_base(base.toint()) + self.config.columns.dq
+        first = products.lane_base() + self.config.columns.dq
         for step in cutlass.range(work.steps(), unroll=1):
             head, block = work.step(step, self.config.deterministic)
             query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block

@@ -16,7 +16,7 @@ every block i: O S(i+2).
 
     barrier      from -> to                     once per
     q_full       load -> mma                    query tile
-    q_empty      mma or store -> load           tile of the CTA
+    q_empty      mma or store -> load           query tile
     kv_full      load -> mma                    block of K or V
     kv_empty     mma -> load                    block of K or V
     s_full       mma -> softmax                 block
@@ -59,6 +59,8 @@ from kernels.sm100.forward_data import (
     Shared,
     allocate,
     barrier_count,
+    output_buffer,
+    part_barrier,
 )
 from kernels.sm100.forward_rows import RowRoles
 from kernels.sm100.packing import UNIT, Work, assign, make_schedule
@@ -73,9 +75,8 @@ class Forward:
         self.config = Config(key)
         self.rows = RowRoles(self.config)
         tile, dtype, d = self.config.tile, self.config.dtype, self.config.head_dim
-        k_major, mn_major = products.K_MAJOR, products.MN_MAJOR
-        self.qk = products.Product(dtype, tile.rows, tile.n, (k_major, k_major))
-        self.pv = products.Product(dtype, tile.rows, d, (k_major, mn_major), products.TENSOR)
+        self.qk = products.Product(dtype, tile.rows, tile.n)
+        self.pv = products.Product(dtype, tile.rows, d)
 
     @cute.jit
     def __call__(
@@ -115,6 +116,12 @@ class Forward:
         k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
         v_map, _ = cpasync.make_tiled_tma_atom(load, v_tensor, layout(tile.n), (tile.n, d))
         o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(UNIT), (UNIT, d))
+        q_rows_map, _ = cpasync.make_tiled_tma_atom(
+            load, q_tensor, layout(tile.rows), (tile.rows, d)
+        )
+        o_rows_map, _ = cpasync.make_tiled_tma_atom(
+            store, o_tensor, layout(tile.rows), (tile.rows, d)
+        )
         ctas = cute.ceil_div(query_length, tile.m) * heads * batch
         ctas = cutlass.min(ctas, sm_count)
         self.kernel(
@@ -122,6 +129,8 @@ class Forward:
             k_map,
             v_map,
             o_map,
+            q_rows_map,
+            o_rows_map,
             extents,
             lse,
             batch,
@@ -147,6 +156,8 @@ class Forward:
         k_map: cute.CopyAtom,
         v_map: cute.CopyAtom,
         o_map: cute.CopyAtom,
+        q_rows_map: cute.CopyAtom,
+        o_rows_map: cute.CopyAtom,
         extents: cute.Pointer,
         lse: cute.Pointer,
         batch: Int32,
@@ -159,7 +170,7 @@ class Forward:
         window_left: Int32,
         window_right: Int32,
     ):
-        maps = Maps(q_map, k_map, v_map, o_map)
+        maps = Maps(q_map, k_map, v_map, o_map, q_rows_map, o_rows_map)
         tile = self.config.tile
         shared = allocate(self.config.dtype, self.config.head_dim, tile)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -176,7 +187,6 @@ class Forward:
                         cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
 
         sizes = (batch, query_length, key_length, heads, kv_heads)
         window = (window_left, window_right)
@@ -188,21 +198,22 @@ class Forward:
             if warp // 4 < tile.query_tiles:
                 schedule = make_schedule(extents, sizes, window, tile.m)
                 scales = (scale_log2, rescale_threshold_log2)
-                self.rows.soften(shared, schedule, base, lse, scales)
+                self.rows.soften(shared, schedule, lse, scales)
         elif warp < mma_warp:
             ptx.set_registers(budget.correction)
-            self.rows.correct(shared, make_schedule(extents, sizes, window, tile.m), base)
+            self.rows.correct(shared, make_schedule(extents, sizes, window, tile.m))
         else:
             ptx.set_registers(budget.others)
             schedule = make_schedule(extents, sizes, window, tile.m)
             if warp == mma_warp:
-                self.multiply(shared, schedule, base)
+                self.multiply(shared, schedule)
             elif warp == WARPS_OF_ROLE["load"][0]:
                 self.load(maps, shared, schedule)
             elif warp == WARPS_OF_ROLE["store"][0]:
                 self.store(maps, shared, schedule)
         cute.arch.sync_threads()
         if warp == mma_warp:
+            base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
 
     @cute.jit
@@ -214,48 +225,55 @@ class Forward:
             if schedule.tile(turn) < schedule.tiles:
                 work = assign(schedule.tile(turn), schedule, self.config.shape)
                 count = work.blocks.end - work.blocks.begin
-                if cutlass.const_expr(not tile.own_output):
-                    self.await_query_memory(shared, turns)
+                # Who takes the query tiles' memory for output does so without blocks, too.
+                uses = turns if cutlass.const_expr(tile.output_tiles == 0) else live
                 if count > 0:
-                    if cutlass.const_expr(tile.own_output):
-                        self.await_query_memory(shared, live)
-                    self.load_tile(maps, shared, work, position)
+                    self.load_tile(maps, shared, work, position, uses)
                     live += 1
                     position += 2 * count
+                elif cutlass.const_expr(tile.output_tiles == 0):
+                    for t in cutlass.range_constexpr(tile.query_tiles):
+                        self.await_query_memory(shared, t, uses)
                 turns += 1
         # Shared memory outlives every commit's arrival.
-        if cutlass.const_expr(tile.own_output):
-            self.await_query_memory(shared, live)
+        if cutlass.const_expr(tile.output_tiles > 0):
+            for t in cutlass.range_constexpr(tile.query_tiles):
+                self.await_query_memory(shared, t, live)
         for i in cutlass.range_constexpr(tile.kv_stages):
             slot, phase = tensors.ring_slot(position + i, tile.kv_stages)
             cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
 
     @cute.jit
-    def await_query_memory(self, shared: Shared, uses: Int32):
-        """Waits until the query tiles' memory has been left as often as it has been used."""
+    def await_query_memory(self, shared: Shared, t: cutlass.Constexpr[int], uses: Int32):
+        """Waits until query tile t's memory has been left as often as it has been used."""
         # The first pass finds it empty: parity 1 passes on a new barrier.
-        cute.arch.mbarrier_wait(shared.barriers.q_empty, (uses & 1) ^ 1)
+        cute.arch.mbarrier_wait(shared.barriers.q_empty + t, (uses & 1) ^ 1)
 
     @cute.jit
-    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32):
-        """Loads of one tile that has blocks, after `position` loads into the ring."""
+    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, uses: Int32):
+        """Loads of one tile that has blocks, after `position` loads into the ring and `uses` of the
+        query tiles' memory."""
         tile, d = self.config.tile, self.config.head_dim
         units = tile.rows // UNIT
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
         ahead = tile.buffers_per_tile
+        self.load_block(maps.k, shared, kv_tiles, last, position)
+        position += 1
         for t in cutlass.range_constexpr(tile.query_tiles):
             full = shared.barriers.q_full + t
+            self.await_query_memory(shared, t, uses)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
-            for unit in cutlass.range(units, unroll=1):
-                source = self.unit_coordinates(work, t * units + unit)
-                target = cute.local_tile(shared.q[None, None, t], (UNIT, d), (unit, 0))
-                tensors.tma_load(maps.q, source, target, full)
-            if cutlass.const_expr(t == 0):
-                self.load_block(maps.k, shared, kv_tiles, last, position)
-                position += 1
+            if work.pack == 1:
+                source = self.coordinates(work, t * units, tile.rows)
+                tensors.tma_load(maps.q_rows, source, shared.q[None, None, t], full)
+            else:
+                for unit in cutlass.range(units, unroll=1):
+                    source = self.coordinates(work, t * units + unit, UNIT)
+                    target = cute.local_tile(shared.q[None, None, t], (UNIT, d), (unit, 0))
+                    tensors.tma_load(maps.q, source, target, full)
         for i in cutlass.range_constexpr(1, ahead):
             if i < count:
                 self.load_block(maps.k, shared, kv_tiles, last - i, position)
@@ -267,12 +285,12 @@ class Forward:
                 self.load_block(maps.k, shared, kv_tiles, last - step - ahead, position)
                 position += 1
 
-    def unit_coordinates(self, work: Work, unit: Int32) -> cute.Tensor:
-        """TMA coordinates of a unit of the tile in [B, length, heads, head_dim]."""
+    def coordinates(self, work: Work, unit: Int32, rows: int) -> cute.Tensor:
+        """TMA coordinates in [B, length, heads, head_dim] of rows from a unit of the tile on."""
         query, head = work.unit(unit)
-        rows = tensors.bthd_coordinates()[None, None, head, work.batch]
+        tensor = tensors.bthd_coordinates()[None, None, head, work.batch]
         return cute.local_tile(
-            cute.domain_offset((query, 0), rows), (UNIT, self.config.head_dim), (0, 0)
+            cute.domain_offset((query, 0), tensor), (rows, self.config.head_dim), (0, 0)
         )
 
     @cute.jit
@@ -294,7 +312,7 @@ class Forward:
         tensors.tma_load(atom, kv_tiles[None, None, block], shared.kv[None, None, slot], full)
 
     @cute.jit
-    def multiply(self, shared: Shared, schedule: Schedule, base: cute.Pointer):
+    def multiply(self, shared: Shared, schedule: Schedule):
         """MMA warp: all products of all tiles."""
         used, live = Int32(0), Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
@@ -302,14 +320,12 @@ class Forward:
                 work = assign(schedule.tile(turn), schedule, self.config.shape)
                 count = work.blocks.end - work.blocks.begin
                 if count > 0:
-                    self.multiply_tile(shared, work, base, live, used)
+                    self.multiply_tile(shared, work, live, used)
                     live += 1
                     used += count
 
     @cute.jit
-    def multiply_tile(
-        self, shared: Shared, work: Work, base: cute.Pointer, live: Int32, used: Int32
-    ):
+    def multiply_tile(self, shared: Shared, work: Work, live: Int32, used: Int32):
         """Products of one tile that has blocks, after `live` such tiles and `used` blocks."""
         tile, barriers = self.config.tile, shared.barriers
         count = work.blocks.end - work.blocks.begin
@@ -321,7 +337,7 @@ class Forward:
                 for t in cutlass.range_constexpr(tiles):
                     if cutlass.const_expr(i == 0):
                         cute.arch.mbarrier_wait(barriers.q_full + t, live & 1)
-                    self.multiply_scores(shared, base, t, slot, used + i)
+                    self.multiply_scores(shared, t, slot, used + i, i == count - 1)
                 products.commit(barriers.kv_empty + slot)
                 position += 1
         for step in cutlass.range(count, unroll=1):
@@ -330,7 +346,7 @@ class Forward:
             if (step == 0) & work.padded_keys:
                 self.clear_padding(shared.kv[None, None, v_slot], work)
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, base, t, v_slot, used + step, step > 0)
+                self.multiply_values(shared, t, v_slot, used + step, step > 0)
                 # Never a phase that nobody waits for: commits may arrive out of order.
                 if (tiles == 1) | (step == count - 1):
                     products.commit(barriers.o_full + t)
@@ -338,13 +354,12 @@ class Forward:
                     products.commit(barriers.kv_empty + v_slot)
                 if step + ahead < count:
                     k_slot = self.await_block(shared, position, t == 0)
-                    self.multiply_scores(shared, base, t, k_slot, used + step + ahead)
+                    last = step + ahead == count - 1
+                    self.multiply_scores(shared, t, k_slot, used + step + ahead, last)
                     if cutlass.const_expr(t == tiles - 1):
                         products.commit(barriers.kv_empty + k_slot)
             if step + ahead < count:
                 position += 1
-        if cutlass.const_expr(tile.own_output):
-            products.commit(barriers.q_empty)
 
     @cute.jit
     def await_block(
@@ -360,41 +375,54 @@ class Forward:
     def multiply_scores(
         self,
         shared: Shared,
-        base: cute.Pointer,
         t: cutlass.Constexpr[int],
         k_slot: Int32,
         ordinal: Int32,
+        last: cutlass.Boolean,
     ):
-        """S = Q_t K^T of the CTA's ordinal-th block."""
+        """S = Q_t K^T of the CTA's ordinal-th block; `last` of its tile."""
         buffer, _ = self.config.buffer(t, ordinal)
-        q = self.qk.shared_a(shared.q)[None, None, None, t]
-        k = self.qk.shared_b(shared.kv)[None, None, None, k_slot]
-        scores = self.qk.accumulator(base, buffer * self.config.tile.n)
-        self.qk.issue(scores, q, k, False, (0, self.config.head_dim // products.K_STEP))
+        tile, d = self.config.tile, self.config.head_dim
+        row_bytes = d * 2
+        q = products.k_major(shared.q.iterator, tile.rows, d, tile.span_bytes)
+        k = products.k_major(shared.kv.iterator, tile.n, d, tile.span_bytes)
+        self.qk.issue(
+            self.config.columns.s[0] + buffer * tile.n,
+            q.moved(t * tile.rows * row_bytes),
+            k.moved(k_slot * (tile.n * row_bytes)),
+            False,
+            (0, d // products.K_STEP),
+        )
         products.commit(shared.barriers.s_full + buffer)
+        if cutlass.const_expr(tile.output_tiles > 0):
+            if last:
+                products.commit(shared.barriers.q_empty + t)
 
     @cute.jit
     def multiply_values(
         self,
         shared: Shared,
-        base: cute.Pointer,
         t: cutlass.Constexpr[int],
         v_slot: Int32,
         ordinal: Int32,
         accumulate: cutlass.Boolean,
     ):
-        """O_t += P V of the CTA's ordinal-th block, early keys first."""
-        n, early = self.config.tile.n, self.config.tile.early_keys // products.K_STEP
+        """O_t += P V of the CTA's ordinal-th block, part by part."""
+        tile = self.config.tile
+        n = tile.n
         buffer, phase = self.config.buffer(t, ordinal)
-        p = self.pv.tensor_a(base, self.config.columns.p[0] + buffer * n, n)
-        v = self.pv.shared_b(shared.kv_transposed)[None, None, None, v_slot]
-        acc = self.pv.accumulator(base, self.config.columns.o[t])
-        cute.arch.mbarrier_wait(shared.barriers.p_early + buffer, phase)
-        ptx.fence_after_sync()
-        self.pv.issue(acc, p, v, accumulate, (0, early))
-        cute.arch.mbarrier_wait(shared.barriers.p_late + buffer, phase)
-        ptx.fence_after_sync()
-        self.pv.issue(acc, p, v, True, (early, n // products.K_STEP))
+        p = self.config.columns.p[0] + buffer * n
+        v = products.mn_major(shared.kv.iterator, n, tile.span_bytes)
+        v = v.moved(v_slot * (n * self.config.head_dim * 2))
+        acc = self.config.columns.o[t]
+        first = 0
+        for part in cutlass.range_constexpr(len(tile.parts)):
+            barrier = part_barrier(shared.barriers, tile, buffer, part)
+            cute.arch.mbarrier_wait(barrier, phase)
+            ptx.fence_after_sync()
+            end = tile.parts[part] // products.K_STEP
+            self.pv.issue(acc, p, v, accumulate if part == 0 else True, (first, end))
+            first = end
 
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work):
@@ -414,21 +442,25 @@ class Forward:
             if schedule.tile(turn) < schedule.tiles:
                 work = assign(schedule.tile(turn), schedule, self.config.shape)
                 for t in cutlass.range_constexpr(tile.query_tiles):
-                    cute.arch.mbarrier_wait(shared.barriers.out_full + t, turns & 1)
+                    buffer, phase = output_buffer(tile, turns, t)
+                    cute.arch.mbarrier_wait(shared.barriers.out_full + buffer, phase)
                     # One thread stores, since the group that it waits for is its own.
                     with cute.arch.elect_one():
-                        for unit in cutlass.range(units, unroll=1):
-                            target = self.unit_coordinates(work, t * units + unit)
-                            o = cute.local_tile(shared.o[None, None, t], (UNIT, d), (unit, 0))
-                            tensors.tma_store(maps.o, o, target)
+                        if work.pack == 1:
+                            target = self.coordinates(work, t * units, tile.rows)
+                            tensors.tma_store(maps.o_rows, shared.o[None, None, buffer], target)
+                        else:
+                            for unit in cutlass.range(units, unroll=1):
+                                target = self.coordinates(work, t * units + unit, UNIT)
+                                tile_o = shared.o[None, None, buffer]
+                                o = cute.local_tile(tile_o, (UNIT, d), (unit, 0))
+                                tensors.tma_store(maps.o, o, target)
                         cute.arch.cp_async_bulk_commit_group()
-                # Behind the last tile, too: shared memory outlives what the stores read.
-                with cute.arch.elect_one():
-                    for t in cutlass.range_constexpr(tile.query_tiles):
-                        cute.arch.cp_async_bulk_wait_group(tile.query_tiles - 1 - t, read=True)
-                        cute.arch.mbarrier_arrive(shared.barriers.out_empty + t)
-                    if cutlass.const_expr(not tile.own_output):
-                        cute.arch.mbarrier_arrive(shared.barriers.q_empty)
+                        # Behind the last tile, too: shared memory outlives what the stores read.
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        cute.arch.mbarrier_arrive(shared.barriers.out_empty + buffer)
+                        if cutlass.const_expr(tile.output_tiles == 0):
+                            cute.arch.mbarrier_arrive(shared.barriers.q_empty + t)
                 turns += 1
 
 
@@ -457,6 +489,8 @@ def source(key: KernelKey) -> KernelSource:
             launches.bthd_map("k", tile.n, tile.span_bytes),
             launches.bthd_map("v", tile.n, tile.span_bytes),
             launches.bthd_map("o", UNIT, tile.span_bytes),
+            launches.bthd_map("q", tile.rows, tile.span_bytes, "q_rows_map"),
+            launches.bthd_map("o", tile.rows, tile.span_bytes, "o_rows_map"),
             *launches.pointers("extents", "lse"),
             *launches.SIZES,
             *scalars,

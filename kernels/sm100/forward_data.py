@@ -29,8 +29,8 @@ ARRIVALS = {
     "kv_full": 1,  # load warp, with the bytes of a block
     "kv_empty": 1,  # commit behind the last product that reads the block
     "s_full": 1,  # commit behind the scores of a block
-    "p_early": 8,  # softmax warps: P's early keys are there; correction warps: O is rescaled
-    "p_late": 4,  # softmax warps: the rest of P is there
+    "p_early": 8,  # softmax warps: P's first part is there; correction warps: O is rescaled
+    "p_late": 4,  # softmax warps: another part of P is there
     "o_full": 1,  # commit behind the last product of a query tile; of every block, if it is alone
     "sums_full": 4,  # softmax warps: the inverse row sums are there
     "sums_empty": 4,  # correction warps have read them
@@ -87,12 +87,17 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Maps:
-    """TMA descriptors of [B, length, heads, head_dim] tensors; q and o move by units of 8 rows."""
+    """TMA descriptors of [B, length, heads, head_dim] tensors.
+
+    q and o move by whole tiles where a tile has one head's rows, else by units of 8 rows.
+    """
 
     q: cute.CopyAtom
     k: cute.CopyAtom
     v: cute.CopyAtom
     o: cute.CopyAtom
+    q_rows: cute.CopyAtom
+    o_rows: cute.CopyAtom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +107,8 @@ class Shared:
     q: cute.Tensor  # (rows, head_dim, query tile)
     o: (
         cute.Tensor
-    )  # (rows, head_dim, query tile), q's memory unless the tile table gives it its own
+    )  # (rows, head_dim, output buffer), q's memory unless the tile table gives it its own
     kv: cute.Tensor  # (n, head_dim, stage)
-    kv_transposed: cute.Tensor  # (head_dim, n, stage), the same memory
     factors: cute.Tensor  # (rows, buffer) f32: by what O is rescaled before the block
     inverse_sums: cute.Tensor  # (rows, query tile) f32; negative where there is no output
     tmem_base: cute.Pointer
@@ -118,7 +122,8 @@ def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
     )
     kv_layout = tensors.tile_layout(dtype, tile.n, head_dim, tile.kv_stages, tile.span_bytes)
     rows_layout = cute.make_layout((tile.rows, BUFFERS))
-    o_size = cute.cosize(tiles_layout) if tile.own_output else 0
+    o_layout = tensors.tile_layout(dtype, tile.rows, head_dim, tile.output_buffers, tile.span_bytes)
+    o_size = cute.cosize(o_layout) if tile.output_tiles else 0
     counts = {name: barrier_count(name, tile) for name in ARRIVALS}
 
     @cute.struct
@@ -138,9 +143,8 @@ def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
         first += count
     return Shared(
         q=tensors.smem_tensor(storage.q, tiles_layout),
-        o=tensors.smem_tensor(storage.o if tile.own_output else storage.q, tiles_layout),
+        o=tensors.smem_tensor(storage.o if tile.output_tiles else storage.q, o_layout),
         kv=tensors.smem_tensor(storage.kv, kv_layout),
-        kv_transposed=tensors.smem_tensor(storage.kv, tensors.transposed(kv_layout)),
         factors=storage.factors.get_tensor(rows_layout),
         inverse_sums=storage.inverse_sums.get_tensor(rows_layout),
         tmem_base=storage.tmem_base.ptr,
@@ -149,9 +153,25 @@ def allocate(dtype, head_dim: int, tile: ForwardTile) -> Shared:
 
 
 def barrier_count(name: str, tile: ForwardTile) -> int:
-    """How many barriers of a name there are: by stage of the ring, by buffer or by query tile."""
-    if name == "q_empty":
-        return 1
+    """How many barriers of a name there are."""
     if name.startswith("kv"):
         return tile.kv_stages
-    return BUFFERS if name in ("s_full", "p_early", "p_late") else tile.query_tiles
+    if name.startswith("out"):
+        return tile.output_buffers
+    if name == "p_late":
+        return BUFFERS * (len(tile.parts) - 1)
+    return BUFFERS if name in ("s_full", "p_early") else tile.query_tiles
+
+
+def part_barrier(barriers: Barriers, tile: ForwardTile, buffer: Int32, part: int) -> cute.Pointer:
+    """What says that a part of P is there."""
+    if part == 0:
+        return barriers.p_early + buffer
+    return barriers.p_late + (buffer * (len(tile.parts) - 1) + part - 1)
+
+
+def output_buffer(tile: ForwardTile, turn: Int32, t: int) -> tuple:
+    """(output buffer, phase parity) of query tile t of the turn-th tile of this CTA."""
+    if tile.output_buffers == tile.query_tiles:
+        return t, turn & 1
+    return 0, t & 1

@@ -8,11 +8,13 @@ from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.schedule import Schedule
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.forward_data import FACTORS, Config, Shared
+from kernels.sm100.forward_data import FACTORS, Config, Shared, output_buffer, part_barrier
 from kernels.sm100.packing import UNIT, Work, assign
 
 LN_2 = 0.6931471805599453
 CHUNK = 32  # columns of tensor memory that a thread takes at a time
+PIECE = 8  # keys whose exponentials are made at a time
+SPECULATED = 16  # first keys, whose exponentials do not wait for the maximum
 NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
 
 
@@ -27,7 +29,6 @@ class RowRoles:
         self,
         shared: Shared,
         schedule: Schedule,
-        base: cute.Pointer,
         lse: cute.Pointer,
         scales: tuple,
     ):
@@ -47,7 +48,7 @@ class RowRoles:
                     cute.make_layout(query_length),
                 )
                 row = query + thread % UNIT
-                self.soften_tile(shared, work, base, row_lse, scales, (row, live, used))
+                self.soften_tile(shared, work, row_lse, scales, (row, live, used))
                 if count > 0:
                     live += 1
                     used += count
@@ -57,7 +58,6 @@ class RowRoles:
         self,
         shared: Shared,
         work: Work,
-        base: cute.Pointer,
         row_lse: cute.Tensor,
         scales: tuple,
         position: tuple,
@@ -72,7 +72,8 @@ class RowRoles:
         t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
         lane_row = thread % self.config.tile.rows
         low, high = bands.row_limits(work.band, row, tensors.INT32)
-        reference, row_sum = -Float32.inf, Float32(0.0)
+        # The row's state: reference maximum, minus that in units of log2, sum of exponentials.
+        reference, shift, row_sum = -Float32.inf, Float32(0.0), Float32(0.0)
         begin, end = work.blocks.begin, work.blocks.end
         if end > begin:
             # Blocks masked on the right edge, then unmasked ones, then those masked on the left.
@@ -83,15 +84,11 @@ class RowRoles:
                 phases = ((end, right, True), (right, begin, False))
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
-                # Without a band at most one block is masked, which is the first.
-                first = masked and not self.config.band
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-                    later = False if cutlass.const_expr(first) else block != end - 1
-                    reference, row_sum = self.soften_block(
+                    reference, shift, row_sum = self.soften_block(
                         shared,
-                        base,
-                        (t, lane_row, block, used + end - 1 - block, later),
-                        (reference, row_sum),
+                        (t, lane_row, block, used + end - 1 - block),
+                        (reference, shift, row_sum),
                         scales,
                         (low, high),
                         masked,
@@ -111,61 +108,91 @@ class RowRoles:
     def soften_block(
         self,
         shared: Shared,
-        base: cute.Pointer,
         position: tuple,
         row_state: tuple,
         scales: tuple,
         limits: tuple,
         masked: cutlass.Constexpr[bool],
     ):
-        """P of one block from its S; returns the row's new reference and sum.
+        """P of one block from its S; returns the row's new state.
 
-        position: (query tile, row in it, block, blocks before it, whether any is in this tile).
+        position: (query tile, row in it, block, blocks before it).
         """
-        t, lane_row, block, ordinal, later = position
-        reference, row_sum = row_state
+        t, lane_row, block, ordinal = position
+        reference, shift, row_sum = row_state
         scale_log2, lag_limit = scales
         n, columns = self.config.tile.n, self.config.columns
         buffer, phase = self.config.buffer(t, ordinal)
-        scores_at = products.lane_base(base.toint()) + columns.s[0] + buffer * n
+        scores_at = products.lane_base() + columns.s[0] + buffer * n
         probabilities_at = scores_at + (columns.p[0] - columns.s[0])
         cute.arch.mbarrier_wait(shared.barriers.s_full + buffer, phase)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, n)
         if cutlass.const_expr(masked):
             scores = softmax.mask(scores, block * n, *limits)
+        # Most blocks leave the reference where it is, so their first exponentials need not wait for
+        # the maximum.
+        values = self.first_exponentials(scores, shift, scale_log2)
         new = softmax.new_reference(scores, reference, lag_limit)
+        if cute.arch.vote_any_sync(new != reference):
+            shift = softmax.finite_reference(new) * -scale_log2
+            # Loaded again, so that they do not stay in registers for what is rare.
+            first = ptx.tmem_load(scores_at, SPECULATED)
+            if cutlass.const_expr(masked):
+                first = softmax.mask(first, block * n, *limits)
+            values = self.first_exponentials(first, shift, scale_log2)
         factor = softmax.rescale_factor(reference, new, scale_log2)
-        if later:
-            shared.factors[lane_row, buffer] = factor
-            cute.arch.barrier_arrive(barrier_id=factor_barrier(buffer), number_of_threads=64)
-        shift = softmax.finite_reference(new) * scale_log2
-        values = []
-        for start in cutlass.range_constexpr(0, n, CHUNK):
-            middle = 0 < start < n - CHUNK
-            polynomial_pairs = self.config.polynomial_pairs if middle else 0
-            chunk = softmax.exponentiate(
-                scores[start : start + CHUNK], shift, scale_log2, polynomial_pairs
-            )
-            rounded = [
-                common_ptx.round_pair(self.config.dtype, low, high)
-                for low, high in zip(chunk[::2], chunk[1::2], strict=True)
-            ]
-            ptx.tmem_store(probabilities_at + start // 2, rounded)
-            values += chunk
-            if start + CHUNK == self.config.tile.early_keys:
-                self.release_probabilities(shared.barriers.p_early + buffer)
-        self.release_probabilities(shared.barriers.p_late + buffer)
-        return new, row_sum * factor + softmax.total(values)
+        shared.factors[lane_row, buffer] = factor
+        sums = softmax.accumulate([], values[: SPECULATED - PIECE])
+        exponents = softmax.exponents(scores[SPECULATED : SPECULATED + PIECE], shift, scale_log2)
+        parts = self.config.tile.parts
+        for start in cutlass.range_constexpr(SPECULATED, n, PIECE):
+            # What the special-function unit works on next is ready before anything is passed on,
+            # sums are taken of pieces that it has finished.
+            current, following = exponents, scores[start + PIECE : start + 2 * PIECE]
+            exponents = softmax.exponents(following, shift, scale_log2)
+            values += softmax.exponentials(current, self.polynomial_pairs(start))
+            sums = softmax.accumulate(sums, values[start - PIECE : start])
+            if cutlass.const_expr(start == SPECULATED):
+                cute.arch.barrier_arrive(barrier_id=factor_barrier(buffer), number_of_threads=64)
+            if cutlass.const_expr(start % CHUNK == 0):
+                self.store_chunk(probabilities_at, values, start - CHUNK)
+            if cutlass.const_expr(start - PIECE in parts):
+                part = parts.index(start - PIECE)
+                self.release(part_barrier(shared.barriers, self.config.tile, buffer, part))
+        self.store_chunk(probabilities_at, values, n - CHUNK)
+        last = len(parts) - 1
+        self.release(part_barrier(shared.barriers, self.config.tile, buffer, last))
+        sums = softmax.accumulate(sums, values[n - PIECE :])
+        return new, shift, row_sum * factor + softmax.total(sums)
 
-    def release_probabilities(self, barrier: cute.Pointer):
+    def first_exponentials(self, scores: list, shift: Float32, scale_log2: Float32) -> list:
+        """Exponentials of the first scores of a block."""
+        exponents = softmax.exponents(scores[:SPECULATED], shift, scale_log2)
+        return softmax.exponentials(exponents, self.polynomial_pairs(0))
+
+    def polynomial_pairs(self, key: int) -> int:
+        """Of 16 pairs of probabilities from a key of the block on, how many are polynomials."""
+        middle = CHUNK <= key < self.config.tile.n - CHUNK
+        return self.config.polynomial_pairs if middle else 0
+
+    def store_chunk(self, probabilities_at: Int32, values: list, first: int):
+        """P of CHUNK keys of a block to tensor memory."""
+        chunk = values[first : first + CHUNK]
+        rounded = [
+            common_ptx.round_pair(self.config.dtype, low, high)
+            for low, high in zip(chunk[::2], chunk[1::2], strict=True)
+        ]
+        ptx.tmem_store(probabilities_at + first // 2, rounded)
+
+    def release(self, barrier: cute.Pointer):
         """What this warp has stored of P may be multiplied."""
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
         products.arrive(barrier)
 
     @cute.jit
-    def correct(self, shared: Shared, schedule: Schedule, base: cute.Pointer):
+    def correct(self, shared: Shared, schedule: Schedule):
         """Correction warps: rescaling of O, and output tiles to shared memory."""
         used, live, turns = Int32(0), Int32(0), Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
@@ -173,40 +200,38 @@ class RowRoles:
                 work = assign(schedule.tile(turn), schedule, self.config.shape)
                 count = work.blocks.end - work.blocks.begin
                 if count > 0:
-                    self.correct_tile(shared, base, used, count)
+                    self.correct_tile(shared, used, count)
                 for t in cutlass.range_constexpr(self.config.tile.query_tiles):
-                    self.write_output(shared, base, t, (count > 0, live, turns, used + count - 1))
+                    self.write_output(shared, t, (count > 0, live, turns, used + count - 1))
                 turns += 1
                 if count > 0:
                     live += 1
                     used += count
 
     @cute.jit
-    def correct_tile(self, shared: Shared, base: cute.Pointer, used: Int32, count: Int32):
+    def correct_tile(self, shared: Shared, used: Int32, count: Int32):
         """Rescales the accumulators block by block, after `used` blocks of other tiles."""
         tiles, alone = self.config.tile.query_tiles, self.config.tile.query_tiles == 1
-        # The first product of a tile overwrites O, which these warps have read by now.
-        buffers = [self.config.buffer(t, used)[0] for t in range(tiles)]
-        ptx.fence_before_sync()
-        products.arrive(*(shared.barriers.p_early + buffer for buffer in buffers))
-        for step in cutlass.range(1, count, unroll=1):
+        for step in cutlass.range(count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
                 buffer, _ = self.config.buffer(t, used + step)
                 cute.arch.barrier(barrier_id=factor_barrier(buffer), number_of_threads=64)
-                if cutlass.const_expr(alone):
-                    cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
-                ptx.fence_after_sync()
-                self.rescale(shared, base, t, buffer)
+                # The first product of a tile overwrites O, which these warps have read by now.
+                if step > 0:
+                    if cutlass.const_expr(alone):
+                        cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
+                    ptx.fence_after_sync()
+                    self.rescale(shared, t, buffer)
                 ptx.fence_before_sync()
                 products.arrive(shared.barriers.p_early + buffer)
 
     @cute.jit
-    def rescale(self, shared: Shared, base: cute.Pointer, t: cutlass.Constexpr[int], buffer: Int32):
+    def rescale(self, shared: Shared, t: cutlass.Constexpr[int], buffer: Int32):
         """O_t *= factor by row, skipped by warps in which no row's reference moved."""
         thread, _, _ = cute.arch.thread_idx()
         factor = shared.factors[thread % self.config.tile.rows, buffer]
         if cute.arch.vote_any_sync(factor != 1.0):
-            first = products.lane_base(base.toint()) + self.config.columns.o[t]
+            first = products.lane_base() + self.config.columns.o[t]
             for start in cutlass.range_constexpr(0, self.config.head_dim, CHUNK):
                 values = ptx.tmem_load(first + start, CHUNK)
                 ptx.tmem_store(first + start, softmax.multiply(values, factor))
@@ -216,7 +241,6 @@ class RowRoles:
     def write_output(
         self,
         shared: Shared,
-        base: cute.Pointer,
         t: cutlass.Constexpr[int],
         position: tuple,
     ):
@@ -237,8 +261,9 @@ class RowRoles:
             phase = last if cutlass.const_expr(alone) else live
             cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
             ptx.fence_after_sync()
-        cute.arch.mbarrier_wait(shared.barriers.out_empty + t, (turn & 1) ^ 1)
-        lanes = products.lane_base(base.toint())
+        out, phase = output_buffer(self.config.tile, turn, t)
+        cute.arch.mbarrier_wait(shared.barriers.out_empty + out, phase ^ 1)
+        lanes = products.lane_base()
         # A loop that stays one: unrolled, the addresses of all stores would be kept in registers.
         for start in cutlass.range(0, self.config.head_dim, CHUNK, unroll=1):
             rounded = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
@@ -252,10 +277,10 @@ class RowRoles:
                         self.config.dtype, values[2 * i], values[2 * i + 1]
                     )
                     pairs[i] = Int32(cutlass.select_(inverse < 0.0, Int32(0), pair))
-            row = cute.local_tile(shared.o[lane_row, None, t], (CHUNK,), (start // CHUNK,))
+            row = cute.local_tile(shared.o[lane_row, None, out], (CHUNK,), (start // CHUNK,))
             cute.autovec_copy(rounded, row)
         cute.arch.fence_proxy("async.shared", space="cta")
-        products.arrive(shared.barriers.out_full + t)
+        products.arrive(shared.barriers.out_full + out)
 
 
 def factor_barrier(buffer: Int32) -> Int32:

@@ -1,4 +1,8 @@
-"""tcgen05 products: operands as tensors, one call issues all steps of 16 along K."""
+"""tcgen05 products: operands by their descriptors, one statement issues all steps of 16 along K.
+
+Bit fields of both descriptors: PTX ISA, tcgen05, "Shared memory descriptor" and "Instruction
+descriptor".
+"""
 
 import dataclasses
 from typing import Any
@@ -6,97 +10,142 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.utils import blackwell_helpers
 
-K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
-SHARED, TENSOR = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
 K_STEP = 16  # elements of a 16-bit operand that one instruction takes along K
+
+_SWIZZLE = {128: 2, 64: 4, 32: 6}  # by span in bytes
+_VERSION = 1 << 14
+_FORMAT = {cutlass.Float16: 0, cutlass.BFloat16: 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A 16-bit operand in shared memory, in the swizzled layout that TMA writes.
+
+    Attributes:
+      low, high: words of the descriptor of its first step; addresses and distances in 16 bytes.
+      steps: what each step along K adds to `low`.
+      mn_major: contiguous along M or N rather than along K.
+    """
+
+    low: Int32
+    high: int
+    steps: tuple[int, ...]
+    mn_major: bool
+
+    def moved(self, num_bytes: Any) -> "Operand":
+        """The operand so many bytes further on, a multiple of 1024."""
+        return dataclasses.replace(self, low=self.low + num_bytes // 16)
+
+
+def k_major(start: cute.Pointer, rows: int, columns: int, span_bytes: int) -> Operand:
+    """(rows, columns) with K along columns; spans of columns lie behind each other."""
+    per_span = span_bytes // (2 * K_STEP)
+    steps = [
+        (step // per_span * rows * span_bytes + step % per_span * 2 * K_STEP) // 16
+        for step in range(columns // K_STEP)
+    ]
+    return _operand(start, span_bytes, 1, tuple(steps), False)
+
+
+def mn_major(start: cute.Pointer, rows: int, span_bytes: int) -> Operand:
+    """The same memory, (rows, columns), with K along rows."""
+    steps = tuple(step * span_bytes for step in range(rows // K_STEP))
+    return _operand(start, span_bytes, rows * span_bytes // 16, steps, True)
+
+
+def _operand(
+    start: cute.Pointer, span_bytes: int, leading: int, steps: tuple[int, ...], mn: bool
+) -> Operand:
+    low = (start.toint().to(Int32) >> 4) + (leading << 16)
+    eight_rows = 8 * span_bytes // 16
+    return Operand(low, eight_rows | _VERSION | _SWIZZLE[span_bytes] << 29, steps, mn)
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """m x n accumulators in tensor memory, fp32, from 16-bit operands.
-
-    majors: K_MAJOR or MN_MAJOR of A and B; a_source: SHARED or TENSOR.
-    """
+    """m x n accumulators in tensor memory, fp32, from 16-bit operands."""
 
     dtype: Any
     m: int
     n: int
-    majors: tuple
-    a_source: Any = SHARED
-
-    def tiled(self) -> cute.TiledMma:
-        """A fresh TiledMma: its accumulate flag is traced state and must not outlive a region."""
-        return blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            *self.majors,
-            cutlass.Float32,
-            tcgen05.CtaGroup.ONE,
-            (self.m, self.n),
-            self.a_source,
-        )
-
-    def accumulator(self, base: cute.Pointer, column: int) -> cute.Tensor:
-        """The accumulator that starts at a column of the CTA's tensor memory."""
-        mma = self.tiled()
-        layout = mma.make_fragment_C(mma.partition_shape_C((self.m, self.n))).layout
-        return cute.make_tensor(base + column, layout)
-
-    def shared_a(self, tile: cute.Tensor) -> cute.Tensor:
-        """Operand A from (m, k) shared memory, or (m, k, stage)."""
-        mma = self.tiled()
-        return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
-
-    def shared_b(self, tile: cute.Tensor) -> cute.Tensor:
-        """Operand B from (n, k) shared memory, or (n, k, stage)."""
-        mma = self.tiled()
-        return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
-
-    def tensor_a(self, base: cute.Pointer, column: int, k: int) -> cute.Tensor:
-        """Operand A (m, k) in tensor memory: row r in lane r, two elements a column."""
-        mma = self.tiled()
-        layout = blackwell_helpers.make_smem_layout_a(mma, (self.m, self.n, k), self.dtype, 1)
-        pointer = cute.recast_ptr(base + column, dtype=self.dtype)
-        fragment = mma.make_fragment_A(layout.outer.shape)
-        return cute.make_tensor(pointer, fragment.layout)[None, None, None, 0]
 
     def issue(
         self,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
+        acc: Int32,
+        a: Operand | Int32,
+        b: Operand,
         accumulate: Any,
         steps: tuple[int, int],
-        first_of_a: int = 0,
     ):
         """acc (+)= a b over K steps [first, end); the whole warp calls, one thread issues.
 
+        acc: first column in tensor memory; a: operand, or first column of an operand in tensor
+        memory that holds row r in lane r, two elements a column.
         accumulate: of the first step, a constant or a runtime Boolean.
-        first_of_a: the step that `a` starts with, if it holds only a part of K.
         """
-        mma = self.tiled()
-        for k in range(*steps):
-            mma.set(tcgen05.Field.ACCUMULATE, accumulate if k == steps[0] else True)
-            cute.gemm(mma, acc, a[None, None, k - first_of_a], b[None, None, k], acc)
+        shared_a = isinstance(a, Operand)
+        arguments = [Int32(acc), a.low if shared_a else Int32(a), b.low, Int32(accumulate)]
+        lines = [
+            "{ .reg .pred leader, before, always; .reg .b64 a, b; .reg .b32 d, x, y, high;",
+            "elect.sync _|leader, -1; setp.ne.b32 before, {$r3}, 0; mov.pred always, -1;",
+            "mov.b32 d, {$r0};",
+        ]
+        for step in range(*steps):
+            if shared_a:
+                lines += _descriptor("a", "{$r1}", a, step)
+                a_text = "a"
+            else:
+                lines.append(f"add.s32 x, {{$r1}}, {step * K_STEP // 2};")
+                a_text = "[x]"
+            lines += _descriptor("b", "{$r2}", b, step, "y")
+            before = "before" if step == steps[0] else "always"
+            lines.append(
+                "@leader tcgen05.mma.cta_group::1.kind::f16"
+                f" [d], {a_text}, b, {self._instruction(a, b)}, {before};"
+            )
+        cute.arch.inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
+
+    def _instruction(self, a: Operand | Int32, b: Operand) -> int:
+        """The instruction descriptor: fp32 results, types, majors, sizes."""
+        kind = _FORMAT[self.dtype]
+        a_mn_major = isinstance(a, Operand) and a.mn_major
+        majors = a_mn_major << 15 | b.mn_major << 16
+        return 1 << 4 | kind << 7 | kind << 10 | majors | self.n // 8 << 17 | self.m // 16 << 24
+
+
+def _descriptor(name: str, low: str, operand: Operand, step: int, word: str = "x") -> list[str]:
+    """Statements that put the descriptor of a step into register `name`."""
+    return [
+        f"add.s32 {word}, {low}, {operand.steps[step]}; mov.b32 high, {operand.high};",
+        f"mov.b64 {name}, {{{word}, high}};",
+    ]
 
 
 def commit(barrier: cute.Pointer):
     """Arrives once all products that this warp has issued are complete."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+    cute.arch.inline_ptx(
+        "{ .reg .pred leader; elect.sync _|leader, -1;"
+        " @leader tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}]; }",
+        read_only_args=[barrier.toint().to(Int32)],
+    )
 
 
-def lane_base(base: Int32) -> Int32:
-    """Address of column 0 in the first of the lanes that the calling warp reaches."""
-    return base + ((cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21)
+def lane_base() -> Int32:
+    """Address of column 0 in the first of the lanes that the calling warp reaches.
+
+    A CTA that has been given all columns has them from 0 on.
+    """
+    return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21
 
 
 def arrive(*barriers: cute.Pointer):
     """One arrival per warp at each barrier, behind what all its lanes did."""
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        for barrier in barriers:
-            cute.arch.mbarrier_arrive(barrier)
+    arrivals = " ".join(
+        f"@leader mbarrier.arrive.shared::cta.b64 _, [{{$r{i}}}];" for i in range(len(barriers))
+    )
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred leader; elect.sync _|leader, -1; {arrivals} }}",
+        read_only_args=[barrier.toint().to(Int32) for barrier in barriers],
+    )

@@ -72,31 +72,41 @@ def exp2_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     return ptx.add_exponent(value[0], shifted[0]), ptx.add_exponent(value[1], shifted[1])
 
 
-def exponentiate(
-    scores: list[Float32], shift: Float32, scale_log2: Float32, polynomial_pairs: int = 0
-) -> list[Float32]:
-    """exp2(score * scale_log2 - shift) of an even number of scores.
+def exponents(scores: list[Float32], shift: Float32, scale_log2: Float32) -> list[tuple]:
+    """score * scale_log2 + shift, by pairs."""
+    scales, shifts = (scale_log2, scale_log2), (shift, shift)
+    pairs = zip(scores[::2], scores[1::2], strict=True)
+    return [cute.arch.fma_packed_f32x2(pair, scales, shifts) for pair in pairs]
+
+
+def exponentials(exponents: list[tuple], polynomial_pairs: int = 0) -> list[Float32]:
+    """2^x of pairs of values.
 
     polynomial_pairs: of every 16 pairs, how many take the polynomial, evenly spread.
     """
-    scales, shifts = (scale_log2, scale_log2), (-shift, -shift)
     values = []
-    for i, pair in enumerate(zip(scores[::2], scores[1::2], strict=True)):
-        exponents = cute.arch.fma_packed_f32x2(pair, scales, shifts)
+    for i, pair in enumerate(exponents):
         if (i + 1) * polynomial_pairs // 16 > i * polynomial_pairs // 16:
-            values += exp2_pair(exponents)
+            values += exp2_pair(pair)
         else:
-            values += [exp2(x) for x in exponents]
+            values += [exp2(x) for x in pair]
     return values
 
 
-def total(values: list[Float32]) -> Float32:
-    """Sum of a row in four packed chains."""
-    pairs = list(zip(values[::2], values[1::2], strict=True))
-    chains = pairs[:4]
-    for i, pair in enumerate(pairs[4:]):
-        chains[i % 4] = cute.arch.add_packed_f32x2(chains[i % 4], pair)
-    halves = [cute.arch.add_packed_f32x2(chains[i], chains[i + 2]) for i in range(2)]
+def accumulate(sums: list[tuple], values: list[Float32]) -> list[tuple]:
+    """Adds an even number of values of a row to its sums, four packed chains."""
+    sums = list(sums)
+    for i, pair in enumerate(zip(values[::2], values[1::2], strict=True)):
+        if len(sums) < 4:
+            sums.append(pair)
+        else:
+            sums[i % 4] = cute.arch.add_packed_f32x2(sums[i % 4], pair)
+    return sums
+
+
+def total(sums: list[tuple]) -> Float32:
+    """Sum of four packed chains."""
+    halves = [cute.arch.add_packed_f32x2(sums[i], sums[i + 2]) for i in range(2)]
     low, high = cute.arch.add_packed_f32x2(halves[0], halves[1])
     return low + high
 

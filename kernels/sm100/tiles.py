@@ -37,24 +37,24 @@ class ForwardTile:
     Attributes:
       n: keys of a block.
       kv_stages: depth of the ring that K and V blocks share.
-      early_keys: keys of a block whose probabilities the MMA warp may use before the rest is there.
+      parts: keys of a block up to which the MMA warp gets probabilities at a time; the last is n.
       query_tiles: of a CTA, 1 or 2, of `rows` query rows each.
       polynomial_pairs: with `polynomial_exp2`, how many of every 16 pairs of exponentials are
         polynomials, but none in the first and last 32 keys of a block: there the latency counts.
       registers: by role.
       span_bytes: swizzle span of all operand tiles.
-      own_output: output tiles have memory of their own, so that the next query tiles can be loaded
-        while they are stored; otherwise they take the query tiles'.
+      output_tiles: how many output tiles have memory of their own, in turn, so that the next query
+        tiles can be loaded while they are stored; with 0 they take the query tiles'.
     """
 
     n: int
     kv_stages: int
-    early_keys: int
+    parts: tuple[int, ...]
     query_tiles: int = 2
     polynomial_pairs: int = 0
-    registers: RegisterBudget = RegisterBudget(184, 80, 64)
+    registers: RegisterBudget = RegisterBudget(192, 80, 48)
     span_bytes: int = 128
-    own_output: bool = True
+    output_tiles: int = 1
 
     rows = 128  # of a query tile: one per lane of tensor memory
 
@@ -69,12 +69,17 @@ class ForwardTile:
         return BUFFERS // self.query_tiles
 
     @property
+    def output_buffers(self) -> int:
+        """How many output tiles shared memory holds at a time."""
+        return self.output_tiles or self.query_tiles
+
+    @property
     def threads(self) -> int:
         return WARPS * 32
 
     def smem_bytes(self, head_dim: int) -> int:
         """Barriers and row statistics (3 KiB with padding), query and output tiles, the ring."""
-        rows = self.m * (2 if self.own_output else 1) + self.kv_stages * self.n
+        rows = self.m + self.output_tiles * self.rows + self.kv_stages * self.n
         return 3 * 1024 + rows * head_dim * 2
 
     def columns(self, head_dim: int) -> TensorColumns:
@@ -105,11 +110,11 @@ class TensorColumns:
 
 FORWARD_TILES: dict[int, ForwardTile] = {
     # head_dim
-    64: ForwardTile(n=128, kv_stages=8, early_keys=96, polynomial_pairs=8),
-    96: ForwardTile(n=128, kv_stages=5, early_keys=96, polynomial_pairs=4, span_bytes=64),
-    128: ForwardTile(n=128, kv_stages=3, early_keys=96, polynomial_pairs=4),
-    192: ForwardTile(n=64, kv_stages=5, early_keys=32, own_output=False),
-    256: ForwardTile(n=64, kv_stages=5, early_keys=32, query_tiles=1, own_output=False),
+    64: ForwardTile(n=128, kv_stages=8, parts=(64, 96, 128), polynomial_pairs=8),
+    96: ForwardTile(n=128, kv_stages=6, parts=(64, 96, 128), polynomial_pairs=4, span_bytes=64),
+    128: ForwardTile(n=128, kv_stages=4, parts=(64, 96, 128), polynomial_pairs=4),
+    192: ForwardTile(n=64, kv_stages=5, parts=(32, 64), output_tiles=0),
+    256: ForwardTile(n=64, kv_stages=5, parts=(32, 64), query_tiles=1, output_tiles=0),
 }
 
 
@@ -191,7 +196,7 @@ BACKWARD_TILES: dict[int, BackwardTile] = {
     96: BackwardTile(stages=2, span_bytes=64),
     128: BackwardTile(stages=2),
     192: BackwardTile(
-        stages=1, m=64, parts=2, width=256, registers=BackwardRegisters(120, 144, 104)
+        stages=1, m=64, parts=2, width=256, registers=BackwardRegisters(112, 144, 112)
     ),
-    256: BackwardTile(stages=1, m=64, parts=2, registers=BackwardRegisters(120, 144, 104)),
+    256: BackwardTile(stages=1, m=64, parts=2, registers=BackwardRegisters(112, 144, 112)),
 }
