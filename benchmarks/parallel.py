@@ -42,8 +42,8 @@ OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
-"""Of the compiler, for everything timed: transfers start early and end late, and K's may run beside
-V's and those of dK and dV (by default one at a time, and the others wait until after the kernel)."""
+"""Of the compiler, for everything timed: transfers start early and end late, and up to four at a
+time: those of K, V, dK and dV (by default one, and the next begins when it has ended)."""
 
 COPY_ENGINES = {"xla_gpu_use_memcpy_local_p2p": True}
 """Permutes by the GPUs' copy engines instead of NCCL's kernels, which occupy multiprocessors."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 VOCABULARY = 256
 
@@ -29,11 +31,11 @@ class Sizes:
         return self.width // self.heads
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of x [B, T, heads, head_dim]."""
-    _, length, _, features = x.shape
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of x [B, T, heads, head_dim] at positions [T]."""
+    features = x.shape[-1]
     frequencies = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
-    angles = jnp.arange(length)[:, None] * frequencies[None, :]  # [T, head_dim / 2]
+    angles = positions[:, None] * frequencies[None, :]  # [T, head_dim / 2]
     cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
     even, odd = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
@@ -47,11 +49,13 @@ class Attention(nnx.Module):
         self.project_in = nnx.Linear(sizes.width, 3 * sizes.width, use_bias=False, rngs=rngs)
         self.project_out = nnx.Linear(sizes.width, sizes.width, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         batch, length, width = x.shape
-        heads = (batch, length, self.sizes.heads, self.sizes.head_dim)
-        q, k, v = (part.reshape(heads) for part in jnp.split(self.project_in(x), 3, axis=-1))
-        q, k, v = (part.astype(jnp.bfloat16) for part in (rotate(q), rotate(k), v))
+        # Head by head, so that a part of the columns is a part of the heads.
+        heads = (batch, length, self.sizes.heads, 3, self.sizes.head_dim)
+        q, k, v = jnp.moveaxis(self.project_in(x).reshape(heads), 3, 0)
+        rotated = rotate(q, positions), rotate(k, positions)
+        q, k, v = (part.astype(jnp.bfloat16) for part in (*rotated, v))
         output = attend(q, k, v).astype(x.dtype)  # [B, T, heads, head_dim]
         return self.project_out(output.reshape(batch, length, width))
 
@@ -67,13 +71,13 @@ class Block(nnx.Module):
         self.widen = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
         self.narrow = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), attend)
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), positions, attend)
         return x + self.narrow(nnx.gelu(self.widen(self.perceptron_norm(x))))
 
 
 class LanguageModel(nnx.Module):
-    """Logits [B, T, 256] of the byte that follows each of tokens [B, T]."""
+    """Logits [B, T, 256] of the byte that follows each of tokens [B, T] at positions [T]."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, sizes.width, rngs=rngs)
@@ -81,18 +85,35 @@ class LanguageModel(nnx.Module):
         self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
         self.predict = nnx.Linear(sizes.width, VOCABULARY, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, attend)
+            x = block(x, positions, attend)
         return self.predict(self.norm(x))
 
 
-def loss(model: LanguageModel, window: jax.Array, attend: Attend) -> jax.Array:
-    """Mean cross-entropy, in nats per byte, of the bytes 1..T of windows [B, T + 1]."""
-    tokens = window.astype(jnp.int32)
-    logits = model(tokens[:, :-1], attend)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+def loss(
+    model: LanguageModel,
+    window: jax.Array,
+    attend: Attend,
+    order: np.ndarray | None = None,
+    sharding: NamedSharding | None = None,
+) -> jax.Array:
+    """Mean cross-entropy, in nats per byte, of the bytes 1..T of windows [B, T + 1].
+
+    Args:
+      order: positions [T] in the order that attend takes them in; by default 0, 1, ...
+      sharding: of tokens and labels [B, T].
+    """
+    symbols = window.astype(jnp.int32)
+    tokens, labels = symbols[:, :-1], symbols[:, 1:]
+    positions = jnp.arange(tokens.shape[1])
+    if order is not None:
+        tokens, labels, positions = tokens[:, order], labels[:, order], jnp.asarray(order)
+    if sharding is not None:
+        tokens, labels = jax.lax.with_sharding_constraint((tokens, labels), sharding)
+    logits = model(tokens, positions, attend)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def attention_operands(

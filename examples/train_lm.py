@@ -5,18 +5,28 @@
 Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU, else in pure
 JAX. It ends with the loss on files that were held out, beside what the best guess without context
 would reach, and with attention's gradients beside those of a float64 computation. It exits with 1
-if either is not as it should be. With --mesh data=2 two devices share each batch.
+if either is not as it should be.
+
+    python examples/train_lm.py --mesh data=2,seq=4
+
+trains on 8 devices (GPUs, or virtual CPU devices where there is none): two groups with half of each
+batch, in each of which four devices share the sequences (`fa4_jax.parallel`); tensor=2 would share
+out heads and the perceptron. On several hosts, or as several processes on one, run on each
+
+    python examples/train_lm.py --mesh ... --coordinator HOST:PORT --processes N --process I
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 import sysconfig
 import time
 import zlib
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +34,6 @@ import matplotlib
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import fa4_jax
@@ -32,6 +41,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, oracle, ordinary
 from language_model import Attend, LanguageModel, Sizes, attention_operands, loss
+from sharing import SCHEMES, Processes, Sharing, make_mesh
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -52,7 +62,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--mesh", metavar="data=N", help="share the batch among N devices")
+    parser.add_argument("--mesh", metavar="AXIS=N,...", help="axes data, seq, tensor; any of them")
+    parser.add_argument("--scheme", choices=list(SCHEMES), default="ring", help="of axis seq")
+    parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="process 0, of several")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0, help="which one this is")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -61,24 +76,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} {getattr(options, name)}: at least 1")
     if options.width % (2 * options.heads):
         parser.error(f"--width {options.width}: no multiple of 2 x --heads {options.heads}")
-    try:
-        options.mesh = None if options.mesh is None else make_mesh(options.mesh, options.batch)
-    except ValueError as error:
-        parser.error(f"--mesh {options.mesh}: {error}")
+    if (options.processes > 1) != (options.coordinator is not None and options.mesh is not None):
+        parser.error("--processes N goes with --coordinator HOST:PORT and --mesh")
+    options.sharing = None
+    if options.mesh is not None:
+        try:
+            Processes(options.coordinator, options.processes, options.process).start()
+            options.sharing = Sharing(make_mesh(options.mesh), options.scheme, options.layout)
+            options.sharing.check(options.batch, options.length, options.heads)
+        except ValueError as error:
+            parser.error(f"--mesh {options.mesh}: {error}")
     return options
-
-
-def make_mesh(text: str, batch: int) -> Mesh:
-    """A mesh from its description, "data=2"."""
-    axis, _, size = text.partition("=")
-    if axis != "data" or not size.isdecimal() or int(size) < 1:
-        raise ValueError("write data=N")
-    devices = jax.devices()
-    if int(size) > len(devices):
-        raise ValueError(f"there are {len(devices)} devices")
-    if batch % int(size):
-        raise ValueError(f"--batch {batch} is no multiple of {size}")
-    return jax.make_mesh((int(size),), ("data",), (AxisType.Auto,), devices=devices[: int(size)])
 
 
 def read_corpus() -> tuple[np.ndarray, np.ndarray]:
@@ -117,29 +125,32 @@ def make_optimizer(model: LanguageModel, steps: int, learning_rate: float) -> nn
 def train(
     model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
 ) -> list[float]:
-    """Trains in place; returns each step's loss in nats per byte."""
+    """Trains in place, on the mesh if there is one; returns each step's loss in nats per byte."""
     optimizer = make_optimizer(model, options.steps, options.learning_rate)
-    split = None
-    if options.mesh is not None:
-        split = NamedSharding(options.mesh, PartitionSpec("data"))
-        everywhere = NamedSharding(options.mesh, PartitionSpec())
+    sharing: Sharing | None = options.sharing
+    layout = {}
+    put = jax.device_put
+    if sharing is not None:
         state = nnx.state((model, optimizer))
-        nnx.update((model, optimizer), jax.device_put(state, everywhere))
+        nnx.update((model, optimizer), sharing.put_state(state))
+        attend = sharing.attend(which(options))
+        layout = {"order": sharing.order(options.length), "sharding": sharing.tokens}
+        put = sharing.put_windows
 
     @nnx.jit
     def step(model: LanguageModel, optimizer: nnx.Optimizer, window: jax.Array) -> jax.Array:
-        value, gradients = nnx.value_and_grad(loss)(model, window, attend)
+        value, gradients = nnx.value_and_grad(loss)(model, window, attend, **layout)
         optimizer.update(model, gradients)
         return value
 
     rng = np.random.default_rng(options.seed)
     losses: list[jax.Array] = []
     tokens_per_step = options.batch * options.length
-    bar = tqdm(range(options.steps), desc="training", unit="step")
+    bar = tqdm(range(options.steps), desc="training", unit="step", disable=jax.process_index() > 0)
     start = time.perf_counter()
     for i in bar:
         starts = rng.integers(0, len(text) - options.length, options.batch)
-        window = jax.device_put(windows(text, starts, options.length), split)
+        window = put(windows(text, starts, options.length))
         losses.append(step(model, optimizer, window))
         if i == 0:
             jax.block_until_ready(losses)
@@ -201,10 +212,24 @@ def check_gradients(
     return failures
 
 
-def which_implementation(options: argparse.Namespace, implementation: str | None) -> str:
+def which(options: argparse.Namespace) -> Literal["kernel", "xla"] | None:
+    """The implementation to ask for."""
+    return None if options.implementation == "auto" else options.implementation
+
+
+def make_attend(options: argparse.Namespace) -> Attend:
+    """Causal attention on one device."""
+    implementation = which(options)
+    return functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
+
+
+def which_implementation(options: argparse.Namespace, implementation: Any) -> str:
     """What computes attention on each device."""
-    share = 1 if options.mesh is None else options.mesh.size
-    shape = (options.batch // share, options.length, options.heads, options.width // options.heads)
+    sizes = options.batch, options.length, options.heads
+    if options.sharing is not None:
+        parts = (options.sharing.size(axis) for axis in ("data", "seq", "tensor"))
+        sizes = tuple(size // part for size, part in zip(sizes, parts, strict=True))
+    shape = (*sizes, options.width // options.heads)
     operand = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     found = fa4_jax.explain(
         operand, operand, operand, is_causal=True, implementation=implementation
@@ -231,18 +256,21 @@ def plot(losses: list[float], held_out: float, unigram: float, path: Path) -> No
 def main(argv: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
     options = arguments(argv)
-    implementation = None if options.implementation == "auto" else options.implementation
+    implementation = which(options)
     training, held_out = read_corpus()
-    device = jax.devices()[0]
-    count = 1 if options.mesh is None else options.mesh.size
+    device = jax.local_devices()[0]
+    count = 1 if options.sharing is None else options.sharing.mesh.size
     print(f"{len(training):,} bytes to train on, {len(held_out):,} held out")
     print(f"{count} x {device.device_kind}, JAX {jax.__version__}")
     sizes = Sizes(options.layers, options.width, options.heads)
     model = LanguageModel(sizes, nnx.Rngs(options.seed))
-    attend = functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
+    attend = make_attend(options)
     losses = train(model, training, attend, options)
     # Evaluation and the check are one device's work: the trained weights go to the first.
-    nnx.update(model, jax.device_put(nnx.state(model), device))
+    if options.sharing is not None:
+        nnx.update(model, options.sharing.gather_state(nnx.state(model)))
+    if jax.process_index() > 0:
+        return 0
     loss_there, unigram = evaluate(model, held_out, attend, options)
     bits = np.log(2)
     print(
@@ -252,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"attention ran on: {which_implementation(options, implementation)}")
     failures = check_gradients(model, held_out, attend, options)
     plot(losses, loss_there, unigram, options.output / "loss.png")
+    (options.output / "losses.json").write_text(json.dumps(losses))
     print(f"loss curve: {options.output / 'loss.png'}")
     if not loss_there < CLEARLY_BELOW * unigram:
         failures.append(f"the held-out loss is not under {CLEARLY_BELOW} of the unigram entropy")

@@ -49,7 +49,7 @@ def test_one_device_and_two_learn_the_same(tmp_path):
 
 
 def test_wrong_meshes_are_refused(tmp_path):
-    for mesh, reason in (("model=2", "write data=N"), ("data=3", "there are 2 devices")):
+    for mesh, reason in (("model=2", "write sizes of"), ("data=3", "there are 2 devices")):
         refused = run(tmp_path, "--mesh", mesh)
         assert refused.returncode == 2
         assert f"--mesh {mesh}: {reason}" in refused.stderr
