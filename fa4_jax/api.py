@@ -50,7 +50,8 @@ def attention(
     Args:
       query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32.
       key, value: [B, S, K, H] or [S, K, H], of query's dtype. N is a multiple of K; query head n
-        uses key head n // (N // K).
+        uses key head n // (N // K). Value may have another head dim; the narrower operands are
+        padded with zeros to the wider one.
       bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
         missing). Differentiable.
       mask: True where a query may see a key; boolean, broadcasts like bias.
@@ -70,7 +71,8 @@ def attention(
         where there are any for this call, and logs once why not on an NVIDIA GPU.
 
     Returns:
-      The output, like query; a row that sees no key, or lies past its query length, is 0.
+      The output, like query (with value's head dim); a row that sees no key, or lies past its
+      query length, is 0.
       With return_residual, (output, lse): lse is float32 [B, N, T] ([N, T]), natural logarithm,
       -inf for such rows, and differentiable.
 
@@ -99,6 +101,7 @@ def attention(
     plan = make_plan(problem, current_target(), implementation)
     _report(plan)
     output, lse = partition.in_mesh(_attend, plan, operands)
+    output = output[..., : jnp.shape(value)[-1]]
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
@@ -125,14 +128,16 @@ class Call:
 
 
 def canonicalise(call: Call) -> tuple[Operands, Problem]:
-    """Checked operands of rank 4, and the static facts about them.
+    """Checked operands of rank 4 and one head dim, and the static facts about them.
 
     Raises:
       ValueError, NotImplementedError: as `attention`.
     """
     q, k, v = (jnp.asarray(x) for x in (call.query, call.key, call.value))
     validate.arrays(q, k, v)
+    scale = validate.scale(call.scale, q.shape[-1])
     q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
+    q, k, v = _widened(q, k, v)
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     validate.lengths("query_seq_lengths", call.query_seq_lengths, b)
     validate.lengths("key_value_seq_lengths", call.key_value_seq_lengths, b)
@@ -149,7 +154,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         kv_heads=kv_heads,
         head_dim=h,
         dtype=validate.DTYPES[q.dtype.name],
-        scale=validate.scale(call.scale, h),
+        scale=scale,
         window=window,
         query_offset=_static_offset(call.query_offset, window),
         has_lengths=call.query_seq_lengths is not None or call.key_value_seq_lengths is not None,
@@ -161,6 +166,20 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     operands = Operands(q, k, v, _extents(problem, call), bias, mask)
     axes = types.union_varying(operands)
     return jax.tree.map(lambda x: types.cast_varying(x, axes), operands), problem
+
+
+def _widened(*operands: jax.Array) -> list[jax.Array]:
+    """The operands with as many features as the widest has, zeros behind their own.
+
+    Products ignore zeros of query and key; value's become zeros of the output.
+    """
+    width = max(x.shape[-1] for x in operands)
+
+    def widened(x: jax.Array) -> jax.Array:
+        missing = width - x.shape[-1]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
+
+    return [widened(x) for x in operands]
 
 
 def _rank_4(x: Any) -> jax.Array | None:

@@ -44,7 +44,7 @@ def arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             raise NotImplementedError(f"{name} has dtype {x.dtype}; supported: {', '.join(DTYPES)}")
         if x.shape[-1] == 0 or x.shape[-2] == 0:
             raise ValueError(f"{name} must have heads and a head_dim, got shape {x.shape}")
-    if value.shape != key.shape:
+    if value.shape[:-1] != key.shape[:-1]:
         raise ValueError(f"value has shape {value.shape} but key has shape {key.shape}")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"key has head_dim {key.shape[-1]} but query has {query.shape[-1]}")

@@ -17,6 +17,7 @@ class Case:
 
     Attributes:
       heads: (query heads, key heads).
+      value_dim: head dim of value and output, if it is not head_dim.
       query_offset: an int, or one per batch entry.
       magnitude: of query and key; large ones make the softmax nearly one-hot.
       growing: key magnitudes grow along the sequence, so that every block moves the row maximum.
@@ -43,11 +44,13 @@ class Case:
     poison: bool = False
     bias: DenseShape | None = None
     mask: DenseShape | None = None
+    value_dim: int | None = None
 
     @property
     def has_kernel(self) -> bool:
         """Whether the GPU kernels take this case."""
-        fits = self.head_dim % 8 == 0 and self.head_dim <= HEAD_DIM_TILES[-1]
+        widest = max(self.head_dim, self.value_dim or 0)
+        fits = widest % 8 == 0 and widest <= HEAD_DIM_TILES[-1]
         return fits and self.dtype != "f32" and not (self.bias or self.mask)
 
     @property
@@ -56,7 +59,7 @@ class Case:
         n, k = self.heads
         parts = [
             self.dtype,
-            f"d{self.head_dim}",
+            f"d{self.head_dim}" + (f"x{self.value_dim}" if self.value_dim else ""),
             f"b{self.batch}",
             f"h{n}" if n == k else f"h{n}over{k}",
             f"t{self.query_length}",
@@ -138,7 +141,7 @@ def _masks() -> list[Case]:
 
 
 def _heads() -> list[Case]:
-    """Grouped and multi-query heads, odd counts, batch neighbours."""
+    """Grouped and multi-query heads, odd counts, batch neighbours, values of another head dim."""
     sized = functools.partial(Case, query_length=160, key_length=275)
     return [
         sized(heads=(4, 2), is_causal=True),
@@ -146,6 +149,8 @@ def _heads() -> list[Case]:
         sized(heads=(5, 5), batch=3, head_dim=96, is_causal=True),
         sized(heads=(8, 2), batch=1, head_dim=256, is_causal=True, query_offset=115),
         sized(heads=(3, 1), batch=3, key_lengths=(275, 0, 100), dtype="fp16"),
+        sized(heads=(4, 2), head_dim=192, value_dim=128, is_causal=True, query_offset=115),
+        sized(head_dim=40, value_dim=128, key_lengths=(275, 60), poison=True),
     ]
 
 

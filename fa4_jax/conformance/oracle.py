@@ -26,7 +26,8 @@ NAMES = ("output", "lse", "dq", "dk", "dv", "dbias")
 class Inputs:
     """Arrays of a case, in storage types, with the cotangents of both results.
 
-    query, output_bar [B, T, N, H]; key, value [B, S, K, H]; lse_bar [B, N, T] f32.
+    query, output_bar [B, T, N, H]; key, value [B, S, K, H]; lse_bar [B, N, T] f32. Of value and
+    output_bar H is the case's value_dim.
     """
 
     query: np.ndarray
@@ -48,7 +49,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.growing:
         key += query.mean() + np.linspace(0, 4, case.key_length)[None, :, None, None]
         query = np.abs(query)
-    value, output_bar = rng.normal(size=keys), rng.normal(size=rows)
+    width = case.value_dim or h
+    value, output_bar = rng.normal(size=(*keys[:3], width)), rng.normal(size=(*rows[:3], width))
     mask = None if case.mask is None else rng.random(case.mask) < 0.7
     if case.poison:
         _poison(case, [query, output_bar], [key, value], mask)

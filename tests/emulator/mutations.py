@@ -31,6 +31,8 @@ _REMOVED = (
 )
 """Instructions whose absence must be noticed."""
 
+_GUARDED = re.compile(r"(@!?%?\w+\s+|)(.*)", re.DOTALL)
+
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
@@ -64,9 +66,10 @@ def mutations(ptx: str, counts: bool = True) -> Iterator[Mutation]:
     for number, line in enumerate(lines, 1):
         statements = re.findall(r"[^;]+;?", line)
         for place, statement in enumerate(statements):
-            code = statement.strip()
+            guard, code = _GUARDED.match(statement.strip()).groups()  # type: ignore[union-attr]
             changes = [*_changes(code), *(_other_counts(code, constants) if counts else ())]
             for change, new in changes:
+                new = new and guard + new
                 broken = "".join([*statements[:place], new, *statements[place + 1 :]])
                 text = "\n".join([*lines[: number - 1], broken, *lines[number:]])
                 yield Mutation(number, f"{change}: {code}", text)

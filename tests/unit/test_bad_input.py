@@ -42,6 +42,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"query": zeros(2, T, N, 0)}, r"query .*\(2, 5, 4, 0\)"),
     ({"key": zeros(2, S, 0, H), "value": zeros(2, S, 0, H)}, r"key .*\(2, 7, 0, 16\)"),
     ({"value": zeros(2, 6, K, H)}, r"value .*\(2, 6, 2, 16\).*\(2, 7, 2, 16\)"),
+    ({"value": zeros(2, S, 1, 8)}, r"value .*\(2, 7, 1, 8\).*\(2, 7, 2, 16\)"),
     ({"value": zeros(2, S, K, H, dtype=jnp.bfloat16)}, r"value .*bfloat16.*float32"),
     ({name: zeros(2, 7, 2, H, dtype=jnp.int32) for name in ("query", "key", "value")}, "int32"),
     ({"bias": zeros(2, N, T, 6)}, r"bias .*\(2, 4, 5, 7\).*\(2, 4, 5, 6\)"),
