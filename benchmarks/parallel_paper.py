@@ -1,0 +1,55 @@
+"""Prints what `fa4_jax.parallel.choose` expects of more GPUs than were measured, as Markdown.
+
+python -m benchmarks.parallel_paper
+"""
+
+from __future__ import annotations
+
+from fa4_jax.parallel import Estimate, choose
+
+HEADS = (64, 8)
+HEAD_DIM = 128
+TOKENS = (128 * 1024, 1024 * 1024, 8 * 1024 * 1024)
+DEVICES = (64, 512)
+PER_HOST = 8
+
+
+def cell(x: Estimate) -> str:
+    """Efficiency and memory, or that the scheme does not apply."""
+    if x.scheme is None:
+        return "not possible"
+    return f"{x.efficiency:.2f}, {x.memory_bytes / 2**30:.1f} GiB"
+
+
+def table() -> str:
+    """A row for each number of GPUs and tokens; the time is that of the fastest scheme."""
+    schemes = ("ring", "all-gather", "Ulysses", "ring x Ulysses 8")
+    lines = [
+        f"| GPUs | tokens | {' | '.join(schemes)} | fastest, ms |",
+        "|---" * (len(schemes) + 3) + "|",
+    ]
+    n, k = HEADS
+    for devices in DEVICES:
+        for tokens in TOKENS:
+            found = choose(
+                tokens=tokens,
+                query_heads=n,
+                kv_heads=k,
+                head_dim=HEAD_DIM,
+                devices=devices,
+                devices_per_host=PER_HOST,
+                is_causal=True,
+            )
+            by_name = {
+                x.name.replace(f"ring {devices // PER_HOST} x", "ring x"): x
+                for x in found.estimates
+            }
+            cells = " | ".join(cell(by_name[name]) for name in schemes)
+            size = f"{tokens // 1024}k" if tokens < 1 << 20 else f"{tokens >> 20}M"
+            best = f"{1e3 * found.estimates[0].total_s:.0f}"
+            lines.append(f"| {devices} | {size} | {cells} | {best} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
