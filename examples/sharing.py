@@ -52,7 +52,8 @@ class Processes:
 
     def start(self) -> None:
         """Joins the others, and makes virtual devices for the case that there is no GPU."""
-        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        flagged = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        if not flagged and jax.config.values["jax_num_cpu_devices"] < 1:
             jax.config.update("jax_num_cpu_devices", max(1, VIRTUAL_DEVICES // self.count))
         if self.coordinator is not None:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
