@@ -15,6 +15,9 @@ from tests.fakes import fake_target
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of the random inputs; a fresh one by default")
+    parser.addoption(
+        "--every-mask", action="store_true", help="whole arrays on meshes: every mask, not one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -40,6 +40,13 @@ def name_of(x: Any) -> str | None:
     return f"{type(x).__name__}-{x.layout}" if hasattr(x, "layout") else None
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`some_mask`: one by the seed, or with --every-mask each of them."""
+    if "some_mask" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-mask")
+        metafunc.parametrize("some_mask", MASKS if every else [""], ids=str)
+
+
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 
 
@@ -112,13 +119,13 @@ def test_heads(scheme, heads, dtype, seed, dense):
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 @every_scheme
-def test_whole_arrays_beside_data_and_tensor_axes(scheme, kind, seed, dense):
+def test_whole_arrays_beside_data_and_tensor_axes(scheme, kind, some_mask, seed, dense):
     axes = {"tensor": 2} if isinstance(scheme, parallel.RingUlysses) else {"data": 2, "tensor": 2}
     devices = 8 // (2 * len(axes))
     mesh = sequence_mesh(kind, scheme, devices, **axes)
     batch = "data" if "data" in axes else None
     layout = make_layout(mesh, scheme, batch, "tensor", "tensor")
-    check(kind, scheme, layout, MASKS["causal with lengths"], seed)
+    check(kind, scheme, layout, MASKS[some_mask or list(MASKS)[seed % len(MASKS)]], seed)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT, MANUAL], ids=str)
