@@ -4,7 +4,7 @@ Bytes that a device receives, with n devices and a K/V shard of `block` bytes in
 
     Ring         forward (n - 1) block; backward twice that (K and V again, then dK and dV)
     AllGather    the same, in three collectives instead of steps; the whole K and V in memory
-    Ulysses      (n - 1) / n of the shards of Q, K, V and O; the backward twice that
+    Ulysses      (n - 1) / n of the shards of Q, K, V and O; the backward the same
 """
 
 from __future__ import annotations
