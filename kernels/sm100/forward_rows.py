@@ -10,11 +10,11 @@ from kernels.common.schedule import Schedule
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import FACTORS, Config, Shared, output_buffer, part_barrier
 from kernels.sm100.packing import UNIT, Work, assign
+from kernels.sm100.tiles import SPECULATED
 
 LN_2 = 0.6931471805599453
 CHUNK = 32  # columns of tensor memory that a thread takes at a time
 PIECE = 8  # keys whose exponentials are made at a time
-SPECULATED = 16  # first keys, whose exponentials do not wait for the maximum
 NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
 
 
@@ -151,7 +151,7 @@ class RowRoles:
             # sums are taken of pieces that it has finished.
             current, following = exponents, scores[start + PIECE : start + 2 * PIECE]
             exponents = softmax.exponents(following, shift, scale_log2)
-            values += softmax.exponentials(current, self.polynomial_pairs(start))
+            values += softmax.exponentials(current, self.polynomial_pairs(start), start // 2)
             sums = softmax.accumulate(sums, values[start - PIECE : start])
             if cutlass.const_expr(start == SPECULATED):
                 cute.arch.barrier_arrive(barrier_id=factor_barrier(buffer), number_of_threads=64)
@@ -169,7 +169,7 @@ class RowRoles:
     def first_exponentials(self, scores: list, shift: Float32, scale_log2: Float32) -> list:
         """Exponentials of the first scores of a block."""
         exponents = softmax.exponents(scores[:SPECULATED], shift, scale_log2)
-        return softmax.exponentials(exponents, self.polynomial_pairs(0))
+        return softmax.exponentials(exponents, self.polynomial_pairs(0), 0)
 
     def polynomial_pairs(self, key: int) -> int:
         """Of 16 pairs of probabilities from a key of the block on, how many are polynomials."""

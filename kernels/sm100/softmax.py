@@ -79,13 +79,13 @@ def exponents(scores: list[Float32], shift: Float32, scale_log2: Float32) -> lis
     return [cute.arch.fma_packed_f32x2(pair, scales, shifts) for pair in pairs]
 
 
-def exponentials(exponents: list[tuple], polynomial_pairs: int = 0) -> list[Float32]:
-    """2^x of pairs of values.
+def exponentials(exponents: list[tuple], polynomial_pairs: int, first_pair: int) -> list[Float32]:
+    """2^x of pairs of values, the first of which is the first_pair-th of its row.
 
     polynomial_pairs: of every 16 pairs, how many take the polynomial, evenly spread.
     """
     values = []
-    for i, pair in enumerate(exponents):
+    for i, pair in enumerate(exponents, first_pair):
         if (i + 1) * polynomial_pairs // 16 > i * polynomial_pairs // 16:
             values += exp2_pair(pair)
         else:

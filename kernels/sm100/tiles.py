@@ -29,6 +29,9 @@ class RegisterBudget:
 BUFFERS = 2
 """Score buffers of a CTA: one for each of two query tiles, or two in turn for a single one."""
 
+SPECULATED = 16
+"""First keys of a block, whose exponentials do not wait for the block's maximum."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:

@@ -31,6 +31,14 @@ def surviving(key: KernelKey, chosen: list[Mutation]) -> Counter[str]:
     return Counter(mutation.kind for mutation in chosen if not notices(trials, mutation))
 
 
+def test_guarded_instructions_are_changed() -> None:
+    arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
+    release = "@leader red.release.gpu.global.add.s32 [%rd1], 1;"
+    assert [mutation.text for mutation in mutations(arrive)] == [""]
+    relaxed = "@leader red.relaxed.gpu.global.add.s32 [%rd1], 1;"
+    assert [mutation.text for mutation in mutations(release)] == ["", relaxed]
+
+
 @pytest.mark.parametrize("name", ["sm_90a_fwd_bf16_d64", "sm_90a_bwd_post_bf16_d64"])
 def test_all_broken_kernels_are_noticed(name: str) -> None:
     broken = list(mutations(attention.ptx(KEYS[name]).text))
