@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import numbers
 from typing import Any, Literal
 
@@ -12,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, partition, types, validate
+from fa4_jax import autodiff, partition, told, types, validate
 from fa4_jax.default import Operands
 from fa4_jax.plan import Plan, make_plan
 from fa4_jax.problem import UNBOUNDED, Problem
@@ -21,8 +19,6 @@ from fa4_jax.target import current_target
 Implementation = Literal["kernel", "xla"] | None
 Numerics = Literal["fast", "exact"]
 Window = int | tuple[int | None, int | None] | None
-
-logger = logging.getLogger("fa4_jax")
 
 
 def attention(
@@ -222,14 +218,9 @@ def _attend(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return autodiff.attend(plan, operands)
 
 
-@functools.lru_cache(maxsize=256)
-def _log_once(message: str) -> None:
-    logger.warning(message)
-
-
 def _report(plan: Plan) -> None:
     """Says once, on a GPU, why a call that might have used kernels does not."""
     reason = plan.forward_reason or plan.backward_reason
     if reason and reason != "implementation='xla'" and jax.default_backend() == "gpu":
         part = "forward and backward" if plan.forward_reason else "backward"
-        _log_once(f"attention uses the default path for its {part}: {reason}")
+        told.once(f"attention uses the default path for its {part}: {reason}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,12 +30,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from fa4_jax import kernels, types
+from fa4_jax import kernels, told, types
 from fa4_jax.default import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
-
-logger = logging.getLogger("fa4_jax")
 
 Axes = tuple[str, ...]
 Result = tuple[jax.Array, jax.Array]
@@ -371,16 +368,11 @@ def _tell_of_gathering(mesh: Mesh, operands: Operands) -> None:
     """Says once that a sequence is gathered, and what does not."""
     for name, x in zip(("query", "key", "value"), operands[:3], strict=True):
         if axes := _mesh_axes(mesh, x, 1):
-            _log_once(
+            told.once(
                 f"{name} {x.shape} is sharded along its length, over mesh axis "
                 f"{' and '.join(map(repr, axes))}: every device gathers it whole; "
                 "fa4_jax.parallel.attention works on the shards"
             )
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _mesh_axes(mesh: Mesh, x: Any, dimension: int) -> Axes:

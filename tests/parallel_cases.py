@@ -215,7 +215,7 @@ def ordinary_in_parts(case: Case, inputs: Inputs, layout: Layout, shift: float) 
     e = np.exp(s - top)
     total = e.sum(-1, keepdims=True)
     safe = np.where(total == 0, 1, total)
-    output, dq = np.zeros_like(query), np.zeros_like(query)
+    output, dq = np.zeros_like(o_bar), np.zeros_like(query)
     for own in layout.shares(key.shape[2]):
         share = np.where((x := e[..., own].sum(-1, keepdims=True)) == 0, 1, x)
         output += rounded(rounded(e[..., own]) @ value[:, :, own] / share) * share / safe
@@ -225,7 +225,7 @@ def ordinary_in_parts(case: Case, inputs: Inputs, layout: Layout, shift: float) 
     ds = p * (o_bar @ value.swapaxes(2, 3) - delta)
     for own in layout.shares(key.shape[2]):
         dq += rounded(rounded(ds[..., own], factor) @ key[:, :, own] * scale)
-    dk, dv = (np.zeros((b, k, *key.shape[2:]), np.float32) for _ in range(2))
+    dk, dv = (np.zeros((b, k, *x.shape[2:]), np.float32) for x in (key, value))
     for own in layout.shares(t):
         weights, rows = ds[:, :, own].swapaxes(2, 3), query[:, :, own]
         dk += rounded(by_key_head(rounded(weights, factor) @ rows) * scale)

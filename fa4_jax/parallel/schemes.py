@@ -16,8 +16,8 @@ from fa4_jax.parallel.layout import LAYOUTS, Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """K/V shards travel from device to device while each attends with its own queries.
+class _OneAxis:
+    """A scheme over one mesh axis.
 
     Attributes:
       axis: mesh axis that the sequences are sharded over.
@@ -37,41 +37,29 @@ class Ring:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather:
+class Ring(_OneAxis):
+    """K/V shards travel from device to device while each attends with its own queries.
+
+    Attributes:
+      axis: mesh axis that the sequences are sharded over.
+      layout: "contiguous" or "zigzag"; the latter balances causal attention.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather(_OneAxis):
     """Each device gathers the K and V that its queries see: all, or a window's neighbours.
 
     Attributes: as `Ring`.
     """
 
-    axis: str
-    layout: Layout = "contiguous"
-
-    def __post_init__(self) -> None:
-        validate.choice("layout", self.layout, LAYOUTS)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Mesh axes that the sequences are sharded over, major first."""
-        return (self.axis,)
-
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses:
+class Ulysses(_OneAxis):
     """Sequence shards are exchanged for shards of the heads (DeepSpeed-Ulysses, all-to-all).
 
     Attributes: as `Ring`; zig-zag brings nothing here but that of neighbouring layers.
     """
-
-    axis: str
-    layout: Layout = "contiguous"
-
-    def __post_init__(self) -> None:
-        validate.choice("layout", self.layout, LAYOUTS)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Mesh axes that the sequences are sharded over, major first."""
-        return (self.axis,)
 
 
 @dataclasses.dataclass(frozen=True)

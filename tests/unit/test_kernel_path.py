@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fa4_jax
-from fa4_jax import api, attention, catalogue
+from fa4_jax import api, attention, catalogue, told
 from fa4_jax.key import Pass
 from tests.fakes import fake_target
 
@@ -184,7 +184,7 @@ def test_a_missing_backward_is_an_error_where_kernels_are_insisted_on(operands, 
 
 def test_a_gpu_without_a_kernel_is_told_once(operands, monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    api._log_once.cache_clear()
+    told.once.cache_clear()
     q, k, v = operands
     bias = jnp.zeros((1, 1, 1, 52), jnp.bfloat16)
     with caplog.at_level(logging.WARNING, "fa4_jax"):

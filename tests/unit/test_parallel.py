@@ -109,6 +109,14 @@ def test_inside_shard_map(scheme, mask, seed, dense):
     check(MANUAL, scheme, layout, MASKS[mask], seed)
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT, MANUAL], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (8, 16)])
+@pytest.mark.parametrize("scheme", SCHEMES[1:6:2], ids=name_of)
+def test_values_of_another_head_dim(scheme, head_dim, value_dim, kind, seed, dense):
+    case = dataclasses.replace(MASKS["causal"], head_dim=head_dim, value_dim=value_dim)
+    check(kind, scheme, make_layout(sequence_mesh(kind, scheme, 4), scheme), case, seed)
+
+
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 4), "f32"), ((8, 1), "bf16")], ids=str)
 @every_scheme
 def test_heads(scheme, heads, dtype, seed, dense):

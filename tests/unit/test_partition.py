@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fa4_jax
-from fa4_jax import api, attention, default, kernels, partition, runtime
+from fa4_jax import api, attention, default, kernels, runtime, told
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
@@ -233,16 +233,16 @@ def test_replicated_keys_of_sharded_queries(kind, seed, launched):
 
 
 def test_auto_gathers_lengths_and_head_dim_and_tells_of_lengths(seed, launched, caplog):
-    partition._log_once.cache_clear()
+    told.once.cache_clear()
     rows = P("x", "y")
     where = (rows, P("x", None, None, "y"), P("x", "y"), (X,) * 3, (rows, P("x", None, "y")))
     program = assert_sharded_right(AUTO, make_case("bf16", (4, 2)), seed, where)
     assert {(p.batch, p.query_heads, p.kv_heads) for p in launched[-2:]} == {(2, 4, 2)}
     assert "all-gather" in collectives(program)
-    told = [record.getMessage() for record in caplog.records if record.name == "fa4_jax"]
-    assert len(told) == 2  # of query and value, not again in the backward
-    assert "is sharded along its length, over mesh axis 'y'" in told[0]
-    assert "fa4_jax.parallel.attention" in told[0]
+    messages = [record.getMessage() for record in caplog.records if record.name == "fa4_jax"]
+    assert len(messages) == 2  # of query and value, not again in the backward
+    assert "is sharded along its length, over mesh axis 'y'" in messages[0]
+    assert "fa4_jax.parallel.attention" in messages[0]
 
 
 def test_auto_where_a_mesh_axis_covers_heads_and_features(seed, launched):
