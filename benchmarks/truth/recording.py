@@ -78,12 +78,7 @@ def record(code: Code, problem: Problem, ctas: int = 1) -> Trace:
     emulator.launch(
         code.text,
         code.symbol,
-        grid=packed.grid,
-        block=code.launch.block,
-        cluster=code.launch.cluster,
-        dynamic_smem=code.launch.dynamic_smem_bytes,
-        params=packed.params,
-        memory=packed.memory,
+        **packed.keywords,
         policy=Policy(races=False),
         trace=trace,
     )

@@ -29,13 +29,27 @@ class Arguments:
     """Everything about a launch but the code.
 
     Attributes:
+      launch: the manifest's.
       results: the arrays that the kernel writes, by name; views of `memory`.
     """
 
+    launch: Launch
     grid: tuple[int, int, int]
     params: tuple[bytes, ...]
     memory: dict[int, np.ndarray]
     results: dict[str, np.ndarray]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What `kernels.emulator.launch` takes behind the text and the kernel's name."""
+        return {
+            "grid": self.grid,
+            "block": self.launch.block,
+            "cluster": self.launch.cluster,
+            "dynamic_smem": self.launch.dynamic_smem_bytes,
+            "params": self.params,
+            "memory": self.memory,
+        }
 
 
 def pack(
@@ -66,6 +80,7 @@ def pack(
     if launch.persistent:
         grid = (min(grid[0], multiprocessors), *grid[1:])
     return Arguments(
+        launch,
         (grid[0], grid[1], grid[2]),
         tuple(values.bytes_of(param) for param in launch.params),
         memory,

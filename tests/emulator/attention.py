@@ -120,12 +120,7 @@ class Attention:
         emulator.launch(
             text_of(key, code.text),
             code.symbol,
-            grid=packed.grid,
-            block=code.launch.block,
-            cluster=code.launch.cluster,
-            dynamic_smem=code.launch.dynamic_smem_bytes,
-            params=packed.params,
-            memory=packed.memory,
+            **packed.keywords,
             policy=policy,
             seed=seed,
         )

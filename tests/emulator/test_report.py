@@ -101,11 +101,7 @@ def launch(launches: Attention) -> Report:
     return emulator.launch(
         code.text,
         code.symbol,
-        grid=packed.grid,
-        block=code.launch.block,
-        dynamic_smem=code.launch.dynamic_smem_bytes,
-        params=packed.params,
-        memory=packed.memory,
+        **packed.keywords,
         policy=Policy(races=False),
         roles=roles(key, code.launch.block),
     )

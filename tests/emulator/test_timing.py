@@ -281,11 +281,7 @@ def test_forward(tmp_path: pathlib.Path) -> None:
     emulator.launch(
         code.text,
         code.symbol,
-        grid=packed.grid,
-        block=code.launch.block,
-        dynamic_smem=code.launch.dynamic_smem_bytes,
-        params=packed.params,
-        memory=packed.memory,
+        **packed.keywords,
         policy=Policy(races=False),
         trace=trace,
     )

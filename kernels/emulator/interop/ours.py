@@ -118,12 +118,7 @@ def _launch(
     report = emulator.launch(
         ours.ptx,
         ours.symbol,
-        grid=packed.grid,
-        block=ours.launch.block,
-        cluster=ours.launch.cluster,
-        dynamic_smem=ours.launch.dynamic_smem_bytes,
-        params=packed.params,
-        memory=packed.memory,
+        **packed.keywords,
         policy=policy,
         roles=ours.roles,
         trace=trace,
