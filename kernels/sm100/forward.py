@@ -2,9 +2,9 @@
 
     load warp         TMA: Q of both tiles, K and V blocks into one ring, last block first
     MMA warp          S_t(i) = Q_t K(i)^T      both operands from shared memory, S to tensor memory
-                      O_t   += P_t(i) V(i)     P from tensor memory; its early keys before its late
+                      O_t   += P_t(i) V(i)     P from tensor memory, part by part
     softmax group t   one row a thread: S from tensor memory to registers, reference maximum,
-                      P = exp2(S * scale_log2 - reference * scale_log2) back over S, row sum last
+                      P = exp2(S * scale_log2 - reference * scale_log2) back over S, row sum
     correction group  O_t *= factor in tensor memory where a row's reference moved; at the end
                       O_t / sum to shared memory
     store warp        TMA: output tiles to global memory
@@ -20,9 +20,9 @@ every block i: O S(i+2).
     kv_full      load -> mma                    block of K or V
     kv_empty     mma -> load                    block of K or V
     s_full       mma -> softmax                 block
-    p_early      softmax, correction -> mma     block
-    p_late       softmax -> mma                 block
-    FACTORS      softmax -> correction          block but the first; named, of 2 warps each
+    p_early      softmax, correction -> mma     block: the first part of P
+    p_late       softmax -> mma                 block and other part of P
+    FACTORS      softmax -> correction          block; named, of 2 warps each
     o_full       mma -> correction              query tile; block, with a single query tile
     sums_full    softmax -> correction          query tile
     sums_empty   correction -> softmax          query tile
@@ -37,7 +37,7 @@ product, behind the correction warps' arrival on its p_early. With two query til
 rescaled when a factor is there: S_t(i) was complete, and so was O_t's product of block i-1 before
 it; with a single one S(i) comes before that product, which the correction warps then wait for.
 
-(FlashAttention-4: ping-pong tiles, conditional rescaling, correction warps, P in two parts.)
+(FlashAttention-4: ping-pong tiles, conditional rescaling, correction warps, P in parts.)
 """
 
 import cuda.bindings.driver as cuda

@@ -2,10 +2,10 @@
 
     python -m tests.emulator.mutation_score [--only "sm_100f_bwd*_d64*"] [--record FILE]
 
-takes all mutations of the kernels in SURVIVORS, a second or two each; test_mutations.py and
-test_blackwell_mutations.py some of them. Scores grow from the last key, where the forward begins,
-to the first, and numerics are exact, so that every block rescales; one CTA works on every tile of
-a persistent kernel. A record keeps what has been tried, so that a second run goes on from there.
+takes all mutations of the kernels in SURVIVORS, a second or two each; test_mutations.py some of
+them. Scores grow from the last key, where the forward begins, to the first, and numerics are exact,
+so that every block rescales; one CTA works on every tile of a persistent kernel. A record keeps
+what has been tried, so that a second run goes on from there.
 """
 
 from __future__ import annotations
