@@ -16,7 +16,7 @@ from tests.fakes import fake_target
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of the random inputs; a fresh one by default")
     parser.addoption(
-        "--every-mask", action="store_true", help="whole arrays on meshes: every mask, not one"
+        "--every-case", action="store_true", help="context parallelism: every mask and grouping"
     )
 
 

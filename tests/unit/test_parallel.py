@@ -33,6 +33,8 @@ from tests.parallel_cases import (
 AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
 SCHEMES = [*schemes("seq"), *schemes("ring", "ulysses")]
 MASKS = masks(48, dtype="f32", head_dim=8, heads=(8, 2))
+GROUPS = ((8, 2), (4, 4), (8, 1))
+CASES = [dataclasses.replace(case, heads=heads) for heads in GROUPS for case in MASKS.values()]
 EVERYTHING = (UNBOUNDED, UNBOUNDED)
 
 
@@ -41,10 +43,13 @@ def name_of(x: Any) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`some_mask`: one by the seed, or with --every-mask each of them."""
-    if "some_mask" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-mask")
-        metafunc.parametrize("some_mask", MASKS if every else [""], ids=str)
+    """`some_case`: one of CASES by the seed, or with --every-case each of them."""
+    if "some_case" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-case")
+        numbers = range(len(CASES)) if every else [None]
+        metafunc.parametrize(
+            "some_case", numbers, ids=lambda i: "any" if i is None else CASES[i].id
+        )
 
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
@@ -125,15 +130,17 @@ def test_heads(scheme, heads, dtype, seed, dense):
     check(MANUAL, scheme, layout, case, seed)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT, MANUAL], ids=str)
 @every_scheme
-def test_whole_arrays_beside_data_and_tensor_axes(scheme, kind, some_mask, seed, dense):
+def test_beside_data_and_tensor_axes(scheme, kind, some_case, seed, dense):
+    case = CASES[seed % len(CASES) if some_case is None else some_case]
     axes = {"tensor": 2} if isinstance(scheme, parallel.RingUlysses) else {"data": 2, "tensor": 2}
     devices = 8 // (2 * len(axes))
     mesh = sequence_mesh(kind, scheme, devices, **axes)
     batch = "data" if "data" in axes else None
-    layout = make_layout(mesh, scheme, batch, "tensor", "tensor")
-    check(kind, scheme, layout, MASKS[some_mask or list(MASKS)[seed % len(MASKS)]], seed)
+    shared_out = "tensor" if case.heads[1] > 1 else None
+    layout = make_layout(mesh, scheme, batch, "tensor", shared_out)
+    check(kind, scheme, layout, case, seed)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT, MANUAL], ids=str)
