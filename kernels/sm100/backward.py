@@ -341,7 +341,7 @@ class Backward:
             # The parts of a key tile, neighbours in the grid, take turns like key tiles.
             index = index * tile.parts + work.part
             with cute.arch.elect_one():
-                turn = common_ptx.load_acquire(counter)
+                turn = index - 1
                 while turn != index:
                     turn = common_ptx.load_acquire(counter)
                 cute.arch.mbarrier_arrive(shared.barriers.turn)
