@@ -27,7 +27,7 @@ _UNITS = ("tensor core", "special", "shared", "issue", "TMA load")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A key block of a CTA's query tiles.
+    """A key block of the query tiles of a CTA or pair.
 
     Attributes:
       cycles: of each block in the middle of a tile.
@@ -41,7 +41,7 @@ class Step:
 
 
 def timing_of(code: Code, tiles: int, blocks: int) -> Timing:
-    """A CTA with so many query tiles of one head each and key blocks."""
+    """A CTA or pair with so many tiles of query rows, of one head each, and key blocks."""
     m, keys = code.tile["m"], code.tile["n"] * blocks
     problem = Problem(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
     return estimate(record(code, problem), BLACKWELL)
@@ -63,16 +63,19 @@ def teraflops(code: Code, step: Step) -> float:
     blocks = [-(-(tile + 1) * m // n) if code.key.band else LENGTH // n for tile in range(tiles)]
     cycles = sum(step.tile + step.cycles * count for count in blocks)
     flops = 4 * LENGTH**2 * code.key.head_dim / (2 if code.key.band else 1)
-    return flops / cycles * BLACKWELL.multiprocessors * BLACKWELL.clock_ghz / 1e3
+    takers = BLACKWELL.multiprocessors / code.launch.cluster[0]
+    return flops / cycles * takers * BLACKWELL.clock_ghz / 1e3
 
 
 def row(key: KernelKey) -> str:
     """A row of the table."""
     code = built(key)
     step, m, n, d = step_of(code), code.tile["m"], code.tile["n"], key.head_dim
-    products = 4 * m * n * d / BLACKWELL.mma_flops
-    exponentials = m * n / 16
-    operands = m // 128 * (128 + 2 * n) * d * 2 / BLACKWELL.shared_bytes
+    ctas = code.launch.cluster[0]
+    rows, keys = m // ctas, n // ctas
+    products = 4 * rows * n * d / BLACKWELL.mma_flops
+    exponentials = rows * n / 16
+    operands = rows // 128 * (128 + 2 * keys) * d * 2 / BLACKWELL.shared_bytes
     mask = "causal" if key.band else "dense"
     polynomial = ", polynomial" if key.polynomial_exp2 else ""
     roofline = f"{products:.0f}, {exponentials:.0f}, {operands:.0f}"

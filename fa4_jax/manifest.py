@@ -94,7 +94,7 @@ class Launch:
     block: tuple[int, int, int]
     dynamic_smem_bytes: int
     cluster: tuple[int, int, int] = (1, 1, 1)
-    persistent: bool = False  # grid.x is capped at the number of multiprocessors
+    persistent: bool = False  # grid.x is at most one CTA a multiprocessor, in whole clusters
 
 
 @dataclasses.dataclass(frozen=True)

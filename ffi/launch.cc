@@ -162,7 +162,9 @@ ffi::Error ComputeGrid(const Packing& packing, uint32_t* grid) {
   for (int i = 0; i < 3; ++i) {
     int64_t blocks = EvaluateSize(spec, spec.grid[i], packing.buffers);
     if (i == 0 && spec.persistent) {
-      blocks = std::min<int64_t>(blocks, packing.kernel.multiprocessors(packing.target.device));
+      const int64_t clusters =
+          packing.kernel.multiprocessors(packing.target.device) / spec.cluster[0];
+      blocks = std::min(blocks, std::max<int64_t>(clusters, 1) * spec.cluster[0]);
     }
     if (blocks < 0 || blocks > kMaxGrid[i]) {
       return InvalidArgument("kernel " + spec.name, "grid dimension " + std::to_string(i) +

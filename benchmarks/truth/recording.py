@@ -66,7 +66,7 @@ class Problem:
 
 
 def record(code: Code, problem: Problem, ctas: int = 1) -> Trace:
-    """Runs a kernel on one multiprocessor and records its first CTAs.
+    """Runs a kernel on one multiprocessor, or cluster, and records its first CTAs or clusters.
 
     The operands are normal, the intermediate ones zero: no kernel's path depends on those.
     """
@@ -74,7 +74,7 @@ def record(code: Code, problem: Problem, ctas: int = 1) -> Trace:
     packed = arguments.pack(
         code.launch, _operands(key, code, problem), _attributes(key), multiprocessors=1
     )
-    trace = Trace(frozenset(range(ctas)))
+    trace = Trace(frozenset(range(ctas * code.launch.cluster[0])))
     emulator.launch(
         code.text,
         code.symbol,

@@ -22,12 +22,20 @@ class Schedule:
     window: tuple  # left, right
     tiles: Int32
     rounds: Int32
+    cluster: int = 1  # CTAs that share a tile
 
     def tile(self, turn: Int32) -> Int32:
         """Index of this CTA's tile in a round; past the last one where the round is not full."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        if self.cluster > 1:
+            cta, ctas = cta // self.cluster, ctas // self.cluster
         return turn * ctas + Int32(cutlass.select_(turn % 2 == 0, cta, ctas - 1 - cta))
+
+    def turns(self) -> Int32:
+        """How many tiles this CTA has."""
+        last_is_full = self.tile(self.rounds - 1) < self.tiles
+        return self.rounds - 1 + Int32(last_is_full)
 
 
 def make_schedule(extents: cute.Pointer, sizes: tuple, window: tuple, rows: int) -> Schedule:

@@ -78,7 +78,8 @@ def pack(
     values = _Values(arrays, addresses, shapes, attributes, multiprocessors)
     grid = tuple(evaluate_size(size, shapes) for size in launch.grid)
     if launch.persistent:
-        grid = (min(grid[0], multiprocessors), *grid[1:])
+        clusters = max(multiprocessors // launch.cluster[0], 1)
+        grid = (min(grid[0], clusters * launch.cluster[0]), *grid[1:])
     return Arguments(
         launch,
         (grid[0], grid[1], grid[2]),

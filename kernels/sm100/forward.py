@@ -1,5 +1,6 @@
 """Blackwell forward: O = softmax(scale * Q K^T) V and LSE, query tiles of 128 rows in ping-pong.
 
+    schedule warp     which tile comes next, one ahead of all other roles
     load warp         TMA: Q of both tiles, K and V blocks into one ring, last block first
     MMA warp          S_t(i) = Q_t K(i)^T      both operands from shared memory, S to tensor memory
                       O_t   += P_t(i) V(i)     P from tensor memory, part by part
@@ -15,8 +16,10 @@ two accumulators O do not fit tensor memory) has two buffers of scores instead: 
 every block i: O S(i+2).
 
     barrier      from -> to                     once per
+    work_full    schedule -> all others         query tile
+    work_empty   all others -> schedule         query tile
     q_full       load -> mma                    query tile
-    q_empty      mma or store -> load           query tile
+    q_empty      mma -> load                    query tile
     kv_full      load -> mma                    block of K or V
     kv_empty     mma -> load                    block of K or V
     s_full       mma -> softmax                 block
@@ -26,8 +29,8 @@ every block i: O S(i+2).
     o_full       mma -> correction              query tile; block, with a single query tile
     sums_full    softmax -> correction          query tile
     sums_empty   correction -> softmax          query tile
-    out_full     correction -> store            query tile
-    out_empty    store -> correction            query tile
+    out_full     correction -> store            span of columns of a query tile
+    out_empty    store -> correction            span of columns of a query tile
 
 Note [what needs no barrier]: a buffer's next S overwrites its S and P, and comes behind the product
 that read this P in the order in which the MMA warp issues. A factor is overwritten by the softmax
@@ -54,16 +57,18 @@ from kernels.sm100 import products, ptx
 from kernels.sm100.forward_data import (
     ARRIVALS,
     WARPS_OF_ROLE,
+    WORK_SLOTS,
     Config,
     Maps,
     Shared,
     allocate,
+    arrivals,
     barrier_count,
-    output_buffer,
     part_barrier,
+    take,
 )
 from kernels.sm100.forward_rows import RowRoles
-from kernels.sm100.packing import UNIT, Work, assign, make_schedule
+from kernels.sm100.packing import UNIT, Work, assign, make_schedule, to_words
 from kernels.sm100.tiles import TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
 
@@ -75,8 +80,8 @@ class Forward:
         self.config = Config(key)
         self.rows = RowRoles(self.config)
         tile, dtype, d = self.config.tile, self.config.dtype, self.config.head_dim
-        self.qk = products.Product(dtype, tile.rows, tile.n)
-        self.pv = products.Product(dtype, tile.rows, d)
+        self.qk = products.Product(dtype, tile.rows * tile.ctas, tile.n, tile.ctas)
+        self.pv = products.Product(dtype, tile.rows * tile.ctas, d, tile.ctas)
 
     @cute.jit
     def __call__(
@@ -101,29 +106,37 @@ class Forward:
         stream: cuda.CUstream,
     ):
         tile, d = self.config.tile, self.config.head_dim
+        keys, columns = tile.keys, tile.columns_of_v(d)
         q_tensor = tensors.bthd_tensor(q, (batch, query_length, heads, head_dim))
         k_tensor = tensors.bthd_tensor(k, (batch, key_length, kv_heads, head_dim))
         v_tensor = tensors.bthd_tensor(v, (batch, key_length, kv_heads, head_dim))
         o_tensor = tensors.bthd_tensor(o, (batch, query_length, heads, head_dim))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
-        def layout(rows):
+        def layout(rows, columns=d):
             swizzle = tensors.SWIZZLES[tile.span_bytes]
             atom = warpgroup.make_smem_layout_atom(swizzle, self.config.dtype)
-            return cute.tile_to_shape(atom, (rows, d), order=(0, 1))
+            return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
 
         q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(UNIT), (UNIT, d))
-        k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
-        v_map, _ = cpasync.make_tiled_tma_atom(load, v_tensor, layout(tile.n), (tile.n, d))
-        o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(UNIT), (UNIT, d))
+        k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(keys), (keys, d))
+        v_map, _ = cpasync.make_tiled_tma_atom(
+            load, v_tensor, layout(tile.n, columns), (tile.n, columns)
+        )
+        o_map, _ = cpasync.make_tiled_tma_atom(
+            store, o_tensor, layout(UNIT, tile.span), (UNIT, tile.span)
+        )
         q_rows_map, _ = cpasync.make_tiled_tma_atom(
             load, q_tensor, layout(tile.rows), (tile.rows, d)
         )
         o_rows_map, _ = cpasync.make_tiled_tma_atom(
-            store, o_tensor, layout(tile.rows), (tile.rows, d)
+            store, o_tensor, layout(tile.rows, tile.span), (tile.rows, tile.span)
         )
         ctas = cute.ceil_div(query_length, tile.m) * heads * batch
         ctas = cutlass.min(ctas, sm_count)
+        if cutlass.const_expr(tile.ctas > 1):
+            ctas = cute.ceil_div(query_length, tile.m) * heads * batch * tile.ctas
+            ctas = cutlass.min(ctas, cutlass.max(sm_count // tile.ctas, 1) * tile.ctas)
         self.kernel(
             q_map,
             k_map,
@@ -145,6 +158,7 @@ class Forward:
         ).launch(
             grid=[ctas, 1, 1],
             block=[tile.threads, 1, 1],
+            cluster=[tile.ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -172,73 +186,98 @@ class Forward:
     ):
         maps = Maps(q_map, k_map, v_map, o_map, q_rows_map, o_rows_map)
         tile = self.config.tile
+        pair = tile.ctas == 2
         shared = allocate(self.config.dtype, self.config.head_dim, tile)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mma_warp, _ = WARPS_OF_ROLE["mma"]
         if warp == mma_warp:
-            cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base)
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base, pair)
+            cute.arch.relinquish_tmem_alloc_permit(pair)
         if warp == WARPS_OF_ROLE["load"][0]:
             for descriptor in (maps.q, maps.k, maps.v, maps.o):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
-                for name, arrivals in ARRIVALS.items():
-                    for i in cutlass.range_constexpr(barrier_count(name, tile)):
-                        cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
+                for name in ARRIVALS:
+                    for i in cutlass.range_constexpr(
+                        barrier_count(name, tile, self.config.head_dim)
+                    ):
+                        barrier = getattr(shared.barriers, name) + i
+                        cute.arch.mbarrier_init(barrier, arrivals(name, tile))
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.synchronise()
 
         sizes = (batch, query_length, key_length, heads, kv_heads)
         window = (window_left, window_right)
         budget = tile.registers
         first_correction, _ = WARPS_OF_ROLE["correction"]
-        # Each role makes its schedule: made once, its values would take registers of all of them.
+        # Each role counts its tiles: counted once, the number would take a register of all of them.
         if warp < first_correction:
             ptx.set_registers(budget.softmax)
             if warp // 4 < tile.query_tiles:
-                schedule = make_schedule(extents, sizes, window, tile.m)
+                turns = make_schedule(extents, sizes, window, tile).turns()
                 scales = (scale_log2, rescale_threshold_log2)
-                self.rows.soften(shared, schedule, lse, scales)
+                self.rows.soften(shared, turns, (lse, query_length, heads), scales, window)
         elif warp < mma_warp:
             ptx.set_registers(budget.correction)
-            self.rows.correct(shared, make_schedule(extents, sizes, window, tile.m))
+            self.rows.correct(shared, make_schedule(extents, sizes, window, tile).turns())
         else:
             ptx.set_registers(budget.others)
-            schedule = make_schedule(extents, sizes, window, tile.m)
+            schedule = make_schedule(extents, sizes, window, tile)
+            turns = schedule.turns()
             if warp == mma_warp:
-                self.multiply(shared, schedule)
+                if cutlass.const_expr(not pair):
+                    self.multiply(shared, turns)
+                elif cute.arch.block_idx_in_cluster() == 0:
+                    self.multiply(shared, turns)
+                else:
+                    self.pass_on(shared, turns)
             elif warp == WARPS_OF_ROLE["load"][0]:
-                self.load(maps, shared, schedule)
+                self.load(maps, shared, turns)
             elif warp == WARPS_OF_ROLE["store"][0]:
-                self.store(maps, shared, schedule)
-        cute.arch.sync_threads()
+                self.store(maps, shared, turns)
+            else:
+                self.assign(shared, schedule, turns)
+        self.synchronise()
         if warp == mma_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
-            cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
+            cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS, pair)
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, schedule: Schedule):
+    def synchronise(self):
+        """All threads of the CTA, or of the pair."""
+        if cutlass.const_expr(self.config.tile.ctas == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def assign(self, shared: Shared, schedule: Schedule, turns: Int32):
+        """Schedule warp: works out every tile's work while the other roles have the one before."""
+        for turn in cutlass.range(turns, unroll=1):
+            work = assign(schedule.tile(turn), schedule, self.config.shape)
+            slot, phase = tensors.ring_slot(turn, WORK_SLOTS)
+            cute.arch.mbarrier_wait(shared.barriers.work_empty + slot, phase ^ 1)
+            with cute.arch.elect_one():
+                for i, word in enumerate(to_words(work)):
+                    shared.work[i, slot] = word
+                cute.arch.mbarrier_arrive(shared.barriers.work_full + slot)
+
+    @cute.jit
+    def load(self, maps: Maps, shared: Shared, turns: Int32):
         """Load warp: of every tile Q, then K and V of each block, last block first."""
         tile = self.config.tile
-        position, live, turns = Int32(0), Int32(0), Int32(0)
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.config.shape)
-                count = work.blocks.end - work.blocks.begin
-                # Who takes the query tiles' memory for output does so without blocks, too.
-                uses = turns if cutlass.const_expr(tile.output_tiles == 0) else live
-                if count > 0:
-                    self.load_tile(maps, shared, work, position, uses)
-                    live += 1
-                    position += 2 * count
-                elif cutlass.const_expr(tile.output_tiles == 0):
-                    for t in cutlass.range_constexpr(tile.query_tiles):
-                        self.await_query_memory(shared, t, uses)
-                turns += 1
+        position, live = Int32(0), Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            count = work.blocks.end - work.blocks.begin
+            if count > 0:
+                self.load_tile(maps, shared, work, position, live)
+                live += 1
+                position += 2 * count
         # Shared memory outlives every commit's arrival.
-        if cutlass.const_expr(tile.output_tiles > 0):
-            for t in cutlass.range_constexpr(tile.query_tiles):
-                self.await_query_memory(shared, t, live)
+        for t in cutlass.range_constexpr(tile.query_tiles):
+            self.await_query_memory(shared, t, live)
         for i in cutlass.range_constexpr(tile.kv_stages):
             slot, phase = tensors.ring_slot(position + i, tile.kv_stages)
             cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
@@ -250,79 +289,86 @@ class Forward:
         cute.arch.mbarrier_wait(shared.barriers.q_empty + t, (uses & 1) ^ 1)
 
     @cute.jit
-    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, uses: Int32):
-        """Loads of one tile that has blocks, after `position` loads into the ring and `uses` of the
-        query tiles' memory."""
+    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, live: Int32):
+        """Loads of one tile that has blocks, after `position` loads into the ring and `live` such
+        tiles."""
         tile, d = self.config.tile, self.config.head_dim
         units = tile.rows // UNIT
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
         ahead = tile.buffers_per_tile
-        self.load_block(maps.k, shared, kv_tiles, last, position)
+        self.load_block(maps, "k", shared, work, (last, position))
         position += 1
         for t in cutlass.range_constexpr(tile.query_tiles):
             full = shared.barriers.q_full + t
-            self.await_query_memory(shared, t, uses)
+            self.await_query_memory(shared, t, live)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
             if work.pack == 1:
-                source = self.coordinates(work, t * units, tile.rows)
+                source = self.coordinates(work, t * units, (tile.rows, d))
                 tensors.tma_load(maps.q_rows, source, shared.q[None, None, t], full)
             else:
                 for unit in cutlass.range(units, unroll=1):
-                    source = self.coordinates(work, t * units + unit, UNIT)
+                    source = self.coordinates(work, t * units + unit, (UNIT, d))
                     target = cute.local_tile(shared.q[None, None, t], (UNIT, d), (unit, 0))
                     tensors.tma_load(maps.q, source, target, full)
         for i in cutlass.range_constexpr(1, ahead):
             if i < count:
-                self.load_block(maps.k, shared, kv_tiles, last - i, position)
+                self.load_block(maps, "k", shared, work, (last - i, position))
                 position += 1
         for step in cutlass.range(count, unroll=1):
-            self.load_block(maps.v, shared, kv_tiles, last - step, position)
+            self.load_block(maps, "v", shared, work, (last - step, position))
             position += 1
             if step + ahead < count:
-                self.load_block(maps.k, shared, kv_tiles, last - step - ahead, position)
+                self.load_block(maps, "k", shared, work, (last - step - ahead, position))
                 position += 1
 
-    def coordinates(self, work: Work, unit: Int32, rows: int) -> cute.Tensor:
-        """TMA coordinates in [B, length, heads, head_dim] of rows from a unit of the tile on."""
+    def coordinates(
+        self, work: Work, unit: Int32, shape: tuple[int, int], column: Int32 | int = 0
+    ) -> cute.Tensor:
+        """TMA coordinates in [B, length, heads, head_dim] of (rows, columns) from a unit of the
+        tile on; column: in such widths."""
         query, head = work.unit(unit)
         tensor = tensors.bthd_coordinates()[None, None, head, work.batch]
-        return cute.local_tile(
-            cute.domain_offset((query, 0), tensor), (rows, self.config.head_dim), (0, 0)
-        )
+        return cute.local_tile(cute.domain_offset((query, 0), tensor), shape, (0, column))
 
     @cute.jit
     def load_block(
         self,
-        atom: cute.CopyAtom,
+        maps: Maps,
+        operand: cutlass.Constexpr[str],
         shared: Shared,
-        kv_tiles: cute.Tensor,
-        block: Int32,
-        position: Int32,
+        work: Work,
+        position: tuple,
     ):
-        """One block of K or V into the ring, after `position` others."""
-        tile = self.config.tile
-        slot, phase = tensors.ring_slot(position, tile.kv_stages)
+        """This CTA's part of a block of K or V into the ring; position: (block, loads before it)."""
+        block, loads = position
+        tile, d = self.config.tile, self.config.head_dim
+        of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+        rank = cute.arch.block_idx_in_cluster() if tile.ctas > 1 else 0
+        slot, phase = tensors.ring_slot(loads, tile.kv_stages)
         full = shared.barriers.kv_full + slot
         cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.n * self.config.head_dim * 2)
-        tensors.tma_load(atom, kv_tiles[None, None, block], shared.kv[None, None, slot], full)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.keys * d * 2)
+        if cutlass.const_expr(operand == "k"):
+            place = (block * tile.ctas + rank, 0)
+            source = cute.local_tile(of_head, (tile.keys, d), place)
+            tensors.tma_load(maps.k, source, shared.k[None, None, slot], full)
+        else:
+            source = cute.local_tile(of_head, (tile.n, tile.columns_of_v(d)), (block, rank))
+            tensors.tma_load(maps.v, source, shared.v[None, None, slot], full)
 
     @cute.jit
-    def multiply(self, shared: Shared, schedule: Schedule):
+    def multiply(self, shared: Shared, turns: Int32):
         """MMA warp: all products of all tiles."""
         used, live = Int32(0), Int32(0)
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.config.shape)
-                count = work.blocks.end - work.blocks.begin
-                if count > 0:
-                    self.multiply_tile(shared, work, live, used)
-                    live += 1
-                    used += count
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            count = work.blocks.end - work.blocks.begin
+            if count > 0:
+                self.multiply_tile(shared, work, live, used)
+                live += 1
+                used += count
 
     @cute.jit
     def multiply_tile(self, shared: Shared, work: Work, live: Int32, used: Int32):
@@ -336,28 +382,28 @@ class Forward:
                 slot = self.await_block(shared, position)
                 for t in cutlass.range_constexpr(tiles):
                     if cutlass.const_expr(i == 0):
-                        cute.arch.mbarrier_wait(barriers.q_full + t, live & 1)
+                        products.wait(barriers.q_full + t, live & 1, tile.ctas)
                     self.multiply_scores(shared, t, slot, used + i, i == count - 1)
-                products.commit(barriers.kv_empty + slot)
+                products.commit(barriers.kv_empty + slot, tile.ctas)
                 position += 1
         for step in cutlass.range(count, unroll=1):
             v_slot = self.await_block(shared, position)
             position += 1
             if (step == 0) & work.padded_keys:
-                self.clear_padding(shared.kv[None, None, v_slot], work)
+                self.clear_padding(shared.v[None, None, v_slot], work)
             for t in cutlass.range_constexpr(tiles):
                 self.multiply_values(shared, t, v_slot, used + step, step > 0)
                 # Never a phase that nobody waits for: commits may arrive out of order.
                 if (tiles == 1) | (step == count - 1):
-                    products.commit(barriers.o_full + t)
+                    products.commit(barriers.o_full + t, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
-                    products.commit(barriers.kv_empty + v_slot)
+                    products.commit(barriers.kv_empty + v_slot, tile.ctas)
                 if step + ahead < count:
                     k_slot = self.await_block(shared, position, t == 0)
                     last = step + ahead == count - 1
                     self.multiply_scores(shared, t, k_slot, used + step + ahead, last)
                     if cutlass.const_expr(t == tiles - 1):
-                        products.commit(barriers.kv_empty + k_slot)
+                        products.commit(barriers.kv_empty + k_slot, tile.ctas)
             if step + ahead < count:
                 position += 1
 
@@ -368,8 +414,32 @@ class Forward:
         """Waits for a load into the ring, if this is its first use; returns its slot."""
         slot, phase = tensors.ring_slot(position, self.config.tile.kv_stages)
         if cutlass.const_expr(first):
-            cute.arch.mbarrier_wait(shared.barriers.kv_full + slot, phase)
+            products.wait(shared.barriers.kv_full + slot, phase, self.config.tile.ctas)
         return slot
+
+    @cute.jit
+    def pass_on(self, shared: Shared, turns: Int32):
+        """MMA warp of a pair's odd CTA: tells the even one's of what has been loaded here."""
+        tile, barriers = self.config.tile, shared.barriers
+        live, position = Int32(0), Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            loads = 2 * (work.blocks.end - work.blocks.begin)
+            # The first V block comes behind the K blocks that come ahead.
+            first_v = cutlass.min(tile.buffers_per_tile, loads // 2)
+            for load in cutlass.range(loads, unroll=1):
+                slot, phase = tensors.ring_slot(position + load, tile.kv_stages)
+                cute.arch.mbarrier_wait(barriers.kv_full + slot, phase)
+                if (load == first_v) & work.padded_keys:
+                    self.clear_padding(shared.v[None, None, slot], work)
+                products.arrive(barriers.kv_full + slot, ctas=tile.ctas)
+                if load == 0:
+                    for t in cutlass.range_constexpr(tile.query_tiles):
+                        cute.arch.mbarrier_wait(barriers.q_full + t, live & 1)
+                        products.arrive(barriers.q_full + t, ctas=tile.ctas)
+            position += loads
+            if loads > 0:
+                live += 1
 
     @cute.jit
     def multiply_scores(
@@ -385,18 +455,17 @@ class Forward:
         tile, d = self.config.tile, self.config.head_dim
         row_bytes = d * 2
         q = products.k_major(shared.q.iterator, tile.rows, d, tile.span_bytes)
-        k = products.k_major(shared.kv.iterator, tile.n, d, tile.span_bytes)
+        k = products.k_major(shared.k.iterator, tile.keys, d, tile.span_bytes)
         self.qk.issue(
             self.config.columns.s[0] + buffer * tile.n,
             q.moved(t * tile.rows * row_bytes),
-            k.moved(k_slot * (tile.n * row_bytes)),
+            k.moved(k_slot * (tile.keys * row_bytes)),
             False,
             (0, d // products.K_STEP),
         )
-        products.commit(shared.barriers.s_full + buffer)
-        if cutlass.const_expr(tile.output_tiles > 0):
-            if last:
-                products.commit(shared.barriers.q_empty + t)
+        products.commit(shared.barriers.s_full + buffer, tile.ctas)
+        if last:
+            products.commit(shared.barriers.q_empty + t, tile.ctas)
 
     @cute.jit
     def multiply_values(
@@ -412,13 +481,13 @@ class Forward:
         n = tile.n
         buffer, phase = self.config.buffer(t, ordinal)
         p = self.config.columns.p[0] + buffer * n
-        v = products.mn_major(shared.kv.iterator, n, tile.span_bytes)
-        v = v.moved(v_slot * (n * self.config.head_dim * 2))
+        v = products.mn_major(shared.v.iterator, n, tile.span_bytes)
+        v = v.moved(v_slot * (tile.keys * self.config.head_dim * 2))
         acc = self.config.columns.o[t]
         first = 0
         for part in cutlass.range_constexpr(len(tile.parts)):
             barrier = part_barrier(shared.barriers, tile, buffer, part)
-            cute.arch.mbarrier_wait(barrier, phase)
+            products.wait(barrier, phase, tile.ctas)
             ptx.fence_after_sync()
             end = tile.parts[part] // products.K_STEP
             self.pv.issue(acc, p, v, accumulate if part == 0 else True, (first, end))
@@ -434,34 +503,39 @@ class Forward:
         cute.arch.sync_warp()
 
     @cute.jit
-    def store(self, maps: Maps, shared: Shared, schedule: Schedule):
+    def store(self, maps: Maps, shared: Shared, turns: Int32):
         """Store warp: output tiles to global memory."""
-        tile, d, turns = self.config.tile, self.config.head_dim, Int32(0)
+        stored = Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            for t in cutlass.range_constexpr(self.config.tile.query_tiles):
+                self.store_tile(maps, shared, work, t, stored)
+                stored += 1
+
+    @cute.jit
+    def store_tile(
+        self, maps: Maps, shared: Shared, work: Work, t: cutlass.Constexpr[int], stored: Int32
+    ):
+        """Output tile t of the CTA, after `stored` others, span by span."""
+        tile = self.config.tile
         units = tile.rows // UNIT
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.config.shape)
-                for t in cutlass.range_constexpr(tile.query_tiles):
-                    buffer, phase = output_buffer(tile, turns, t)
-                    cute.arch.mbarrier_wait(shared.barriers.out_full + buffer, phase)
-                    # One thread stores, since the group that it waits for is its own.
-                    with cute.arch.elect_one():
-                        if work.pack == 1:
-                            target = self.coordinates(work, t * units, tile.rows)
-                            tensors.tma_store(maps.o_rows, shared.o[None, None, buffer], target)
-                        else:
-                            for unit in cutlass.range(units, unroll=1):
-                                target = self.coordinates(work, t * units + unit, UNIT)
-                                tile_o = shared.o[None, None, buffer]
-                                o = cute.local_tile(tile_o, (UNIT, d), (unit, 0))
-                                tensors.tma_store(maps.o, o, target)
-                        cute.arch.cp_async_bulk_commit_group()
-                        # Behind the last tile, too: shared memory outlives what the stores read.
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        cute.arch.mbarrier_arrive(shared.barriers.out_empty + buffer)
-                        if cutlass.const_expr(tile.output_tiles == 0):
-                            cute.arch.mbarrier_arrive(shared.barriers.q_empty + t)
-                turns += 1
+        for span in cutlass.range(self.config.head_dim // tile.span, unroll=1):
+            cute.arch.mbarrier_wait(shared.barriers.out_full + span, stored & 1)
+            # One thread stores, since the group that it waits for is its own.
+            with cute.arch.elect_one():
+                o = cute.local_tile(shared.o, (tile.rows, tile.span), (0, span))
+                if work.pack == 1:
+                    target = self.coordinates(work, t * units, (tile.rows, tile.span), span)
+                    tensors.tma_store(maps.o_rows, o, target)
+                else:
+                    for unit in cutlass.range(units, unroll=1):
+                        target = self.coordinates(work, t * units + unit, (UNIT, tile.span), span)
+                        rows = cute.local_tile(o, (UNIT, tile.span), (unit, 0))
+                        tensors.tma_store(maps.o, rows, target)
+                cute.arch.cp_async_bulk_commit_group()
+                # Behind the last tile, too: shared memory outlives what the stores read.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(shared.barriers.out_empty + span)
 
 
 Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -486,7 +560,7 @@ def source(key: KernelKey) -> KernelSource:
         ),
         params=(
             launches.bthd_map("q", UNIT, tile.span_bytes),
-            launches.bthd_map("k", tile.n, tile.span_bytes),
+            launches.bthd_map("k", tile.keys, tile.span_bytes),
             launches.bthd_map("v", tile.n, tile.span_bytes),
             launches.bthd_map("o", UNIT, tile.span_bytes),
             launches.bthd_map("q", tile.rows, tile.span_bytes, "q_rows_map"),
@@ -500,12 +574,14 @@ def source(key: KernelKey) -> KernelSource:
                 Factor(buffer="q", axis=1, divisor=tile.m),
                 Factor(buffer="q", axis=2),
                 Factor(buffer="q", axis=0),
+                *([Factor(tile.ctas)] if tile.ctas > 1 else []),
             ),
             launches.ONE,
             launches.ONE,
         ),
         block=(tile.threads, 1, 1),
         dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
+        cluster=(tile.ctas, 1, 1),
         persistent=True,
     )
     host_arguments = (

@@ -6,10 +6,9 @@ from cutlass import Float32, Int32
 
 from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
-from kernels.common.schedule import Schedule
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.forward_data import FACTORS, Config, Shared, output_buffer, part_barrier
-from kernels.sm100.packing import UNIT, Work, assign
+from kernels.sm100.forward_data import FACTORS, Config, Shared, part_barrier, take
+from kernels.sm100.packing import UNIT, Work
 from kernels.sm100.tiles import SPECULATED
 
 LN_2 = 0.6931471805599453
@@ -28,30 +27,33 @@ class RowRoles:
     def soften(
         self,
         shared: Shared,
-        schedule: Schedule,
-        lse: cute.Pointer,
+        turns: Int32,
+        output: tuple,
         scales: tuple,
+        window: tuple,
     ):
-        """Softmax warps: probabilities of all blocks of all tiles, and the LSE."""
+        """Softmax warps: probabilities of all blocks of all tiles, and the LSE.
+
+        output: (lse, its length, its heads).
+        """
         scale_log2, rescale_threshold_log2 = scales
         scales = (scale_log2, rescale_threshold_log2 / scale_log2)
-        _, query_length, _, heads, _ = schedule.sizes
+        lse, query_length, heads = output
         thread, _, _ = cute.arch.thread_idx()
         used, live = Int32(0), Int32(0)
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.config.shape)
-                count = work.blocks.end - work.blocks.begin
-                query, head = work.unit(thread // UNIT)
-                row_lse = cute.make_tensor(
-                    lse + (cutlass.Int64(work.batch) * heads + head) * query_length,
-                    cute.make_layout(query_length),
-                )
-                row = query + thread % UNIT
-                self.soften_tile(shared, work, row_lse, scales, (row, live, used))
-                if count > 0:
-                    live += 1
-                    used += count
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn, window if self.config.band else None)
+            count = work.blocks.end - work.blocks.begin
+            query, head = work.unit(thread // UNIT)
+            row_lse = cute.make_tensor(
+                lse + (cutlass.Int64(work.batch) * heads + head) * query_length,
+                cute.make_layout(query_length),
+            )
+            row = query + thread % UNIT
+            self.soften_tile(shared, work, row_lse, scales, (row, live, used))
+            if count > 0:
+                live += 1
+                used += count
 
     @cute.jit
     def soften_tile(
@@ -189,24 +191,23 @@ class RowRoles:
         """What this warp has stored of P may be multiplied."""
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
-        products.arrive(barrier)
+        products.arrive(barrier, ctas=self.config.tile.ctas)
 
     @cute.jit
-    def correct(self, shared: Shared, schedule: Schedule):
+    def correct(self, shared: Shared, turns: Int32):
         """Correction warps: rescaling of O, and output tiles to shared memory."""
-        used, live, turns = Int32(0), Int32(0), Int32(0)
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.config.shape)
-                count = work.blocks.end - work.blocks.begin
-                if count > 0:
-                    self.correct_tile(shared, used, count)
-                for t in cutlass.range_constexpr(self.config.tile.query_tiles):
-                    self.write_output(shared, t, (count > 0, live, turns, used + count - 1))
-                turns += 1
-                if count > 0:
-                    live += 1
-                    used += count
+        used, live, written = Int32(0), Int32(0), Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            count = work.blocks.end - work.blocks.begin
+            if count > 0:
+                self.correct_tile(shared, used, count)
+            for t in cutlass.range_constexpr(self.config.tile.query_tiles):
+                self.write_output(shared, t, (count > 0, live, written, used + count - 1))
+                written += 1
+            if count > 0:
+                live += 1
+                used += count
 
     @cute.jit
     def correct_tile(self, shared: Shared, used: Int32, count: Int32):
@@ -223,7 +224,7 @@ class RowRoles:
                     ptx.fence_after_sync()
                     self.rescale(shared, t, buffer)
                 ptx.fence_before_sync()
-                products.arrive(shared.barriers.p_early + buffer)
+                products.arrive(shared.barriers.p_early + buffer, ctas=self.config.tile.ctas)
 
     @cute.jit
     def rescale(self, shared: Shared, t: cutlass.Constexpr[int], buffer: Int32):
@@ -246,10 +247,10 @@ class RowRoles:
     ):
         """O / sum of one query tile to shared memory; 0 where there is no output.
 
-        position: (whether the tile has blocks, such tiles before it, tiles before it, ordinal of
-        its last block).
+        position: (whether the tile has blocks, such tiles before it, outputs before this one,
+        ordinal of the tile's last block).
         """
-        has_blocks, live, turn, last = position
+        has_blocks, live, written, last = position
         thread, _, _ = cute.arch.thread_idx()
         lane_row = thread % self.config.tile.rows
         inverse = Float32(NO_OUTPUT)
@@ -261,26 +262,29 @@ class RowRoles:
             phase = last if cutlass.const_expr(alone) else live
             cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
             ptx.fence_after_sync()
-        out, phase = output_buffer(self.config.tile, turn, t)
-        cute.arch.mbarrier_wait(shared.barriers.out_empty + out, phase ^ 1)
-        lanes = products.lane_base()
+        first = products.lane_base() + self.config.columns.o[t]
+        tile, d = self.config.tile, self.config.head_dim
         # A loop that stays one: unrolled, the addresses of all stores would be kept in registers.
-        for start in cutlass.range(0, self.config.head_dim, CHUNK, unroll=1):
-            rounded = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
-            pairs = cute.recast_tensor(rounded, Int32)
-            pairs.fill(0)
-            if has_blocks:
-                values = ptx.tmem_load(lanes + self.config.columns.o[t] + start, CHUNK)
-                values = softmax.multiply(values, inverse)
-                for i in cutlass.range_constexpr(CHUNK // 2):
-                    pair = common_ptx.round_pair(
-                        self.config.dtype, values[2 * i], values[2 * i + 1]
-                    )
-                    pairs[i] = Int32(cutlass.select_(inverse < 0.0, Int32(0), pair))
-            row = cute.local_tile(shared.o[lane_row, None, out], (CHUNK,), (start // CHUNK,))
-            cute.autovec_copy(rounded, row)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        products.arrive(shared.barriers.out_full + out)
+        for span in cutlass.range(0, d // tile.span, unroll=1):
+            cute.arch.mbarrier_wait(shared.barriers.out_empty + span, (written & 1) ^ 1)
+            for chunk in cutlass.range_constexpr(tile.span // CHUNK):
+                place = span * (tile.span // CHUNK) + chunk
+                target = cute.local_tile(shared.o[lane_row, None], (CHUNK,), (place,))
+                rounded = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
+                pairs = cute.recast_tensor(rounded, Int32)
+                if has_blocks:
+                    values = ptx.tmem_load(first + place * CHUNK, CHUNK)
+                    values = softmax.multiply(values, inverse)
+                    for i in cutlass.range_constexpr(CHUNK // 2):
+                        pairs[i] = common_ptx.round_pair(
+                            self.config.dtype, values[2 * i], values[2 * i + 1]
+                        )
+                    cute.autovec_copy(rounded, target)
+                if inverse < 0.0:
+                    pairs.fill(0)
+                    cute.autovec_copy(rounded, target)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            products.arrive(shared.barriers.out_full + span)
 
 
 def factor_barrier(buffer: Int32) -> Int32:

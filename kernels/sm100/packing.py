@@ -14,13 +14,14 @@ from cutlass import Int32
 
 from kernels.common import bands, tensors
 from kernels.common.schedule import ForwardShape, Schedule, batch_band, nth_tile
+from kernels.sm100.tiles import ForwardTile
 
 UNIT = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One tile's work: units of one batch element and KV head."""
+    """One tile's work: units of one batch element and KV head; of a pair's tile, this CTA's."""
 
     first_unit: Int32
     pack: Int32
@@ -37,13 +38,42 @@ class Work:
         return queries * UNIT, self.head + head
 
 
-def make_schedule(extents: cute.Pointer, sizes: tuple, window: tuple, rows: int) -> Schedule:
-    """The schedule of query tiles of so many rows."""
+WORDS = 13
+"""What describes one tile's work, apart from the window, which all have."""
+
+
+def to_words(work: Work) -> list[Int32]:
+    """A tile's work as the schedule warp passes it on."""
+    band, blocks = work.band, work.blocks
+    return [
+        *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
+        *(band.query_length, band.key_length, band.offset),
+        *(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end),
+        Int32(work.padded_keys),
+    ]
+
+
+def from_words(words: list[Int32], window: tuple | None) -> Work:
+    """The inverse of to_words; window (left, right), or None for a dense kernel or no need of it."""
+    left, right = (bands.UNBOUNDED, bands.UNBOUNDED) if window is None else window
+    return Work(
+        *words[:5],
+        bands.Band(*words[5:8], left, right),
+        bands.BlockRange(*words[8:12]),
+        words[12] != 0,
+    )
+
+
+def make_schedule(
+    extents: cute.Pointer, sizes: tuple, window: tuple, tile: ForwardTile
+) -> Schedule:
+    """The schedule of a CTA's, or a pair's, query rows."""
     batch, query_length, _, heads, _ = sizes
-    pack = _pack(sizes, rows)
-    tiles = _tiles(query_length, pack, rows) * (heads // pack) * batch
+    pack = _pack(sizes, tile.m)
+    tiles = _tiles(query_length, pack, tile.m) * (heads // pack) * batch
     ctas, _, _ = cute.arch.grid_dim()
-    return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
+    takers = ctas // tile.ctas if tile.ctas > 1 else ctas
+    return Schedule(extents, sizes, window, tiles, (tiles + takers - 1) // takers, tile.ctas)
 
 
 def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
@@ -65,6 +95,8 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     rows = last_query - first_query + 1
     blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
     padded = (blocks.end * shape.n > band.key_length) & (band.key_length < key_length)
+    if schedule.cluster > 1:
+        first_unit += cute.arch.block_idx_in_cluster() * (units // schedule.cluster)
     return Work(first_unit, pack, head, head // group, batch_index, band, blocks, padded)
 
 

@@ -64,11 +64,16 @@ def _operand(
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """m x n accumulators in tensor memory, fp32, from 16-bit operands."""
+    """m x n accumulators in tensor memory, fp32, from 16-bit operands.
+
+    A pair of CTAs has half of the rows of the accumulators and of A each, and half of B's columns
+    (its extent along N), at the same addresses; one thread of the even CTA issues.
+    """
 
     dtype: Any
     m: int
     n: int
+    ctas: int = 1
 
     def issue(
         self,
@@ -101,7 +106,7 @@ class Product:
             lines += _descriptor("b", "{$r2}", b, step, "y")
             before = "before" if step == steps[0] else "always"
             lines.append(
-                "@leader tcgen05.mma.cta_group::1.kind::f16"
+                f"@leader tcgen05.mma.cta_group::{self.ctas}.kind::f16"
                 f" [d], {a_text}, b, {self._instruction(a, b)}, {before};"
             )
         cute.arch.inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
@@ -122,11 +127,17 @@ def _descriptor(name: str, low: str, operand: Operand, step: int, word: str = "x
     ]
 
 
-def commit(barrier: cute.Pointer):
-    """Arrives once all products that this warp has issued are complete."""
+def commit(barrier: cute.Pointer, ctas: int = 1):
+    """Arrives, in both CTAs of a pair, once all products that this warp has issued are complete."""
+    instruction = f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster"
+    registers = ".reg .pred leader;"
+    if ctas == 1:
+        instruction += ".b64 [{$r0}];"
+    else:
+        registers += " .reg .b16 both; mov.b16 both, 3;"
+        instruction += ".multicast::cluster.b64 [{$r0}], both;"
     cute.arch.inline_ptx(
-        "{ .reg .pred leader; elect.sync _|leader, -1;"
-        " @leader tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}]; }",
+        f"{{ {registers} elect.sync _|leader, -1; @leader {instruction} }}",
         read_only_args=[barrier.toint().to(Int32)],
     )
 
@@ -139,13 +150,33 @@ def lane_base() -> Int32:
     return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21
 
 
-def arrive(*barriers: cute.Pointer):
-    """One arrival per warp at each barrier, behind what all its lanes did."""
+def arrive(*barriers: cute.Pointer, ctas: int = 1):
+    """One arrival per warp at each barrier, in a pair the even CTA's, behind what its lanes did."""
     cute.arch.sync_warp()
-    arrivals = " ".join(
-        f"@leader mbarrier.arrive.shared::cta.b64 _, [{{$r{i}}}];" for i in range(len(barriers))
-    )
+    registers = ".reg .pred leader;"
+    if ctas == 1:
+        arrival = "@leader mbarrier.arrive.shared::cta.b64 _, [{{$r{}}}];"
+    else:
+        registers += " .reg .b32 even;"
+        arrival = (
+            "mapa.shared::cluster.u32 even, {{$r{}}}, 0;"
+            " @leader mbarrier.arrive.release.cluster.shared::cluster.b64 _, [even];"
+        )
+    arrivals = " ".join(arrival.format(i) for i in range(len(barriers)))
     cute.arch.inline_ptx(
-        f"{{ .reg .pred leader; elect.sync _|leader, -1; {arrivals} }}",
+        f"{{ {registers} elect.sync _|leader, -1; {arrivals} }}",
         read_only_args=[barrier.toint().to(Int32) for barrier in barriers],
+    )
+
+
+def wait(barrier: cute.Pointer, parity: Int32, ctas: int = 1):
+    """Waits for a phase; with ctas = 2 also for what the pair's other CTA did before it arrived."""
+    if ctas == 1:
+        cute.arch.mbarrier_wait(barrier, parity)
+        return
+    cute.arch.inline_ptx(
+        "{ .reg .pred over; WAIT:"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [{$r0}], {$r1};"
+        " @!over bra WAIT; }",
+        read_only_args=[barrier.toint().to(Int32), Int32(parity)],
     )

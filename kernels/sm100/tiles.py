@@ -40,31 +40,46 @@ class ForwardTile:
     Attributes:
       n: keys of a block.
       kv_stages: depth of the ring that K and V blocks share.
+      ctas: 1, or 2: a pair on neighbouring SMs. Each has query tiles of its own, but only half of
+        the keys of a K block and half of the columns of a V block: the pair's products (M = 256)
+        read both halves.
       parts: keys of a block up to which the MMA warp gets probabilities at a time; the last is n.
       query_tiles: of a CTA, 1 or 2, of `rows` query rows each.
       polynomial_pairs: with `polynomial_exp2`, how many of every 16 pairs of exponentials are
         polynomials, but none in the first and last 32 keys of a block: there the latency counts.
       registers: by role.
       span_bytes: swizzle span of all operand tiles.
-      output_tiles: how many output tiles have memory of their own, in turn, so that the next query
-        tiles can be loaded while they are stored; with 0 they take the query tiles'.
     """
 
     n: int
     kv_stages: int
     parts: tuple[int, ...]
     query_tiles: int = 2
+    ctas: int = 1
     polynomial_pairs: int = 0
     registers: RegisterBudget = RegisterBudget(192, 80, 48)
     span_bytes: int = 128
-    output_tiles: int = 1
 
     rows = 128  # of a query tile: one per lane of tensor memory
 
     @property
     def m(self) -> int:
-        """Query rows of a CTA."""
-        return self.rows * self.query_tiles
+        """Query rows of a CTA, or of a pair."""
+        return self.rows * self.query_tiles * self.ctas
+
+    @property
+    def keys(self) -> int:
+        """Keys of a K block that a CTA has."""
+        return self.n // self.ctas
+
+    @property
+    def span(self) -> int:
+        """Columns of a swizzle span: what of an output tile is stored at a time."""
+        return self.span_bytes // 2
+
+    def columns_of_v(self, head_dim: int) -> int:
+        """Columns of a V block that a CTA has."""
+        return head_dim // self.ctas
 
     @property
     def buffers_per_tile(self) -> int:
@@ -72,17 +87,15 @@ class ForwardTile:
         return BUFFERS // self.query_tiles
 
     @property
-    def output_buffers(self) -> int:
-        """How many output tiles shared memory holds at a time."""
-        return self.output_tiles or self.query_tiles
-
-    @property
     def threads(self) -> int:
         return WARPS * 32
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Barriers and row statistics (3 KiB with padding), query and output tiles, the ring."""
-        rows = self.m + self.output_tiles * self.rows + self.kv_stages * self.n
+        """Barriers and row statistics (3 KiB with padding), query tiles, an output tile, the ring.
+
+        With output in memory of its own the next query tiles are loaded while it is stored.
+        """
+        rows = (self.query_tiles + 1) * self.rows + self.kv_stages * self.keys
         return 3 * 1024 + rows * head_dim * 2
 
     def columns(self, head_dim: int) -> TensorColumns:
@@ -116,8 +129,8 @@ FORWARD_TILES: dict[int, ForwardTile] = {
     64: ForwardTile(n=128, kv_stages=8, parts=(64, 96, 128), polynomial_pairs=8),
     96: ForwardTile(n=128, kv_stages=6, parts=(64, 96, 128), polynomial_pairs=4, span_bytes=64),
     128: ForwardTile(n=128, kv_stages=4, parts=(64, 96, 128), polynomial_pairs=4),
-    192: ForwardTile(n=64, kv_stages=5, parts=(32, 64), output_tiles=0),
-    256: ForwardTile(n=64, kv_stages=5, parts=(32, 64), query_tiles=1, output_tiles=0),
+    192: ForwardTile(n=128, kv_stages=5, parts=(64, 96, 128), query_tiles=1, ctas=2, span_bytes=64),
+    256: ForwardTile(n=128, kv_stages=3, parts=(64, 96, 128), query_tiles=1, ctas=2),
 }
 
 

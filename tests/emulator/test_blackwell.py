@@ -68,6 +68,17 @@ CASES = (
         key_lengths=(100, 0),
         poison=True,
     ),
+    # Tile after tile of one CTA without a key, while its load warp is starved.
+    Case(
+        batch=8,
+        heads=(1, 1),
+        query_length=130,
+        key_length=140,
+        head_dim=192,
+        key_lengths=(0, 0, 0, 0, 0, 0, 0, 140),
+    ),
+    # Tiles of two rows of pairs, the second of which has no queries.
+    Case(batch=1, heads=(4, 2), query_length=100, key_length=600, head_dim=192, growing=True),
 )
 
 

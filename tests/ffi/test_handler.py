@@ -78,7 +78,7 @@ def test_empty_grid_launches_nothing(run: Run, tmp_path: pathlib.Path) -> None:
     assert outcome.launches == []
 
 
-@pytest.mark.parametrize(("processors", "blocks"), [(4, 4), (132, 9)])
+@pytest.mark.parametrize(("processors", "blocks"), [(1, 2), (4, 4), (5, 4), (132, 9)])
 def test_persistent_grid_is_capped(
     run: Run, tmp_path: pathlib.Path, processors: int, blocks: int
 ) -> None:

@@ -33,7 +33,8 @@ MUFU, EX2 = 0x308, 2
 def test_forward_tile_fits(head_dim: int) -> None:
     tile = tiles.FORWARD_TILES[head_dim]
     assert tile.smem_bytes(head_dim) <= tiles.MAX_DYNAMIC_SMEM_BYTES
-    assert head_dim * 2 % tile.span_bytes == 0
+    assert tile.columns_of_v(head_dim) % tile.span == 0 and tile.span % 32 == 0
+    assert tile.ctas in (1, 2) and tile.keys % 8 == 0
     assert tile.n % 16 == 0 and tile.n <= 256
     assert all(keys % 32 == 0 for keys in tile.parts) and tile.parts[-1] == tile.n
     assert list(tile.parts) == sorted(set(tile.parts)) and len(tile.parts) > 1
@@ -66,7 +67,8 @@ def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
 
     One body of softmax for each kind of block (masked or not), which makes its first exponentials
     again where a reference moves; one of the MMA warp's loop behind its first scores, one of the
-    correction warps' rescaling. Q and O by tiles and, for several heads in a tile, by units.
+    correction warps' rescaling. Q and O by tiles and, for several heads in a tile, by units; O is
+    written and stored span by span. In a pair both CTAs run the same code.
     """
     assert counted(key, OPCODES) == expected(key)
 
@@ -95,10 +97,10 @@ def expected(key: KernelKey) -> dict[str, int]:
     polynomial = 2 * tile.polynomial_pairs * middle if key.polynomial_exp2 else 0
     return {
         "UTCHMMA": tile.query_tiles * (scores * d // 16 + tile.n // 16),
-        "LDTM": bodies * (tile.n // 32 + 1) + tile.query_tiles * (d // 32 + 1),
+        "LDTM": bodies * (tile.n // 32 + 1) + tile.query_tiles * (d // 32 + tile.span // 32),
         "STTM": bodies * tile.n // 32 + tile.query_tiles * d // 32,
-        "UTMALDG": spans * (2 * tile.query_tiles + scores + 1),
-        "UTMASTG": spans * 2 * tile.query_tiles,
+        "UTMALDG": spans * (2 * tile.query_tiles + scores) + spans // tile.ctas,
+        "UTMASTG": 2 * tile.query_tiles,
         "MUFU.EX2": bodies * (tiles.SPECULATED + tile.n - polynomial + 1),
     }
 
@@ -107,13 +109,17 @@ def test_arrivals_follow_from_the_roles() -> None:
     """Barriers count the warps that signal them. Imports cutlass, so in a process of its own."""
     source = (
         "from kernels.sm100.forward_data import ARRIVALS as a, WARPS_OF_ROLE as roles, Barriers\n"
+        "from kernels.sm100.forward_data import IN_EVEN_CTA\n"
         "import dataclasses\n"
         "warps = {role: count for role, (_, count) in roles.items()}\n"
+        "assert a['work_empty'] == 16 - 1 - warps['softmax0'] - warps['softmax1']\n"
+        "assert set(IN_EVEN_CTA) == {'q_full', 'kv_full', 'p_early', 'p_late'}\n"
         "assert warps['softmax0'] == warps['softmax1'] == warps['correction'] == 4\n"
         "assert a['p_early'] == warps['softmax0'] + warps['correction']\n"
         "assert a['p_late'] == a['sums_full'] == warps['softmax0']\n"
         "assert a['out_full'] == a['sums_empty'] == warps['correction']\n"
-        "single = set(a) - {'p_early', 'p_late', 'sums_full', 'sums_empty', 'out_full'}\n"
+        "several = {'work_empty', 'p_early', 'p_late', 'sums_full', 'sums_empty', 'out_full'}\n"
+        "single = set(a) - several\n"
         "assert all(a[name] == 1 for name in single)\n"
         "assert [f.name for f in dataclasses.fields(Barriers)] == list(a)\n"
         "taken = [w for first, count in roles.values() for w in range(first, first + count)]\n"
