@@ -15,6 +15,11 @@ while one tile's softmax works, the tensor core has the other's products. A sing
 two accumulators O do not fit tensor memory) has two buffers of scores instead: S(0) S(1), then for
 every block i: O S(i+2).
 
+A pair of CTAs (tile.ctas = 2) shares K and V: each has query tiles of its own, half of the keys of
+a K block and half of the columns of a V block, and the even CTA's MMA warp issues products of 256
+rows for both. It is told of the odd CTA's loads by that one's MMA warp, of its probabilities by its
+softmax and correction warps; its commits arrive in both. All other barriers are of one CTA.
+
     barrier      from -> to                     once per
     work_full    schedule -> all others         query tile
     work_empty   all others -> schedule         query tile
@@ -132,11 +137,8 @@ class Forward:
         o_rows_map, _ = cpasync.make_tiled_tma_atom(
             store, o_tensor, layout(tile.rows, tile.span), (tile.rows, tile.span)
         )
-        ctas = cute.ceil_div(query_length, tile.m) * heads * batch
-        ctas = cutlass.min(ctas, sm_count)
-        if cutlass.const_expr(tile.ctas > 1):
-            ctas = cute.ceil_div(query_length, tile.m) * heads * batch * tile.ctas
-            ctas = cutlass.min(ctas, cutlass.max(sm_count // tile.ctas, 1) * tile.ctas)
+        tiles = cute.ceil_div(query_length, tile.m) * heads * batch
+        clusters = cutlass.min(tiles, cutlass.max(sm_count // tile.ctas, 1))
         self.kernel(
             q_map,
             k_map,
@@ -156,7 +158,7 @@ class Forward:
             window_left,
             window_right,
         ).launch(
-            grid=[ctas, 1, 1],
+            grid=[clusters * tile.ctas, 1, 1],
             block=[tile.threads, 1, 1],
             cluster=[tile.ctas, 1, 1],
             stream=stream,
@@ -194,7 +196,7 @@ class Forward:
             cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base, pair)
             cute.arch.relinquish_tmem_alloc_permit(pair)
         if warp == WARPS_OF_ROLE["load"][0]:
-            for descriptor in (maps.q, maps.k, maps.v, maps.o):
+            for descriptor in (maps.q, maps.k, maps.v, maps.o, maps.q_rows, maps.o_rows):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 for name in ARRIVALS:
@@ -225,12 +227,13 @@ class Forward:
             schedule = make_schedule(extents, sizes, window, tile)
             turns = schedule.turns()
             if warp == mma_warp:
-                if cutlass.const_expr(not pair):
-                    self.multiply(shared, turns)
-                elif cute.arch.block_idx_in_cluster() == 0:
-                    self.multiply(shared, turns)
+                if cutlass.const_expr(pair):
+                    if cute.arch.block_idx_in_cluster() == 0:
+                        self.multiply(shared, turns)
+                    else:
+                        self.pass_on(shared, turns)
                 else:
-                    self.pass_on(shared, turns)
+                    self.multiply(shared, turns)
             elif warp == WARPS_OF_ROLE["load"][0]:
                 self.load(maps, shared, turns)
             elif warp == WARPS_OF_ROLE["store"][0]:
@@ -340,7 +343,10 @@ class Forward:
         work: Work,
         position: tuple,
     ):
-        """This CTA's part of a block of K or V into the ring; position: (block, loads before it)."""
+        """This CTA's part of a block of K or V into the ring.
+
+        position: (block, loads before it).
+        """
         block, loads = position
         tile, d = self.config.tile, self.config.head_dim
         of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]

@@ -54,7 +54,7 @@ def to_words(work: Work) -> list[Int32]:
 
 
 def from_words(words: list[Int32], window: tuple | None) -> Work:
-    """The inverse of to_words; window (left, right), or None for a dense kernel or no need of it."""
+    """The inverse of to_words; window: (left, right), or None for who does not look at the mask."""
     left, right = (bands.UNBOUNDED, bands.UNBOUNDED) if window is None else window
     return Work(
         *words[:5],
