@@ -46,8 +46,7 @@ def attention(
     Args:
       query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32.
       key, value: [B, S, K, H] or [S, K, H], of query's dtype. N is a multiple of K; query head n
-        uses key head n // (N // K). Value may have another head dim; the narrower operands are
-        padded with zeros to the wider one.
+        uses key head n // (N // K). Value may have another head dim.
       bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
         missing). Differentiable.
       mask: True where a query may see a key; boolean, broadcasts like bias.
@@ -97,7 +96,6 @@ def attention(
     plan = make_plan(problem, current_target(), implementation)
     _report(plan)
     output, lse = partition.in_mesh(_attend, plan, operands)
-    output = output[..., : jnp.shape(value)[-1]]
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
@@ -124,7 +122,7 @@ class Call:
 
 
 def canonicalise(call: Call) -> tuple[Operands, Problem]:
-    """Checked operands of rank 4 and one head dim, and the static facts about them.
+    """Checked operands of rank 4, and the static facts about them.
 
     Raises:
       ValueError, NotImplementedError: as `attention`.
@@ -133,8 +131,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     validate.arrays(q, k, v)
     scale = validate.scale(call.scale, q.shape[-1])
     q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
-    q, k, v = _widened(q, k, v)
-    (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
+    (b, t, n, h), (_, s, kv_heads, value_dim) = q.shape, v.shape
     validate.lengths("query_seq_lengths", call.query_seq_lengths, b)
     validate.lengths("key_value_seq_lengths", call.key_value_seq_lengths, b)
     validate.query_offset(call.query_offset, b)
@@ -158,24 +155,11 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         has_mask=mask is not None,
         deterministic=validate.flag("deterministic", call.deterministic),
         numerics=validate.choice("numerics", call.numerics, validate.NUMERICS),
+        value_dim=None if value_dim == h else value_dim,
     )
     operands = Operands(q, k, v, _extents(problem, call), bias, mask)
     axes = types.union_varying(operands)
     return jax.tree.map(lambda x: types.cast_varying(x, axes), operands), problem
-
-
-def _widened(*operands: jax.Array) -> list[jax.Array]:
-    """The operands with as many features as the widest has, zeros behind their own.
-
-    Products ignore zeros of query and key; value's become zeros of the output.
-    """
-    width = max(x.shape[-1] for x in operands)
-
-    def widened(x: jax.Array) -> jax.Array:
-        missing = width - x.shape[-1]
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
-
-    return [widened(x) for x in operands]
 
 
 def _rank_4(x: Any) -> jax.Array | None:

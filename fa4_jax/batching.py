@@ -137,17 +137,12 @@ def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
 def _forward_in_heads(plan: Plan, size: int, operands: Operands) -> ForwardResult:
     """Batched queries of the same keys: more query heads in each key head's group."""
     problem = plan.problem
-    b, t, k, g, h = (
-        problem.batch,
-        problem.query_length,
-        problem.kv_heads,
-        problem.group,
-        problem.head_dim,
-    )
+    b, t, k, g = problem.batch, problem.query_length, problem.kv_heads, problem.group
+    h, value_dim = problem.head_dims
     q = operands.query.reshape(size, b, t, k, g, h).transpose(1, 2, 3, 4, 0, 5)
     q = q.reshape(b, t, k * g * size, h)
     o, lse = forward(plan.resized(query_heads=k * g * size))(operands._replace(query=q))
-    o = o.reshape(b, t, k * g, size, h).transpose(3, 0, 1, 2, 4)
+    o = o.reshape(b, t, k * g, size, value_dim).transpose(3, 0, 1, 2, 4)
     return o, lse.reshape(b, k * g, size, t).transpose(2, 0, 1, 3)
 
 

@@ -301,7 +301,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
             return new_top, total, acc
 
         zero = types.cast_varying(jnp.zeros((*q.shape[:-1], 1), jnp.float32), axes)
-        acc = types.cast_varying(jnp.zeros(q.shape, jnp.float32), axes)
+        acc = jnp.zeros((*q.shape[:-1], values.shape[-1]), jnp.float32)
+        acc = types.cast_varying(acc, axes)
         top, total, acc = _loop(steps.row_range(row_block), step, (zero - jnp.inf, zero, acc))
         empty = total == 0
         if problem.has_lengths:
@@ -369,8 +370,9 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             dq = lax.dynamic_update_index_in_dim(dq, rows, row_block, 0)
             return dq, dbias, dk, dv
 
-        zero = types.cast_varying(jnp.zeros(keys.shape[1:], jnp.float32), axes)
-        dq, dbias, dk, dv = _loop(steps.key_range(key_block), step, (*carry, zero, zero))
+        zeros = (jnp.zeros(x.shape[1:], jnp.float32) for x in (keys, values))
+        zeros = (types.cast_varying(x, axes) for x in zeros)
+        dq, dbias, dk, dv = _loop(steps.key_range(key_block), step, (*carry, *zeros))
         dk *= jnp.float32(problem.scale)
         return (dq, dbias), (dk.astype(keys.dtype), dv.astype(values.dtype))
 

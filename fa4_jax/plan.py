@@ -76,9 +76,10 @@ def kernel_keys(
     Raises:
       KeyError: the head dim has no tile (`unsupported` says so in words).
     """
-    tile = head_dim_tile(problem.head_dim)
+    # The tile holds the wider one; copies fill the other up with zeros, and leave zeros out.
+    tile = head_dim_tile(max(problem.head_dims))
     if tile is None:
-        raise KeyError(problem.head_dim)
+        raise KeyError(problem.head_dims)
 
     def key(kernel: Pass, **flags: bool) -> KernelKey:
         return KernelKey(arch, kernel, problem.dtype, tile, **flags)
@@ -102,10 +103,11 @@ def unsupported(problem: Problem) -> str | None:
         return "mask: the kernels take no dense mask (use is_causal, window or lengths)"
     if problem.dtype not in DTYPES:
         return f"query dtype {problem.dtype}: the kernels take {' and '.join(DTYPES)}"
-    if problem.head_dim % 8:
-        return f"head_dim {problem.head_dim}: the kernels take multiples of 8"
-    if head_dim_tile(problem.head_dim) is None:
-        return f"head_dim {problem.head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
+    for name, head_dim in zip(("head_dim", "head_dim of value"), problem.head_dims, strict=True):
+        if head_dim % 8:
+            return f"{name} {head_dim}: the kernels take multiples of 8"
+        if head_dim_tile(head_dim) is None:
+            return f"{name} {head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
     return None
 
 

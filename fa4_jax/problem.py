@@ -24,6 +24,7 @@ class Problem:
       has_bias, has_mask: a dense [B, N, T, S] operand (or one that broadcasts to it) is added.
       deterministic: gradients must be bitwise reproducible.
       numerics: "fast" or "exact".
+      value_dim: head dim of value and output, if it is not H.
     """
 
     batch: int
@@ -41,6 +42,12 @@ class Problem:
     has_mask: bool = False
     deterministic: bool = False
     numerics: str = "fast"
+    value_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of query and key, and of value and output."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def band(self) -> bool:

@@ -148,13 +148,14 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     target = current_target()
     plan = make_plan(problem, target, implementation)
     pairs = visible_pairs(problem, kwargs) * problem.query_heads
+    head_dim, value_dim = problem.head_dims
     return Explanation(
         forward=tuple(kernel.key.name for kernel in plan.forward),
         backward=tuple(kernel.key.name for kernel in plan.backward),
         tiles=_tiles(plan, target.manifest),
         workspaces=_workspaces(plan),
-        forward_flops=4 * problem.head_dim * pairs,
-        backward_flops=10 * problem.head_dim * pairs,
+        forward_flops=2 * (head_dim + value_dim) * pairs,
+        backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs,
         forward_reason=plan.forward_reason,
         backward_reason=plan.backward_reason,
     )
@@ -170,11 +171,12 @@ def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
 
 def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     p = plan.problem
-    rows = (p.batch, p.query_length, p.query_heads, p.head_dim)
-    keys = (p.batch, p.key_length, p.kv_heads, p.head_dim)
+    head_dim, value_dim = p.head_dims
+    rows, keys = (p.batch, p.query_length, p.query_heads), (p.batch, p.key_length, p.kv_heads)
     vectors = (p.batch, p.query_heads, p.query_length)
     shapes: dict[str, tuple[int, ...]] = {"extents": (p.batch, 4)}
-    shapes |= {"q": rows, "o": rows, "do": rows, "k": keys, "v": keys}
+    shapes |= {"q": (*rows, head_dim), "k": (*keys, head_dim)}
+    shapes |= {"o": (*rows, value_dim), "do": (*rows, value_dim), "v": (*keys, value_dim)}
     shapes |= {"lse": vectors, "dlse": vectors}
     found = {}
     for kernel in plan.forward + plan.backward:

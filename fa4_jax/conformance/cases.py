@@ -49,8 +49,8 @@ class Case:
     @property
     def has_kernel(self) -> bool:
         """Whether the GPU kernels take this case."""
-        widest = max(self.head_dim, self.value_dim or 0)
-        fits = widest % 8 == 0 and widest <= HEAD_DIM_TILES[-1]
+        widths = (self.head_dim, self.value_dim or self.head_dim)
+        fits = all(width % 8 == 0 and width <= HEAD_DIM_TILES[-1] for width in widths)
         return fits and self.dtype != "f32" and not (self.bias or self.mask)
 
     @property

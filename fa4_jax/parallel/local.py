@@ -95,7 +95,6 @@ def local_attention(
         output = output.astype(operands.query.dtype)
     else:
         output, lse = _attend(scheme, sizes, problem, implementation, operands)
-    output = output[..., : jnp.shape(value)[-1]]
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output

@@ -108,7 +108,7 @@ def attention(
         values["query_offset"] = query_offset
     given = {name: jnp.asarray(x, jnp.int32) for name, x in values.items() if x is not None}
     output, lse = _on_mesh(request, *_padded(request, arrays, given))
-    output = _cut(output, problem.query_length, axis=1)[..., : jnp.shape(value)[-1]]
+    output = _cut(output, problem.query_length, axis=1)
     lse = _cut(lse, problem.query_length, axis=2)
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Launch, Result
+from fa4_jax.manifest import Factor, Launch, Param, Result
 from kernels.common import launches, tensors
 from kernels.sources import KernelSource
 
@@ -157,20 +157,19 @@ Preprocess.__call__.set_name_prefix(
     "fa4_bwd_pre_host", remove_cutlass_symbol=True, keep_mangled_name=False
 )
 
-SIZES = (
-    launches.dim("batch", "do", 0),
-    launches.dim("query_length", "do", 1),
-    launches.dim("heads", "do", 2),
-    launches.dim("head_dim", "do", 3),
-)
+
+def sizes(buffer: str) -> tuple[Param, ...]:
+    """The sizes of a [batch, query_length, heads, head_dim] buffer as parameters."""
+    names = ("batch", "query_length", "heads", "head_dim")
+    return tuple(launches.dim(name, buffer, axis) for axis, name in enumerate(names))
 
 
-def grid(rows: int) -> tuple:
-    """One CTA for each query tile of every head."""
+def grid(buffer: str, rows: int) -> tuple:
+    """One CTA for each query tile of every head of such a buffer."""
     factors = (
-        Factor(buffer="do", axis=1, divisor=rows),
-        Factor(buffer="do", axis=2),
-        Factor(buffer="do", axis=0),
+        Factor(buffer=buffer, axis=1, divisor=rows),
+        Factor(buffer=buffer, axis=2),
+        Factor(buffer=buffer, axis=0),
     )
     return (factors, launches.ONE, launches.ONE)
 
@@ -183,7 +182,7 @@ def source(key: KernelKey, rows: int, columns: int) -> KernelSource:
     )
     order = ("dq_order",) if key.deterministic else ()
     buffers = ("o", "do", "lse", "dlse", "extents", "lse_log2", "delta", "dq_acc")
-    host_arguments = (*launches.pointers(*buffers, "dq_order"), *SIZES)
+    host_arguments = (*launches.pointers(*buffers, "dq_order"), *sizes("do"))
     return KernelSource(
         host=Preprocess(key, rows, columns),
         arguments=launches.example_arguments(host_arguments, key.dtype),
@@ -195,8 +194,8 @@ def source(key: KernelKey, rows: int, columns: int) -> KernelSource:
                 Result("delta", "f32", padded),
                 *launches.accumulators(rows, columns, key.deterministic),
             ),
-            params=(*launches.pointers(*buffers, *order), *SIZES[1:]),
-            grid=grid(rows),
+            params=(*launches.pointers(*buffers, *order), *sizes("do")[1:]),
+            grid=grid("do", rows),
             block=(THREADS, 1, 1),
             dynamic_smem_bytes=0,
         ),

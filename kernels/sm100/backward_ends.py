@@ -15,7 +15,7 @@ from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Launch, Result
 from kernels.common import backward_pre, launches, tensors
 from kernels.common import ptx as common_ptx
-from kernels.common.backward_pre import SIZES, grid, query_tile
+from kernels.common.backward_pre import query_tile
 from kernels.sm100.tiles import BACKWARD_TILES
 from kernels.sources import KernelSource
 
@@ -133,22 +133,22 @@ def post_source(key: KernelKey) -> KernelSource:
     """The postprocessing kernel of a key, with its launch."""
     tile = BACKWARD_TILES[key.head_dim]
     scale = launches.scalars("f32", "scale")
-    host_arguments = (*launches.pointers("do", "dq_acc", "dq"), *SIZES, *scale)
+    sizes = backward_pre.sizes("q")
+    host_arguments = (*launches.pointers("q", "dq_acc", "dq"), *sizes, *scale)
     return KernelSource(
         host=Postprocess(key),
         arguments=launches.example_arguments(host_arguments, key.dtype),
         host_arguments=host_arguments,
         launch=Launch(
-            operands=("do", "dq_acc"),
-            results=(Result("dq", key.dtype, launches.dims("do", (0, 1, 2, 3))),),
+            operands=("q", "dq_acc"),
+            results=(Result("dq", key.dtype, launches.dims("q", (0, 1, 2, 3))),),
             params=(
                 launches.bthd_map("dq", tile.m, tile.span_bytes),
                 *launches.pointers("dq_acc"),
-                SIZES[1],
-                SIZES[2],
+                *sizes[1:3],
                 *scale,
             ),
-            grid=grid(tile.m),
+            grid=backward_pre.grid("q", tile.m),
             block=(THREADS, 1, 1),
             dynamic_smem_bytes=tile.m * tile.columns_of_head(key.head_dim) * 2,
         ),

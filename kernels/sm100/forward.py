@@ -103,6 +103,7 @@ class Forward:
         heads: Int32,
         kv_heads: Int32,
         head_dim: Int32,
+        value_dim: Int32,
         scale_log2: Float32,
         rescale_threshold_log2: Float32,
         window_left: Int32,
@@ -114,8 +115,8 @@ class Forward:
         keys, columns = tile.keys, tile.columns_of_v(d)
         q_tensor = tensors.bthd_tensor(q, (batch, query_length, heads, head_dim))
         k_tensor = tensors.bthd_tensor(k, (batch, key_length, kv_heads, head_dim))
-        v_tensor = tensors.bthd_tensor(v, (batch, key_length, kv_heads, head_dim))
-        o_tensor = tensors.bthd_tensor(o, (batch, query_length, heads, head_dim))
+        v_tensor = tensors.bthd_tensor(v, (batch, key_length, kv_heads, value_dim))
+        o_tensor = tensors.bthd_tensor(o, (batch, query_length, heads, value_dim))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def layout(rows, columns=d):
@@ -561,7 +562,7 @@ def source(key: KernelKey) -> KernelSource:
     launch = Launch(
         operands=("q", "k", "v", "extents"),
         results=(
-            Result("o", key.dtype, launches.dims("q", (0, 1, 2, 3))),
+            Result("o", key.dtype, (*launches.dims("q", (0, 1, 2)), *launches.dims("v", (3,)))),
             Result("lse", "f32", launches.dims("q", (0, 2, 1))),
         ),
         params=(
@@ -594,6 +595,7 @@ def source(key: KernelKey) -> KernelSource:
         *launches.pointers("q", "k", "v", "extents", "o", "lse"),
         *launches.SIZES,
         launches.dim("head_dim", "q", 3),
+        launches.dim("value_dim", "v", 3),
         *scalars,
         Param("sm_count", "sm_count"),
     )

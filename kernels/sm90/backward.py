@@ -95,6 +95,7 @@ class Backward:
         heads: Int32,
         kv_heads: Int32,
         head_dim: Int32,
+        value_dim: Int32,
         scale_log2: Float32,
         scale: Float32,
         window_left: Int32,
@@ -103,9 +104,9 @@ class Backward:
     ):
         tile, d = self.tile, self.head_dim
 
-        def make_map(pointer, length, count, rows, store=False):
+        def make_map(pointer, length, count, rows, width=head_dim, store=False):
             op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
-            tensor = tensors.bthd_tensor(pointer, (batch, length, count, head_dim))
+            tensor = tensors.bthd_tensor(pointer, (batch, length, count, width))
             layout = tensors.tile_layout(self.dtype, rows, d, 1, tile.span_bytes)
             layout = cute.slice_(layout, (None, None, 0))
             return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, d))[0]
@@ -113,10 +114,10 @@ class Backward:
         self.kernel(
             make_map(q, query_length, heads, tile.m),
             make_map(k, key_length, kv_heads, tile.n),
-            make_map(v, key_length, kv_heads, tile.n),
-            make_map(do, query_length, heads, tile.m),
+            make_map(v, key_length, kv_heads, tile.n, value_dim),
+            make_map(do, query_length, heads, tile.m, value_dim),
             make_map(dk, key_length, kv_heads, 64, store=True),
-            make_map(dv, key_length, kv_heads, 64, store=True),
+            make_map(dv, key_length, kv_heads, 64, value_dim, store=True),
             lse_log2,
             delta,
             extents,
@@ -578,6 +579,7 @@ def source(key: KernelKey) -> KernelSource:
         *launches.pointers(*buffers, "dk", "dv"),
         *launches.SIZES,
         launches.dim("head_dim", "q", 3),
+        launches.dim("value_dim", "v", 3),
         *scalars,
     )
     return KernelSource(

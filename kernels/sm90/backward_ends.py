@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Launch, Param, Result
 from kernels.common import backward_pre, launches, tensors
-from kernels.common.backward_pre import SIZES, THREADS, grid, query_tile
+from kernels.common.backward_pre import THREADS, query_tile
 from kernels.sm90.backward_data import make_products
 from kernels.sm90.tiles import BACKWARD_TILES
 from kernels.sources import KernelSource
@@ -123,22 +123,22 @@ def post_source(key: KernelKey) -> KernelSource:
     """The postprocessing kernel of a key, with its launch."""
     tile = BACKWARD_TILES[key.head_dim]
     scale: tuple[Param, ...] = launches.scalars("f32", "scale")
-    host_arguments = (*launches.pointers("do", "dq_acc", "dq"), *SIZES, *scale)
+    sizes = backward_pre.sizes("q")
+    host_arguments = (*launches.pointers("q", "dq_acc", "dq"), *sizes, *scale)
     return KernelSource(
         host=Postprocess(key),
         arguments=launches.example_arguments(host_arguments, key.dtype),
         host_arguments=host_arguments,
         launch=Launch(
-            operands=("do", "dq_acc"),
-            results=(Result("dq", key.dtype, launches.dims("do", (0, 1, 2, 3))),),
+            operands=("q", "dq_acc"),
+            results=(Result("dq", key.dtype, launches.dims("q", (0, 1, 2, 3))),),
             params=(
                 launches.bthd_map("dq", 64, tile.span_bytes),
                 *launches.pointers("dq_acc"),
-                SIZES[1],
-                SIZES[2],
+                *sizes[1:3],
                 *scale,
             ),
-            grid=grid(tile.m),
+            grid=backward_pre.grid("q", tile.m),
             block=(THREADS, 1, 1),
             dynamic_smem_bytes=tile.m * key.head_dim * 2,
         ),

@@ -139,7 +139,7 @@ def attention(
     )
     extents = np.stack([*map(np.asarray, lengths), offsets, np.zeros(batch)], 1).astype(np.int32)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    tile = head_dim_tile(case.head_dim)
+    tile = head_dim_tile(max(case.head_dim, case.value_dim or 0))
     assert tile is not None
     band = left != UNBOUNDED or right != UNBOUNDED
 

@@ -37,7 +37,8 @@ SCALARS = {"f32": itertools.cycle((0.125, 8.0, 1.5)), "i32": itertools.cycle((0,
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes of one attention call; `narrower` is taken off the tile's head dim."""
+    """Sizes of one attention call; `narrower` is taken off the tile's head dim, `narrower_value`
+    off value's."""
 
     batch: int
     query_length: int
@@ -45,12 +46,14 @@ class Problem:
     heads: int
     kv_heads: int
     narrower: int = 0
+    narrower_value: int = 0
 
 
 PROBLEMS = (
     Problem(1, 128, 128, 1, 1),
     Problem(2, 1, 1, 4, 2, narrower=8),
     Problem(3, 517, 1030, 6, 2),
+    Problem(2, 60, 70, 4, 2, narrower_value=16),
     Problem(5, 33, 7, 8, 1, narrower=24),
     Problem(2, 4096, 3000, 16, 16),
 )
@@ -175,10 +178,12 @@ def make_call(
 def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     """Operands by name: the user's arrays, and what the passes before this one return."""
     p, h = problem, key.head_dim - problem.narrower
-    queries = Array(key.dtype, (p.batch, p.query_length, p.heads, h))
-    keys = Array(key.dtype, (p.batch, p.key_length, p.kv_heads, h))
+    value_dim = key.head_dim - problem.narrower_value
+    rows, keys = (p.batch, p.query_length, p.heads), (p.batch, p.key_length, p.kv_heads)
     per_row = Array("f32", (p.batch, p.heads, p.query_length))
-    arrays = dict.fromkeys(("q", "o", "do", "dq"), queries) | dict.fromkeys(("k", "v"), keys)
+    shapes = {"q": (*rows, h), "dq": (*rows, h), "k": (*keys, h), "v": (*keys, value_dim)}
+    shapes |= {"o": (*rows, value_dim), "do": (*rows, value_dim)}
+    arrays = {name: Array(key.dtype, shape) for name, shape in shapes.items()}
     arrays |= {"extents": Array("i32", (p.batch, 4)), "lse": per_row, "dlse": per_row}
     if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):
         arrays |= results(earlier(key, Pass.BACKWARD_PRE), arrays)
