@@ -42,8 +42,8 @@ _STORED = "waits for reads: cp.async.bulk.wait_group"
 SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": Counter({_REGISTERS: 1}),
     "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1}),
-    "sm_100f_fwd_bf16_d256": Counter({_REGISTERS: 1, _WAIT: 2, "removed: bar.warp.sync": 1}),
-    "sm_100f_fwd_bf16_d256_band": Counter({_REGISTERS: 1, _WAIT: 2, "removed: bar.warp.sync": 1}),
+    "sm_100f_fwd_bf16_d256": Counter({_REGISTERS: 1}),
+    "sm_100f_fwd_bf16_d256_band": Counter({_REGISTERS: 1}),
     "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d64_deterministic": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d128": Counter({_REGISTERS: 2}),
@@ -109,7 +109,7 @@ def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
     """Padded keys: a tile of three blocks, none, four of one: so many that a barrier of four that
     asks for three is out of step. Then three tiles of four blocks; in a band with a left edge, of
     three to five: masked on the right, not at all, on the left."""
-    rows, block = (128, 64) if key.head_dim == 256 else (256, 128)
+    rows, block = 256, 128
     return (
         Case(
             **common,
