@@ -72,7 +72,7 @@ def make_schedule(
     pack = _pack(sizes, tile.m)
     tiles = _tiles(query_length, pack, tile.m) * (heads // pack) * batch
     ctas, _, _ = cute.arch.grid_dim()
-    takers = ctas // tile.ctas if tile.ctas > 1 else ctas
+    takers = ctas // tile.ctas
     return Schedule(extents, sizes, window, tiles, (tiles + takers - 1) // takers, tile.ctas)
 
 

@@ -77,7 +77,7 @@ CASES = (
         head_dim=192,
         key_lengths=(0, 0, 0, 0, 0, 0, 0, 140),
     ),
-    # Tiles of two rows of pairs, the second of which has no queries.
+    # A pair's tile that two heads share.
     Case(batch=1, heads=(4, 2), query_length=100, key_length=600, head_dim=192, growing=True),
 )
 

@@ -72,6 +72,16 @@ def test_vmap_of_any_operands_equals_a_loop(mapped: tuple[int | None, ...], rng)
     assert_trees_close(total, summed)
 
 
+def test_vmap_over_queries_with_values_of_another_head_dim(rng):
+    """Batched queries of the same keys become heads; their output is as wide as value."""
+    shapes = (3, 2, 20, 4, 24), (2, 30, 2, 24), (2, 30, 2, 16)
+    q, k, v = (normal(rng, shape) for shape in shapes)
+    actual = jax.vmap(attention, (0, None, None))(q, k, v)
+    expected = jnp.stack([attention(each, k, v) for each in q])
+    assert actual.shape == (3, 2, 20, 4, 16)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_vmap_over_lengths_and_offsets(rng):
     q, k, v = (normal(rng, shape) for shape in SHAPES)
     lengths = jnp.array([[12, 5], [0, 12], [7, 7]], jnp.int32)

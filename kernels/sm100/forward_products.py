@@ -1,0 +1,164 @@
+"""The MMA warp of the Blackwell forward: all products; in a pair's odd CTA what it does instead."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from kernels.common import tensors
+from kernels.sm100 import products, ptx
+from kernels.sm100.forward_data import Config, Shared, part_barrier, take
+from kernels.sm100.packing import Work
+
+
+class ProductRoles:
+    """S = Q K^T and O += P V, in the order that forward.py gives."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        tile, dtype = config.tile, config.dtype
+        self.qk = products.Product(dtype, tile.rows * tile.ctas, tile.n, tile.ctas)
+        self.pv = products.Product(dtype, tile.rows * tile.ctas, config.head_dim, tile.ctas)
+
+    @cute.jit
+    def multiply(self, shared: Shared, turns: Int32):
+        """MMA warp: all products of all tiles."""
+        used, live = Int32(0), Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            count = work.blocks.end - work.blocks.begin
+            if count > 0:
+                self.multiply_tile(shared, work, live, used)
+                live += 1
+                used += count
+
+    @cute.jit
+    def multiply_tile(self, shared: Shared, work: Work, live: Int32, used: Int32):
+        """Products of one tile that has blocks, after `live` such tiles and `used` blocks."""
+        tile, barriers = self.config.tile, shared.barriers
+        count = work.blocks.end - work.blocks.begin
+        ahead, tiles = tile.buffers_per_tile, tile.query_tiles
+        position = 2 * used
+        for i in cutlass.range_constexpr(ahead):
+            if i < count:
+                slot = self.await_block(shared, position)
+                for t in cutlass.range_constexpr(tiles):
+                    if cutlass.const_expr(i == 0):
+                        products.wait(barriers.q_full + t, live & 1, tile.ctas)
+                    self.multiply_scores(shared, t, slot, used + i, i == count - 1)
+                products.commit(barriers.kv_empty + slot, tile.ctas)
+                position += 1
+        for step in cutlass.range(count, unroll=1):
+            v_slot = self.await_block(shared, position)
+            position += 1
+            if (step == 0) & work.padded_keys:
+                self.clear_padding(shared.v[None, None, v_slot], work)
+            for t in cutlass.range_constexpr(tiles):
+                self.multiply_values(shared, t, v_slot, used + step, step > 0)
+                # Never a phase that nobody waits for: commits may arrive out of order.
+                if (tiles == 1) | (step == count - 1):
+                    products.commit(barriers.o_full + t, tile.ctas)
+                if cutlass.const_expr(t == tiles - 1):
+                    products.commit(barriers.kv_empty + v_slot, tile.ctas)
+                if step + ahead < count:
+                    k_slot = self.await_block(shared, position, t == 0)
+                    last = step + ahead == count - 1
+                    self.multiply_scores(shared, t, k_slot, used + step + ahead, last)
+                    if cutlass.const_expr(t == tiles - 1):
+                        products.commit(barriers.kv_empty + k_slot, tile.ctas)
+            if step + ahead < count:
+                position += 1
+
+    @cute.jit
+    def await_block(
+        self, shared: Shared, position: Int32, first: cutlass.Constexpr[bool] = True
+    ) -> Int32:
+        """Waits for a load into the ring, if this is its first use; returns its slot."""
+        slot, phase = tensors.ring_slot(position, self.config.tile.kv_stages)
+        if cutlass.const_expr(first):
+            products.wait(shared.barriers.kv_full + slot, phase, self.config.tile.ctas)
+        return slot
+
+    @cute.jit
+    def pass_on(self, shared: Shared, turns: Int32):
+        """MMA warp of a pair's odd CTA: tells the even one's of what has been loaded here."""
+        tile, barriers = self.config.tile, shared.barriers
+        live, position = Int32(0), Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            work = take(shared, turn)
+            loads = 2 * (work.blocks.end - work.blocks.begin)
+            # The first V block comes behind the K blocks that come ahead.
+            first_v = cutlass.min(tile.buffers_per_tile, loads // 2)
+            for load in cutlass.range(loads, unroll=1):
+                slot, phase = tensors.ring_slot(position + load, tile.kv_stages)
+                cute.arch.mbarrier_wait(barriers.kv_full + slot, phase)
+                if (load == first_v) & work.padded_keys:
+                    self.clear_padding(shared.v[None, None, slot], work)
+                products.arrive(barriers.kv_full + slot, ctas=tile.ctas)
+                if load == 0:
+                    for t in cutlass.range_constexpr(tile.query_tiles):
+                        cute.arch.mbarrier_wait(barriers.q_full + t, live & 1)
+                        products.arrive(barriers.q_full + t, ctas=tile.ctas)
+            position += loads
+            if loads > 0:
+                live += 1
+
+    @cute.jit
+    def multiply_scores(
+        self,
+        shared: Shared,
+        t: cutlass.Constexpr[int],
+        k_slot: Int32,
+        ordinal: Int32,
+        last: cutlass.Boolean,
+    ):
+        """S = Q_t K^T of the CTA's ordinal-th block; `last` of its tile."""
+        buffer, _ = self.config.buffer(t, ordinal)
+        tile, d = self.config.tile, self.config.head_dim
+        row_bytes = d * 2
+        q = products.k_major(shared.q.iterator, tile.rows, d, tile.span_bytes)
+        k = products.k_major(shared.k.iterator, tile.keys, d, tile.span_bytes)
+        self.qk.issue(
+            self.config.columns.s[0] + buffer * tile.n,
+            q.moved(t * tile.rows * row_bytes),
+            k.moved(k_slot * (tile.keys * row_bytes)),
+            False,
+            (0, d // products.K_STEP),
+        )
+        products.commit(shared.barriers.s_full + buffer, tile.ctas)
+        if last:
+            products.commit(shared.barriers.q_empty + t, tile.ctas)
+
+    @cute.jit
+    def multiply_values(
+        self,
+        shared: Shared,
+        t: cutlass.Constexpr[int],
+        v_slot: Int32,
+        ordinal: Int32,
+        accumulate: cutlass.Boolean,
+    ):
+        """O_t += P V of the CTA's ordinal-th block, part by part."""
+        tile = self.config.tile
+        n = tile.n
+        buffer, phase = self.config.buffer(t, ordinal)
+        p = self.config.columns.p[0] + buffer * n
+        v = products.mn_major(shared.v.iterator, n, tile.span_bytes)
+        v = v.moved(v_slot * (tile.keys * self.config.head_dim * 2))
+        acc = self.config.columns.o[t]
+        first = 0
+        for part in cutlass.range_constexpr(len(tile.parts)):
+            barrier = part_barrier(shared.barriers, tile, buffer, part)
+            products.wait(barrier, phase, tile.ctas)
+            ptx.fence_after_sync()
+            end = tile.parts[part] // products.K_STEP
+            self.pv.issue(acc, p, v, accumulate if part == 0 else True, (first, end))
+            first = end
+
+    @cute.jit
+    def clear_padding(self, v: cute.Tensor, work: Work):
+        """Values of the last block past the key length, which may hold anything, to 0."""
+        first_row = work.band.key_length - (work.blocks.end - 1) * self.config.tile.n
+        thread, _, _ = cute.arch.thread_idx()
+        tensors.zero_rows(v, first_row, thread % 32, 32)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
