@@ -12,7 +12,7 @@ import pathlib
 import struct
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _PARAM_KINDS = ("tensor_map", "pointer", "dim", "size", "i32", "f32", "sm_count")
 

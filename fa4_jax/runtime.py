@@ -30,6 +30,13 @@ STAND_IN_VARIABLE = "FA4_JAX_LIBCUDA"
 KERNELS_VARIABLE = "FA4_JAX_KERNELS"
 """Environment variable with the folder of other kernels than the installed ones."""
 
+OLDEST_CUDA = {"sm_90a": (12, 0), "sm_100f": (12, 9)}
+"""CUDA version that the driver must support to load our cubins, by their architecture.
+
+Within a major version a driver loads what newer tools compiled (CUDA Compatibility, "Minor Version
+Compatibility") as far as it knows the architecture; families such as sm_100f came with CUDA 12.9.
+"""
+
 _PACKAGE = pathlib.Path(__file__).absolute().parent
 _LIBRARY = _PACKAGE / "libfa4_jax.so"
 _MANIFEST = pathlib.Path(os.environ.get(KERNELS_VARIABLE, _PACKAGE / "_cubins")) / "manifest.json"
@@ -68,10 +75,19 @@ def why_unavailable() -> str | None:
         return f"no kernels are installed: {_MANIFEST} is missing"
     if (error := library.fa4_jax_driver_error()) is not None:
         return error.decode()
-    if device_arch() is None:
+    arch = device_arch()
+    if arch is None:
         capability = compute_capability()
         found = "no GPU" if capability is None else f"compute capability {capability / 10}"
         return f"kernels need compute capability 9.0 or 10.x, JAX sees {found}"
+    version = library.fa4_jax_driver_cuda_version()
+    major, minor = version // 1000, version % 1000 // 10
+    if (major, minor) < OLDEST_CUDA[arch]:
+        needed = ".".join(map(str, OLDEST_CUDA[arch]))
+        return (
+            f"the driver is too old: kernels for {arch} need one that supports CUDA {needed}, "
+            f"it supports CUDA {major}.{minor}"
+        )
     return None
 
 

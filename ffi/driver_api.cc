@@ -35,6 +35,7 @@ DriverOrError Open() {
   Driver& driver = result.driver;
   loader.Find("cuGetErrorName", &driver.cuGetErrorName);
   loader.Find("cuGetErrorString", &driver.cuGetErrorString);
+  loader.Find("cuDriverGetVersion", &driver.cuDriverGetVersion);
   loader.Find("cuCtxGetDevice", &driver.cuCtxGetDevice);
   loader.Find("cuDeviceGetAttribute", &driver.cuDeviceGetAttribute);
   loader.Find("cuLibraryLoadData", &driver.cuLibraryLoadData);

@@ -62,6 +62,7 @@ struct LaunchConfig {
 struct Driver {
   Result (*cuGetErrorName)(Result, const char**);
   Result (*cuGetErrorString)(Result, const char**);
+  Result (*cuDriverGetVersion)(int* cuda_version);  // 1000 * major + 10 * minor
   Result (*cuCtxGetDevice)(Device*);
   Result (*cuDeviceGetAttribute)(int*, int attribute, Device);
   Result (*cuLibraryLoadData)(Library*, const void* image, int* jit_options, void** jit_values,

@@ -53,6 +53,15 @@ int fa4_jax_compute_capability(int device) {
   return 10 * major + minor;
 }
 
+// 1000 * major + 10 * minor of the newest CUDA that the driver supports, or 0
+// if it does not say.
+int fa4_jax_driver_cuda_version() {
+  const fa4_jax::cuda::DriverOrError& found = fa4_jax::cuda::GetDriver();
+  int version = 0;
+  if (!found.error.empty() || found.driver.cuDriverGetVersion(&version) != 0) return 0;
+  return version;
+}
+
 const char* fa4_jax_sha256(const void* data, size_t size) {
   return Keep(fa4_jax::Sha256(data, size));
 }

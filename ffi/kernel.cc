@@ -78,10 +78,15 @@ ffi::Error Kernel::Load(const cuda::Driver& driver) {
   }
   // Without CU_LIBRARY_BINARY_IS_PRESERVED the driver keeps a copy of the image.
   cuda::Library library = nullptr;
-  FA4_JAX_RETURN_IF_ERROR(CheckDriver(
-      driver,
-      driver.cuLibraryLoadData(&library, image->data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-      subject, "cuLibraryLoadData"));
+  const cuda::Result loaded =
+      driver.cuLibraryLoadData(&library, image->data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  int cuda_version = 0;
+  if (loaded != cuda::kSuccess) driver.cuDriverGetVersion(&cuda_version);
+  FA4_JAX_RETURN_IF_ERROR(
+      CheckDriver(driver, loaded, subject,
+                  ("cuLibraryLoadData of a driver for CUDA " + std::to_string(cuda_version / 1000) +
+                   "." + std::to_string(cuda_version % 1000 / 10))
+                      .c_str()));
   return CheckDriver(driver, driver.cuLibraryGetKernel(&handle_, library, spec_.symbol.c_str()),
                      subject, "cuLibraryGetKernel");
 }

@@ -10,7 +10,7 @@
 
 namespace fa4_jax {
 
-inline constexpr int32_t kAbiVersion = 2;
+inline constexpr int32_t kAbiVersion = 3;
 
 enum class ParamKind : int32_t {
   kTensorMap = 0,

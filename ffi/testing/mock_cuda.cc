@@ -30,6 +30,8 @@ constexpr Result kInvalidImage = 200;
 constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
 
+constexpr int kNewestCuda = 13000;
+
 struct State {
   std::mutex mutex;
   std::string log;
@@ -38,6 +40,7 @@ struct State {
   std::map<std::string, std::vector<int>> params;  // bytes of each parameter, by symbol
   std::set<std::string> symbols;                   // node addresses serve as kernel handles
   std::atomic<int> device{0};
+  std::atomic<int> cuda_version{kNewestCuda};
 };
 
 State& Mock() {
@@ -73,10 +76,14 @@ void mock_cuda_reset() {
   mock.failures.clear();
   mock.attributes.clear();
   mock.device = 0;
+  mock.cuda_version = kNewestCuda;
 }
 
 // The device that is current on every thread; -1 for none.
 void mock_cuda_set_device(int device) { Mock().device = device; }
+
+// 1000 * major + 10 * minor.
+void mock_cuda_set_cuda_version(int version) { Mock().cuda_version = version; }
 
 void mock_cuda_set_attribute(int device, int attribute, int value) {
   std::lock_guard<std::mutex> lock(Mock().mutex);
@@ -110,6 +117,11 @@ Result cuGetErrorName(Result, const char** name) {
 Result cuGetErrorString(Result, const char** text) {
   *text = "as the test asked";
   return 0;
+}
+
+Result cuDriverGetVersion(int* version) {
+  *version = Mock().cuda_version;
+  return Failure("cuDriverGetVersion");
 }
 
 Result cuCtxGetDevice(Device* device) {

@@ -77,10 +77,7 @@ def mock() -> ctypes.CDLL:
 
 def run(call: Call, steer: Sequence[tuple[str, tuple]] = ()) -> Outcome:
     """Makes a call. `steer` lists mock_cuda_* functions to call before, without the prefix."""
-    mock().mock_cuda_reset()
-    for function, arguments in steer:
-        values = (a.encode() if isinstance(a, str) else a for a in arguments)
-        getattr(mock(), f"mock_cuda_{function}")(*values)
+    _steer(steer)
     _add(call)
     return _run(_operation(call), call)
 
@@ -112,11 +109,19 @@ def run_threads(calls: Sequence[Call], repeats: int) -> Outcome:
     return Outcome(_log(), {}, error="; ".join(errors))
 
 
-def runtime_report() -> dict[str, Any]:
-    """What fa4_jax.runtime says in this process."""
+def runtime_report(steer: Sequence[tuple[str, tuple]] = ()) -> dict[str, Any]:
+    """What fa4_jax.runtime says in this process of a device that `steer` describes, as in `run`."""
     from fa4_jax import runtime
 
+    _steer(steer)
     return {"arch": runtime.device_arch(), "why": runtime.why_unavailable()}
+
+
+def _steer(steer: Sequence[tuple[str, tuple]]) -> None:
+    mock().mock_cuda_reset()
+    for function, arguments in steer:
+        values = (a.encode() if isinstance(a, str) else a for a in arguments)
+        getattr(mock(), f"mock_cuda_{function}")(*values)
 
 
 def _add(call: Call) -> None:

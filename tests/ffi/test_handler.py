@@ -303,6 +303,67 @@ def test_runtime_with_stand_in(stand_in_process: ProcessPoolExecutor) -> None:
     assert report["why"] is None or "no kernels are installed" in report["why"]
 
 
+def _unavailable(
+    process: ProcessPoolExecutor, capability: tuple[int, int], cuda: int
+) -> str | None:
+    """Why a device of a compute capability with a driver for that CUDA version runs no kernel."""
+    if runtime.manifest() is None:
+        pytest.fail("this test needs the kernels: run `python -m kernels.build`")
+    major, minor = capability
+    steer = [
+        ("set_attribute", (0, MAJOR, major)),
+        ("set_attribute", (0, MINOR, minor)),
+        ("set_cuda_version", (cuda,)),
+    ]
+    return process.submit(stand_in.runtime_report, steer).result()["why"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "cuda", "text"),
+    [
+        ((10, 0), "sm_100f", 12080, "need one that supports CUDA 12.9, it supports CUDA 12.8"),
+        ((10, 3), "sm_100f", 12080, "need one that supports CUDA 12.9, it supports CUDA 12.8"),
+        ((9, 0), "sm_90a", 11080, "need one that supports CUDA 12.0, it supports CUDA 11.8"),
+    ],
+)
+def test_driver_too_old(
+    stand_in_process: ProcessPoolExecutor,
+    capability: tuple[int, int],
+    arch: str,
+    cuda: int,
+    text: str,
+) -> None:
+    why = _unavailable(stand_in_process, capability, cuda)
+    assert why == f"the driver is too old: kernels for {arch} {text}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda"), [((9, 0), 12000), ((10, 0), 12090), ((10, 3), 13000)]
+)
+def test_driver_new_enough(
+    stand_in_process: ProcessPoolExecutor, capability: tuple[int, int], cuda: int
+) -> None:
+    assert _unavailable(stand_in_process, capability, cuda) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (11, 0), (12, 0), (12, 1)])
+@pytest.mark.parametrize("cuda", [12080, 13000])
+def test_other_gpu_is_told_apart_from_old_driver(
+    stand_in_process: ProcessPoolExecutor, capability: tuple[int, int], cuda: int
+) -> None:
+    major, minor = capability
+    want = (
+        f"kernels need compute capability 9.0 or 10.x, JAX sees compute capability {major}.{minor}"
+    )
+    assert _unavailable(stand_in_process, capability, cuda) == want
+
+
+def test_refused_cubin_names_the_driver(run: Run, tmp_path: pathlib.Path) -> None:
+    steer = [("set_cuda_version", (12080,)), ("fail", ("cuLibraryLoadData", 209))]
+    error = run(made_up.call(tmp_path), steer).error
+    assert "cuLibraryLoadData of a driver for CUDA 12.8 failed with CUDA_ERROR_MOCK" in error
+
+
 def test_missing_driver() -> None:
     program = "from fa4_jax import runtime; print(runtime.why_unavailable(), runtime.device_arch())"
     environment = {
