@@ -36,7 +36,7 @@ ARRIVALS = {
     "kv_full": 1,  # load warp, with the bytes of a block
     "kv_empty": 1,  # commit behind the last product that reads the block
     "s_full": 1,  # commit behind the scores of a block
-    "p_early": 8,  # softmax warps: P's first part is there; correction warps: O is rescaled
+    "p_early": 8,  # softmax warps: P's first part is there; correction warps: O may change
     "p_late": 4,  # softmax warps: another part of P is there
     "o_full": 1,  # commit behind the last product of a query tile; of every block, if it is alone
     "sums_full": 4,  # softmax warps: the inverse row sums are there
@@ -192,15 +192,20 @@ def arrivals(name: str, tile: ForwardTile) -> Int32:
     return Int32(cutlass.select_(even, Int32(tile.ctas * ARRIVALS[name]), Int32(ARRIVALS[name])))
 
 
-def take(shared: Shared, turn: Int32, window: tuple | None = None) -> Work:
+def look(shared: Shared, turn: Int32, window: tuple | None = None) -> Work:
     """The work of this CTA's tile in a round, as the schedule warp has worked it out.
 
     window: (left, right) of a band kernel, for roles that look at the mask.
     """
     slot, phase = tensors.ring_slot(turn, WORK_SLOTS)
     cute.arch.mbarrier_wait(shared.barriers.work_full + slot, phase)
-    work = from_words([shared.work[i, slot] for i in range(WORDS)], window)
-    products.arrive(shared.barriers.work_empty + slot)
+    return from_words([shared.work[i, slot] for i in range(WORDS)], window)
+
+
+def take(shared: Shared, turn: Int32, window: tuple | None = None) -> Work:
+    """`look`, for the last time: the schedule warp may write another tile's work there."""
+    work = look(shared, turn, window)
+    products.arrive(shared.barriers.work_empty + turn % WORK_SLOTS)
     return work
 
 

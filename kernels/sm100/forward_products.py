@@ -2,11 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from kernels.common import tensors
 from kernels.sm100 import products, ptx
-from kernels.sm100.forward_data import Config, Shared, part_barrier, take
+from kernels.sm100.forward_data import Config, Shared, look, part_barrier, take
 from kernels.sm100.packing import Work
 
 
@@ -23,50 +23,99 @@ class ProductRoles:
     def multiply(self, shared: Shared, turns: Int32):
         """MMA warp: all products of all tiles."""
         used, live = Int32(0), Int32(0)
+        begun = Boolean(False)
         for turn in cutlass.range(turns, unroll=1):
             work = take(shared, turn)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
-                self.multiply_tile(shared, work, live, used)
+                if not begun:
+                    self.begin_tile(shared, count, live, used)
+                begun = self.finish_tile(shared, work, (turn, turns), live, used)
                 live += 1
                 used += count
 
     @cute.jit
-    def multiply_tile(self, shared: Shared, work: Work, live: Int32, used: Int32):
-        """Products of one tile that has blocks, after `live` such tiles and `used` blocks."""
+    def begin_tile(self, shared: Shared, count: Int32, live: Int32, used: Int32):
+        """First scores of a tile of `count` blocks, after `live` tiles that had `used` blocks."""
+        for i in cutlass.range_constexpr(self.config.tile.buffers_per_tile):
+            if i < count:
+                for t in cutlass.range_constexpr(self.config.tile.query_tiles):
+                    self.begin_scores(shared, t, (i, count), live, used)
+
+    @cute.jit
+    def begin_scores(
+        self, shared: Shared, t: cutlass.Constexpr[int], block: tuple, live: Int32, used: Int32
+    ):
+        """S_t of a first block of a tile; block: (which, of how many)."""
+        tile, barriers = self.config.tile, shared.barriers
+        i, count = block
+        slot = self.await_block(shared, 2 * used + i, t == 0)
+        if cutlass.const_expr(i == 0):
+            products.wait(barriers.q_full + t, live & 1, tile.ctas)
+        self.multiply_scores(shared, t, slot, used + i, i == count - 1)
+        if cutlass.const_expr(t == tile.query_tiles - 1):
+            products.commit(barriers.kv_empty + slot, tile.ctas)
+
+    @cute.jit
+    def finish_tile(
+        self, shared: Shared, work: Work, turn: tuple, live: Int32, used: Int32
+    ) -> Boolean:
+        """All other products of a tile and, between its last ones, first scores of the next turn's.
+
+        turn: (of this tile, number of them). Returns whether the next tile has been begun.
+        """
         tile, barriers = self.config.tile, shared.barriers
         count = work.blocks.end - work.blocks.begin
         ahead, tiles = tile.buffers_per_tile, tile.query_tiles
-        position = 2 * used
-        for i in cutlass.range_constexpr(ahead):
-            if i < count:
-                slot = self.await_block(shared, position)
-                for t in cutlass.range_constexpr(tiles):
-                    if cutlass.const_expr(i == 0):
-                        products.wait(barriers.q_full + t, live & 1, tile.ctas)
-                    self.multiply_scores(shared, t, slot, used + i, i == count - 1)
-                products.commit(barriers.kv_empty + slot, tile.ctas)
-                position += 1
-        for step in cutlass.range(count, unroll=1):
+        following = Int32(0)
+        if cutlass.const_expr(ahead == 1):
+            following = self.blocks_of_next(shared, turn)
+        position = 2 * used + cutlass.min(count, ahead)
+        with_scores = cutlass.max(count - ahead, 0)
+        for step in cutlass.range(with_scores, unroll=1):
             v_slot = self.await_block(shared, position)
-            position += 1
+            if (step == 0) & work.padded_keys:
+                self.clear_padding(shared.v[None, None, v_slot], work)
+            last = step == with_scores - 1
+            for t in cutlass.range_constexpr(tiles):
+                self.multiply_values(shared, t, v_slot, used + step, step > 0)
+                if cutlass.const_expr(tiles == 1):
+                    products.commit(barriers.o_full + t, tile.ctas)
+                if cutlass.const_expr(t == tiles - 1):
+                    products.commit(barriers.kv_empty + v_slot, tile.ctas)
+                k_slot = self.await_block(shared, position + 1, t == 0)
+                self.multiply_scores(shared, t, k_slot, used + step + ahead, last)
+                if cutlass.const_expr(t == tiles - 1):
+                    products.commit(barriers.kv_empty + k_slot, tile.ctas)
+            position += 2
+        for step in cutlass.range(with_scores, count, unroll=1):
+            v_slot = self.await_block(shared, position)
             if (step == 0) & work.padded_keys:
                 self.clear_padding(shared.v[None, None, v_slot], work)
             for t in cutlass.range_constexpr(tiles):
                 self.multiply_values(shared, t, v_slot, used + step, step > 0)
                 # Never a phase that nobody waits for: commits may arrive out of order.
-                if (tiles == 1) | (step == count - 1):
-                    products.commit(barriers.o_full + t, tile.ctas)
+                products.commit(barriers.o_full + t, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty + v_slot, tile.ctas)
-                if step + ahead < count:
-                    k_slot = self.await_block(shared, position, t == 0)
-                    last = step + ahead == count - 1
-                    self.multiply_scores(shared, t, k_slot, used + step + ahead, last)
-                    if cutlass.const_expr(t == tiles - 1):
-                        products.commit(barriers.kv_empty + k_slot, tile.ctas)
-            if step + ahead < count:
-                position += 1
+                if following > 0:
+                    self.begin_scores(shared, t, (0, following), live + 1, used + count)
+            position += 1
+        return following > 0
+
+    @cute.jit
+    def blocks_of_next(self, shared: Shared, turn: tuple) -> Int32:
+        """Blocks of the next turn's tile, 0 behind the last; taking it is left to its own turn.
+
+        The turn after the next one could not be waited for: that tile is worked out only when the
+        correction warps, which wait for products of this tile, have taken the next one.
+        """
+        index, turns = turn
+        blocks = Int32(0)
+        if index + 1 < turns:
+            work = look(shared, index + 1)
+            blocks = work.blocks.end - work.blocks.begin
+        return blocks
 
     @cute.jit
     def await_block(

@@ -89,7 +89,7 @@ class RowRoles:
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
                     reference, shift, row_sum = self.soften_block(
                         shared,
-                        (t, lane_row, block, used + end - 1 - block),
+                        (t, lane_row, block, used + end - 1 - block, block == end - 1),
                         (reference, shift, row_sum),
                         scales,
                         (low, high),
@@ -118,9 +118,9 @@ class RowRoles:
     ):
         """P of one block from its S; returns the row's new state.
 
-        position: (query tile, row in it, block, blocks before it).
+        position: (query tile, row in it, block, blocks before it, whether it is the tile's first).
         """
-        t, lane_row, block, ordinal = position
+        t, lane_row, block, ordinal, first_block = position
         reference, shift, row_sum = row_state
         scale_log2, lag_limit = scales
         n, columns = self.config.tile.n, self.config.columns
@@ -156,7 +156,7 @@ class RowRoles:
             values += softmax.exponentials(current, self.polynomial_pairs(start), start // 2)
             sums = softmax.accumulate(sums, values[start - PIECE : start])
             if cutlass.const_expr(start == SPECULATED):
-                cute.arch.barrier_arrive(barrier_id=factor_barrier(buffer), number_of_threads=64)
+                ptx.arrive_unless(first_block, factor_barrier(buffer), 64)
             if cutlass.const_expr(start % CHUNK == 0):
                 self.store_chunk(probabilities_at, values, start - CHUNK)
             if cutlass.const_expr(start - PIECE in parts):
@@ -197,6 +197,8 @@ class RowRoles:
     def correct(self, shared: Shared, turns: Int32):
         """Correction warps: rescaling of O, and output tiles to shared memory."""
         used, live, written = Int32(0), Int32(0), Int32(0)
+        for t in cutlass.range_constexpr(self.config.tile.query_tiles):
+            self.release_output(shared, t, used)
         for turn in cutlass.range(turns, unroll=1):
             work = take(shared, turn)
             count = work.blocks.end - work.blocks.begin
@@ -205,26 +207,37 @@ class RowRoles:
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
                 self.write_output(shared, t, (count > 0, live, written, used + count - 1))
                 written += 1
+                if count > 0:
+                    ptx.fence_before_sync()
+                    self.release_output(shared, t, used + count)
             if count > 0:
                 live += 1
                 used += count
 
     @cute.jit
     def correct_tile(self, shared: Shared, used: Int32, count: Int32):
-        """Rescales the accumulators block by block, after `used` blocks of other tiles."""
+        """Rescales the accumulators before every block but the first, after `used` blocks of other
+        tiles."""
         tiles, alone = self.config.tile.query_tiles, self.config.tile.query_tiles == 1
-        for step in cutlass.range(count, unroll=1):
+        for step in cutlass.range(1, count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
                 buffer, _ = self.config.buffer(t, used + step)
                 cute.arch.barrier(barrier_id=factor_barrier(buffer), number_of_threads=64)
-                # The first product of a tile overwrites O, which these warps have read by now.
-                if step > 0:
-                    if cutlass.const_expr(alone):
-                        cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
-                    ptx.fence_after_sync()
-                    self.rescale(shared, t, buffer)
+                if cutlass.const_expr(alone):
+                    cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
+                ptx.fence_after_sync()
+                self.rescale(shared, t, buffer)
                 ptx.fence_before_sync()
-                products.arrive(shared.barriers.p_early + buffer, ctas=self.config.tile.ctas)
+                self.release_output(shared, t, used + step)
+
+    @cute.jit
+    def release_output(self, shared: Shared, t: cutlass.Constexpr[int], ordinal: Int32):
+        """Lets the product of the CTA's ordinal-th block change O_t.
+
+        A tile's first product overwrites it: it is let as soon as the tile before has been read.
+        """
+        buffer, _ = self.config.buffer(t, ordinal)
+        products.arrive(shared.barriers.p_early + buffer, ctas=self.config.tile.ctas)
 
     @cute.jit
     def rescale(self, shared: Shared, t: cutlass.Constexpr[int], buffer: Int32):

@@ -6,7 +6,7 @@ are called by whole, converged warps.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 
 def _list(prefix: str, count: int, first: int = 0) -> str:
@@ -72,6 +72,16 @@ def add_exponent(value: Float32, whole: Float32) -> Float32:
         "{ .reg .b32 n; shl.b32 n, {$r1}, 23; add.s32 {$w0}, n, {$r0}; }",
         write_only_types=[Float32],
         read_only_args=[value, whole],
+    )
+
+
+def arrive_unless(skip: Boolean, barrier: Int32, threads: int):
+    """bar.arrive on a named barrier unless `skip`; by a predicate, so that no branch divides the
+    instructions around it."""
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred arrives; setp.eq.b32 arrives, {{$r0}}, 0;"
+        f" @arrives bar.arrive {{$r1}}, {threads}; }}",
+        read_only_args=[Int32(skip), barrier],
     )
 
 
