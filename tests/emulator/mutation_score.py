@@ -39,13 +39,14 @@ _WAIT = "never waits: mbarrier.try_wait.parity.shared.b64"
 _PRODUCT_FENCE = "removed: wgmma.fence.sync.aligned"
 _PRODUCT_GROUP = "removed: wgmma.commit_group.sync.aligned"
 _STORED = "waits for reads: cp.async.bulk.wait_group"
-_MASKED_FACTOR = Counter({f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")})
+_MASKED_FACTOR = Counter(
+    {f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")}
+)
 _OF_PAIR = _MASKED_FACTOR + Counter(
     {_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1, "removed: bar.warp.sync": 4}
 )
 SURVIVORS: dict[str, Counter[str]] = {
-    "sm_100f_fwd_bf16_d128": _MASKED_FACTOR
-    + Counter({_REGISTERS: 1, "removed: bar.warp.sync": 2}),
+    "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, "removed: bar.warp.sync": 2}),
     "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1}),
     "sm_100f_fwd_bf16_d256": _OF_PAIR,
     "sm_100f_fwd_bf16_d256_band": _OF_PAIR,
