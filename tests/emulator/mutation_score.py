@@ -47,7 +47,7 @@ _OF_PAIR = _MASKED_FACTOR + Counter(
 )
 SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, "removed: bar.warp.sync": 2}),
-    "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1}),
+    "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, "removed: bar.warp.sync": 2}),
     "sm_100f_fwd_bf16_d256": _OF_PAIR,
     "sm_100f_fwd_bf16_d256_band": _OF_PAIR,
     "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),
