@@ -155,6 +155,7 @@ def _arrive(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
                     order.copies_done(warp.lanes[of], transfer.chunks, phase)
                 barrier.give(order.release(warp.lanes[lanes]))
             barrier.copied = barrier.phase + 1
+            warp.note("copied", barrier, barrier.phase)
             first = [transfer for transfer, _ in done.values()]
             arrive = functools.partial(_arrived, warp, first, barrier, len(lanes))
             warp.cta.issue(

@@ -41,7 +41,7 @@ from kernels.emulator.parser import parameter_offsets
 from kernels.emulator.policy import Policy
 from kernels.emulator.program import LANES, Branch, Effect, Exit, Program, Run, Single, make_program
 from kernels.emulator.report import Tally
-from kernels.emulator.syntax import Instruction, Kernel
+from kernels.emulator.syntax import Immediate, Instruction, Kernel
 from kernels.emulator.trace import Trace
 from kernels.emulator.transfers import Transfer
 from kernels.emulator.warp import Wait, Warp
@@ -126,6 +126,23 @@ class Geometry:
         return x // width, y // height, z // depth
 
 
+def launch_registers(kernel: Kernel, threads: int) -> int:
+    """Registers that a thread starts with, which PTX leaves to ptxas.
+
+    Of a kernel with setmaxnreg that is what a CTA of this size can have, but no more than the
+    largest setmaxnreg.inc asks for (ptxas 13.0, by what `-v` says of kernels with other counts).
+    """
+    counts = [
+        operand.value
+        for instruction in kernel.instructions
+        if instruction.opcode == "setmaxnreg" and instruction.words[1] == "inc"
+        for operand in instruction.operands
+        if isinstance(operand, Immediate)
+    ]
+    largest = max(counts, default=_MOST_REGISTERS)
+    return min(REGISTERS_PER_SM // threads // 8 * 8, _MOST_REGISTERS, largest)
+
+
 class Machine:
     """Runs one launch."""
 
@@ -148,7 +165,7 @@ class Machine:
         self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
         self.dynamic_bytes = geometry.dynamic_bytes
         self.rng = np.random.default_rng(seed)
-        self.registers = min(REGISTERS_PER_SM // self.threads // 8 * 8, _MOST_REGISTERS)
+        self.registers = launch_registers(kernel, self.threads)
         self.tallies = [Tally.of(program) for _ in range(self.threads // LANES)]
         self.most_tensor_columns = 0
         self.trace: Trace | None = None

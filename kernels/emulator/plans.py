@@ -223,6 +223,12 @@ def _action(step: Single, rates: Rates) -> Action | None:
         return Action("commit_stores")
     if words[:4] == ("cp", "async", "bulk", "wait_group"):
         return Action("await_stores", _immediate(instruction), float("read" not in words))
+    if words[:3] in (("cp", "async", "ca"), ("cp", "async", "cg")):
+        size = instruction.operands[2]
+        assert isinstance(size, Immediate)
+        return Action("gather", _LANES * size.value)
+    if words[:4] == ("cp", "async", "mbarrier", "arrive"):
+        return None
     if words[:2] == ("cp", "async") and "bulk" not in words:
         raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
     return None

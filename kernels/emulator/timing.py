@@ -9,8 +9,9 @@ Products: the tensor core of a sub-partition works on one, another may wait behi
 has a third waits with everything, so that warps take turns. Their operands come through the port of
 shared memory, as do loads, stores and what copies write; the copies wait until products leave it
 idle (on Blackwell what comes by them is there as much later). Instruction fetch, power and other
-SMs are not modelled, except that `rates` has what an SM gets when all are busy. cp.async, mma.sync
-and tcgen05.cp are refused.
+SMs are not modelled, except that `rates` has what an SM gets when all are busy. cp.async takes
+shared memory's port and as long as a load from L2; groups of it, mma.sync and tcgen05.cp are
+refused.
 
 The CTAs of a cluster have an SM each and run together. A product of a pair occupies both tensor
 cores, which read half of its operands each; bytes of a multicast come to every SM as if it had
@@ -31,7 +32,7 @@ from kernels.emulator.rates import Rates
 from kernels.emulator.syntax import Register
 from kernels.emulator.trace import Event, Trace
 
-_CONTRIBUTIONS = ("arrive", "load", "carry", "meet", "commit")
+_CONTRIBUTIONS = ("arrive", "load", "carry", "meet", "commit", "copied")
 """Events that a phase of a barrier waits for."""
 _ENGINES = {"loads": "TMA load", "stores": "TMA store", "peers": "SM to SM"}
 
@@ -164,7 +165,7 @@ class _Warp:
         self.ready: dict[Register, float] = {}
         self.products: list[float] = []
         self.product_groups: list[float] = []
-        self.committed = 0.0
+        self.committed = self.copied = 0.0
         self.tensor_stores = 0.0
         self.stores: list[tuple[float, float]] = []
         self.store_groups: list[tuple[float, float]] = []
@@ -356,6 +357,8 @@ class _Replay:
             warp.committed = self._tcgen05_product(warp, time, event)
         elif event.kind == "commit":
             self._contribute(key, max(time, warp.committed) + remote)
+        elif event.kind == "copied":
+            self._contribute(key, max(time, warp.copied))
         elif event.kind == "wait":
             return self._await(warp, key, time + rates.wait_latency, rates.barrier_latency)
         elif event.kind == "meet":
@@ -464,6 +467,12 @@ class _Replay:
         sm.additions = begin + action.amount / rates.reduce_bytes
         self.busy["reduction"] += action.amount / rates.reduce_bytes
         return self._slept(warp, time, sm.additions - rates.global_latency, "reduction")
+
+    def _gather(self, warp: _Warp, time: float, action: Action) -> float:
+        """cp.async: a load from L2, whose bytes shared memory's port takes in as they come."""
+        delay = self._share(warp.sm, time, action.amount)
+        warp.copied = max(warp.copied, time + self.rates.global_latency + delay)
+        return time
 
     def _commit_stores(self, warp: _Warp, time: float, action: Action) -> float:
         if warp.stores:

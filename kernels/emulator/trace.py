@@ -20,6 +20,7 @@ class Event(NamedTuple):
     "meet"    a named barrier, its turn          1 if the warp waits there, else 0
     "product" FLOPs of tcgen05.mma, its CTAs     bytes that it reads of shared memory
     "commit"  the mbarrier that is told          (tcgen05.commit) and its phase
+    "copied"  the same                           (cp.async.mbarrier.arrive)
 
     rank: of the CTA of the cluster whose barrier, or memory, it is.
     """

@@ -466,6 +466,27 @@ def test_register_file_is_shared_by_all_warps() -> None:
     programs.run(body, np.zeros(64, np.uint8), launch)
 
 
+def test_a_thread_starts_with_no_more_registers_than_the_largest_raise() -> None:
+    """384 threads could have 168 registers each; ptxas gives them what setmaxnreg.inc names."""
+    launch = programs.Launch(threads=384)
+    body = "setmaxnreg.inc.sync.aligned.u32 128;"
+    programs.run(body, np.zeros(64, np.uint8), launch)
+    body = """
+    shr.u32 %r5, %r1, 7;
+    setp.ne.u32 %p1, %r5, 0;
+    @%p1 bra MORE;
+    setmaxnreg.{first}.sync.aligned.u32 {count};
+    ret;
+    MORE:
+    setmaxnreg.inc.sync.aligned.u32 128;
+    """
+    programs.run(body.format(first="dec", count=96), np.zeros(64, np.uint8), launch)
+    with pytest.raises(EmulationError, match=r"setmaxnreg\.dec 136 from 128"):
+        programs.run(body.format(first="dec", count=136), np.zeros(64, np.uint8), launch)
+    with pytest.raises(EmulationError, match=r"setmaxnreg\.inc 128 from 144"):
+        programs.run(body.format(first="inc", count=144), np.zeros(64, np.uint8), launch)
+
+
 TURNS = """
 setp.ne.u32 %p1, %r1, 0;
 @%p1 bra DONE;

@@ -126,6 +126,30 @@ def test_bulk_load_takes_latency_and_bandwidth() -> None:
     assert timing.busy["TMA load"] == 2048 / RATES.tma_load_bytes
 
 
+def test_copies_of_threads_arrive_after_the_latency_of_a_load() -> None:
+    body = """
+    setp.ne.b32 %p1, %r1, 0;
+    @%p1 bra COPY;
+    mbarrier.init.shared.b64 [%r2], 32;
+    COPY:
+    bar.sync 0;
+    shl.b32 %r3, %r1, 2;
+    add.s32 %r3, %r2, %r3;
+    cp.async.ca.shared.global [%r3+1024], [%rd1], 4, 4;
+    {more}
+    cp.async.mbarrier.arrive.noinc.shared.b64 [%r2];
+    WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r2], 0;
+    @!%p3 bra WAIT;
+    """
+    timing = timed(body.format(more=""))
+    assert RATES.global_latency <= timing.cycles <= RATES.global_latency + 120
+    more = "cp.async.ca.shared.global [%r3+2048], [%rd1], 4, 4;"
+    second = timed(body.format(more=more))
+    assert second.busy["shared"] - timing.busy["shared"] == 32 * 4 / RATES.shared_bytes
+    assert second.cycles - timing.cycles <= 8
+
+
 def test_loads_of_one_address() -> None:
     """They take the port for two cycles, where lanes with addresses of their own take four."""
     loads = "".join(

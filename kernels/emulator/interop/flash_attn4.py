@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import types
-from typing import Any
+from typing import Any, Literal
 
 from kernels.emulator.interop import torch_stand_in
 from kernels.emulator.interop.host_code import Compiled
@@ -37,6 +37,24 @@ class Variant:
     is_causal: bool
     two_ctas: bool | None = None
     multiprocessors: int = 4
+
+
+_ROW_SUMS = ("o", "do", "row_sums", "lse", "lse_log2")
+_OPERANDS = ("q", "k", "v", "do", "lse_log2", "row_sums")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One launch of a backward.
+
+    Attributes:
+      names: of its tensors, in the order of its arguments.
+      stationary: what a CTA of a main kernel holds while the others pass by.
+    """
+
+    code: Compiled
+    names: tuple[str, ...]
+    stationary: Literal["", "queries", "keys"] = ""
 
 
 def versions() -> dict[str, str]:
@@ -73,11 +91,17 @@ def compile_forward(variant: Variant) -> Compiled:
     return _compile(hosts.Forward(kernel), variant)
 
 
-def compile_backward(variant: Variant) -> tuple[Compiled, Compiled, Compiled]:
-    """Compiles what comes before the backward kernel for Blackwell, itself, and what comes after.
+def compile_backward(variant: Variant) -> tuple[Step, ...]:
+    """Compiles the backward for Blackwell, in the order of its launches.
 
     Pairs of CTAs from head dim 128 on, where `two_ctas` does not say otherwise.
     """
+    dims = variant.head_dim, variant.head_dim_v
+    return _backward_256(variant) if dims == (256, 256) else _backward(variant)
+
+
+def _backward(variant: Variant) -> tuple[Step, ...]:
+    """What comes before the main kernel, itself, and what comes after."""
     from kernels.emulator.interop import hosts
 
     cutlass = importlib.import_module("cutlass")
@@ -87,34 +111,57 @@ def compile_backward(variant: Variant) -> tuple[Compiled, Compiled, Compiled]:
     d, dv, dtype = variant.head_dim, variant.head_dim_v, cutlass.BFloat16
     paired = d >= 128 if variant.two_ctas is None else variant.two_ctas
     capability = int(re.sub(r"\D", "", variant.arch))
-    kernels = (
-        hosts.Preprocess(before.FlashAttentionBackwardPreprocess(dtype, d, dv, _TILE)),
-        hosts.Backward(
-            main(
-                d,
-                dv,
-                is_causal=variant.is_causal,
-                tile_m=_TILE,
-                tile_n=_TILE,
-                cluster_size=2 if paired else 1,
-                use_2cta_instrs=paired,
-                spt=False,
-            )
-        ),
-        hosts.Postprocess(
-            after.FlashAttentionBackwardPostprocess(
-                dtype,
-                d,
-                capability,
-                _TILE,
-                num_threads=128,
-                use_2cta_instrs=paired,
-                accum_order=main.accum_tile_orders(paired, _TILE)[0],
-            )
-        ),
+    first = hosts.Preprocess(before.FlashAttentionBackwardPreprocess(dtype, d, dv, _TILE))
+    second = hosts.Backward(
+        main(
+            d,
+            dv,
+            is_causal=variant.is_causal,
+            tile_m=_TILE,
+            tile_n=_TILE,
+            cluster_size=2 if paired else 1,
+            use_2cta_instrs=paired,
+            spt=False,
+        )
     )
-    first, second, third = (_compile(kernel, variant) for kernel in kernels)
-    return first, second, third
+    third = hosts.Postprocess(
+        after.FlashAttentionBackwardPostprocess(
+            dtype,
+            d,
+            capability,
+            _TILE,
+            num_threads=128,
+            use_2cta_instrs=paired,
+            accum_order=main.accum_tile_orders(paired, _TILE)[0],
+        )
+    )
+    return (
+        Step(_compile(first, variant), (*_ROW_SUMS, "dq_sums")),
+        Step(_compile(second, variant), (*_OPERANDS, "dq_sums", "dk", "dv"), "keys"),
+        Step(_compile(third, variant), ("dq_sums", "dq")),
+    )
+
+
+def _backward_256(variant: Variant) -> tuple[Step, ...]:
+    """What comes before, dQ's kernel, dK's and dV's: both of pairs, neither adds to memory."""
+    from kernels.emulator.interop import hosts
+
+    cutlass = importlib.import_module("cutlass")
+    before = importlib.import_module("flash_attn.cute.flash_bwd_preprocess")
+    main = importlib.import_module("flash_attn.cute.sm100_hd256_2cta_fmha_backward")
+    d, dv = variant.head_dim, variant.head_dim_v
+    if variant.two_ctas is False:
+        raise NotImplementedError(f"flash-attn-4 has no kernel of single CTAs for {variant}")
+    both = main.BlackwellFusedMultiHeadAttentionBackward(
+        d, dv, is_causal=variant.is_causal, cluster_size=2, use_2cta_instrs=True
+    )
+    first = hosts.RowSums(before.FlashAttentionBackwardPreprocess(cutlass.BFloat16, d, dv, _TILE))
+    second, third = hosts.QueryGradient(both.dq_kernel), hosts.KeyValueGradient(both.dkdv_kernel)
+    return (
+        Step(_compile(first, variant), _ROW_SUMS),
+        Step(_compile(second, variant), (*_OPERANDS, "dq"), "queries"),
+        Step(_compile(third, variant), (*_OPERANDS, "dk", "dv"), "keys"),
+    )
 
 
 def _forward(variant: Variant) -> Any:

@@ -106,6 +106,119 @@ class Backward:
         )
 
 
+class RowSums:
+    """Launches what comes before the two kernels of head dim 256: row sums of O dO, LSE in base 2.
+
+    The same kernel as `Preprocess`'s, without sums of dQ.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        output: cute.Tensor,
+        output_bar: cute.Tensor,
+        row_sums: cute.Tensor,
+        lse: cute.Tensor,
+        lse_log2: cute.Tensor,
+        scale: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        absent = (None,) * 6
+        self._kernel(output, output_bar, row_sums, lse, lse_log2, *absent, scale, stream=stream)
+
+
+class QueryGradient:
+    """Launches dQ's kernel of head dim 256, one query head to a key head."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        output_bar: cute.Tensor,
+        lse_log2: cute.Tensor,
+        row_sums: cute.Tensor,
+        dq: cute.Tensor,
+        scale: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        absent = (None,) * 4
+        self._kernel(
+            grouped(query),
+            grouped(key),
+            grouped(value),
+            grouped(dq),
+            grouped(output_bar),
+            grouped_rows(lse_log2),
+            grouped_rows(row_sums),
+            *absent,
+            scale,
+            None,
+            stream,
+        )
+
+
+class KeyValueGradient:
+    """Launches dK's and dV's kernel of head dim 256, one query head to a key head."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        output_bar: cute.Tensor,
+        lse_log2: cute.Tensor,
+        row_sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        absent = (None,) * 4
+        self._kernel(
+            grouped(query),
+            grouped(key),
+            grouped(value),
+            grouped(dk),
+            grouped(dv),
+            grouped(output_bar),
+            grouped_rows(lse_log2),
+            grouped_rows(row_sums),
+            *absent,
+            scale,
+            None,
+            stream,
+        )
+
+
+def grouped(tensor: Any) -> cute.Tensor:
+    """[B, T, N, H] as [B, T, N, 1, H], its outer strides multiples of ALIGNED_BYTES."""
+    elements = ALIGNED_BYTES * 8 // tensor.element_type.width
+    batch, row, head = (cute.assume(step, divby=elements) for step in tensor.stride[:3])
+    b, t, n, h = tensor.shape
+    layout = cute.make_layout((b, t, n, 1, h), stride=(batch, row, head, head, 1))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def grouped_rows(tensor: Any) -> cute.Tensor:
+    """[B, N, T] as [T, [[1, N], B]]."""
+    batch, head, _ = tensor.stride
+    b, n, t = tensor.shape
+    layout = cute.make_layout((t, ((1, n), b)), stride=(1, ((head, head), batch)))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 class Postprocess:
     """Launches what turns sums of dQ into dQ."""
 
@@ -133,6 +246,9 @@ def arguments(host: Any) -> tuple[Any, ...]:
         Preprocess: per_head * 2 + aligned + unaligned + aligned * 2,
         Backward: per_head * 4 + aligned * 3 + per_head * 2,
         Postprocess: aligned + per_head,
+        RowSums: per_head * 2 + aligned + unaligned + aligned,
+        QueryGradient: per_head * 4 + aligned * 2 + per_head,
+        KeyValueGradient: per_head * 4 + aligned * 2 + per_head * 2,
     }
     tensors = [tensor(*kind) for kind in kinds[type(host)]]
     return *tensors, f32(1), runtime.make_fake_stream()

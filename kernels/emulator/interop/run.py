@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +12,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs, oracle
 from kernels import emulator
 from kernels.emulator import Policy, Report
+from kernels.emulator.interop.flash_attn4 import Step
 from kernels.emulator.interop.host_code import Compiled, Tensor, host_code
 from kernels.emulator.memory import uninitialised
 from kernels.emulator.trace import Trace
@@ -103,60 +104,45 @@ def forward(compiled: Compiled, inputs: Inputs, how: Run) -> Outcome:
 
 
 def backward(
-    compiled: Sequence[Compiled],
-    inputs: Inputs,
-    output: np.ndarray,
-    lse: np.ndarray,
-    policy: Policy,
+    steps: Sequence[Step], inputs: Inputs, output: np.ndarray, lse: np.ndarray, policy: Policy
 ) -> dict[str, np.ndarray]:
-    """dq, dk and dv by three launches, as flash_attn4.compile_backward's kernels make them.
+    """dq, dk and dv by what flash_attn4.compile_backward compiles.
 
     `output` [B, T, N, H] and `lse` [B, N, T] are the forward's.
     """
-    before, main, after = compiled
-    b, t, n, d = inputs.query.shape
-    rounded = -(-t // _TILE) * _TILE
-    bf16, f32 = ml_dtypes.bfloat16, np.float32
-    arrays = {
-        "q": inputs.query,
-        "k": inputs.key,
-        "v": inputs.value,
-        "o": output.astype(bf16),
-        "do": inputs.output_bar,
-        "lse": lse.astype(f32),
-        "dq": fresh(inputs.query.shape, bf16),
-        "dk": fresh(inputs.key.shape, bf16),
-        "dv": fresh(inputs.value.shape, bf16),
-        "lse_log2": fresh((b, n, rounded), f32),
-        "row_sums": fresh((b, n, rounded), f32),
-        "dq_sums": fresh((b, n, rounded * d), f32),
-    }
-    for code, names in (
-        (before, ("o", "do", "row_sums", "lse", "lse_log2", "dq_sums")),
-        (main, ("q", "k", "v", "do", "lse_log2", "row_sums", "dq_sums", "dk", "dv")),
-        (after, ("dq_sums", "dq")),
-    ):
-        _launch(code, {name: arrays[name] for name in names}, d**-0.5, Run(policy))
+    arrays = _of_backward(inputs, lambda shape: fresh(shape, np.float32))
+    arrays |= {"o": output.astype(ml_dtypes.bfloat16), "lse": lse.astype(np.float32)}
+    scale = inputs.query.shape[-1] ** -0.5
+    for step in steps:
+        _launch(step.code, {name: arrays[name] for name in step.names}, scale, Run(policy))
     return {name: arrays[name] for name in ("dq", "dk", "dv")}
 
 
-def backward_main(compiled: Compiled, inputs: Inputs, how: Run) -> Report:
-    """The main kernel of a backward alone, its intermediate operands zero."""
+def backward_main(step: Step, inputs: Inputs, how: Run) -> Report:
+    """A main kernel of a backward alone, its intermediate operands zero."""
+    arrays = _of_backward(inputs, lambda shape: np.zeros(shape, np.float32))
+    scale = inputs.query.shape[-1] ** -0.5
+    return _launch(step.code, {name: arrays[name] for name in step.names}, scale, how)
+
+
+def _of_backward(
+    inputs: Inputs, intermediate: Callable[[tuple[int, ...]], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Operands, intermediate results and gradients by name."""
     b, t, n, d = inputs.query.shape
     rounded = -(-t // _TILE) * _TILE
-    rows = np.zeros((b, n, rounded), np.float32)
-    arrays = {
+    return {
         "q": inputs.query,
         "k": inputs.key,
         "v": inputs.value,
         "do": inputs.output_bar,
-        "lse_log2": rows,
-        "row_sums": rows.copy(),
-        "dq_sums": np.zeros((b, n, rounded * d), np.float32),
+        "lse_log2": intermediate((b, n, rounded)),
+        "row_sums": intermediate((b, n, rounded)),
+        "dq_sums": intermediate((b, n, rounded * d)),
+        "dq": fresh(inputs.query.shape, ml_dtypes.bfloat16),
         "dk": fresh(inputs.key.shape, ml_dtypes.bfloat16),
         "dv": fresh(inputs.value.shape, ml_dtypes.bfloat16),
     }
-    return _launch(compiled, arrays, d**-0.5, how)
 
 
 def _launch(compiled: Compiled, arrays: dict[str, np.ndarray], scale: float, how: Run) -> Report:
