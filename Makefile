@@ -8,6 +8,9 @@ CMAKE_BUILD := build/ffi
 PYTEST_FLAGS ?= $(if $(shell command -v nvidia-smi),,-n auto)
 DEMO_FLAGS ?=
 
+# The emulator's small products in numpy: threads of several processes would fight over the cores.
+export OPENBLAS_NUM_THREADS := 1
+
 BIN := $(VENV)/bin
 LIBRARY := fa4_jax/libfa4_jax.so
 SOURCES := $(wildcard ffi/*.cc ffi/*.h) CMakeLists.txt

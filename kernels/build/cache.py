@@ -54,9 +54,11 @@ def find(key: KernelKey) -> Entry | None:
         object_file = path.with_suffix(".o").read_bytes()
     except FileNotFoundError:
         return None
+    # First of all: a record of other sources may have another form.
+    if record["digest"] != _digest(record["host"]["module"]):
+        return None
     cubin = manifest.cubin_from_json(record["cubin"])
-    intact = hashlib.sha256(code).hexdigest() == cubin.sha256
-    if not intact or record["digest"] != _digest(record["host"]["module"]):
+    if hashlib.sha256(code).hexdigest() != cubin.sha256:
         return None
     arguments = tuple(_param_from_json(param) for param in record["host"]["arguments"])
     host = HostCode(object_file, record["host"]["entry"], record["host"]["module"], arguments)
