@@ -9,7 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from fa4_jax.key import DTYPES, HEAD_DIM_TILES, POLYNOMIAL_EXP2_TILES, KernelKey, Pass
+from fa4_jax.key import (
+    DTYPES,
+    HEAD_DIM_TILES,
+    NARROW_VALUES,
+    POLYNOMIAL_EXP2_TILES,
+    KernelKey,
+    Pass,
+)
 
 ARCHITECTURES = ("sm_90a", "sm_100f")
 """Architectures with kernels."""
@@ -19,7 +26,9 @@ def keys(arch: str) -> Iterator[KernelKey]:
     """The kernels of one architecture, in build order."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):
         yield from _forward(arch, dtype, head_dim)
-        yield from _backward(arch, dtype, head_dim)
+        yield from _backward(arch, dtype, head_dim, head_dim)
+        if (arch, head_dim) in NARROW_VALUES:
+            yield from _backward(arch, dtype, head_dim, NARROW_VALUES[arch, head_dim])
 
 
 def all_keys() -> tuple[KernelKey, ...]:
@@ -35,11 +44,12 @@ def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
         )
 
 
-def _backward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
+def _backward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[KernelKey]:
+    def key(kernel: Pass, **flags: bool) -> KernelKey:
+        return KernelKey(arch, kernel, dtype, head_dim, value_dim=value_dim, **flags)
+
     for deterministic in (False, True):
-        yield KernelKey(arch, Pass.BACKWARD_PRE, dtype, head_dim, deterministic=deterministic)
+        yield key(Pass.BACKWARD_PRE, deterministic=deterministic)
         for band in (False, True):
-            yield KernelKey(
-                arch, Pass.BACKWARD, dtype, head_dim, band=band, deterministic=deterministic
-            )
-    yield KernelKey(arch, Pass.BACKWARD_POST, dtype, head_dim)
+            yield key(Pass.BACKWARD, band=band, deterministic=deterministic)
+    yield key(Pass.BACKWARD_POST)

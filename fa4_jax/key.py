@@ -33,6 +33,13 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
+NARROW_VALUES = {("sm_100f", 192): 128}
+"""(arch, head_dim) with a backward of its own for values of at most so many columns.
+
+Where tensor memory cannot hold dV and dK of 192 columns each, it can hold 128 and 192.
+"""
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class KernelKey:
     """What is fixed in one compiled kernel.
@@ -45,6 +52,7 @@ class KernelKey:
       band: keys are limited per row, lo(i) <= j <= hi(i) (causal and window); False is dense.
       deterministic: dQ is accumulated in a fixed order (backward only).
       polynomial_exp2: part of the exponentials is a polynomial (forward only).
+      value_dim: tile head dim of values, output and their gradients; head_dim if not given.
     """
 
     arch: str
@@ -54,11 +62,18 @@ class KernelKey:
     band: bool = False
     deterministic: bool = False
     polynomial_exp2: bool = False
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
     @property
     def name(self) -> str:
         """Unique readable name, e.g. "sm_90a_fwd_bf16_d128_band"."""
-        parts = [self.arch, str(self.kernel), self.dtype, f"d{self.head_dim}"]
+        head_dims = f"d{self.head_dim}"
+        if self.value_dim != self.head_dim:
+            head_dims += f"x{self.value_dim}"
+        parts = [self.arch, str(self.kernel), self.dtype, head_dims]
         parts += [
             flag for flag in ("band", "deterministic", "polynomial_exp2") if getattr(self, flag)
         ]
@@ -68,3 +83,9 @@ class KernelKey:
 def head_dim_tile(head_dim: int) -> int | None:
     """Narrowest tile that holds head_dim, or None if there is none."""
     return next((tile for tile in HEAD_DIM_TILES if head_dim <= tile), None)
+
+
+def backward_value_dim(arch: str, tile: int, value_dim: int) -> int:
+    """Tile head dim of values in the backward whose head dim has tile `tile`."""
+    narrow = NARROW_VALUES.get((arch, tile), 0)
+    return narrow if value_dim <= narrow else tile

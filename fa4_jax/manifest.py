@@ -95,6 +95,9 @@ class Launch:
     dynamic_smem_bytes: int
     cluster: tuple[int, int, int] = (1, 1, 1)
     persistent: bool = False  # grid.x is at most one CTA a multiprocessor, in whole clusters
+    # May start while the launch before it ends (programmatic dependent launch): the kernel waits
+    # for that one's end, by griddepcontrol.wait, before it touches global memory.
+    programmatic: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +182,7 @@ def cubin_from_json(data: dict[str, Any]) -> Cubin:
             dynamic_smem_bytes=launch["dynamic_smem_bytes"],
             cluster=tuple(launch["cluster"]),
             persistent=launch["persistent"],
+            programmatic=launch["programmatic"],
         ),
         symbol=data["symbol"],
         file=data["file"],

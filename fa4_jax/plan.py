@@ -10,6 +10,7 @@ from fa4_jax.key import (
     POLYNOMIAL_EXP2_TILES,
     KernelKey,
     Pass,
+    backward_value_dim,
     head_dim_tile,
 )
 from fa4_jax.manifest import Cubin, Launch, Manifest
@@ -81,16 +82,17 @@ def kernel_keys(
     if tile is None:
         raise KeyError(problem.head_dims)
 
-    def key(kernel: Pass, **flags: bool) -> KernelKey:
-        return KernelKey(arch, kernel, problem.dtype, tile, **flags)
+    def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
+        return KernelKey(arch, kernel, problem.dtype, tile, value_dim=value_dim, **flags)
 
     polynomial = problem.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
     polynomial &= not fast_exp2
     forward = key(Pass.FORWARD, band=problem.band, polynomial_exp2=polynomial)
+    value_tile = backward_value_dim(arch, tile, problem.head_dims[1])
     backward = (
-        key(Pass.BACKWARD_PRE, deterministic=problem.deterministic),
-        key(Pass.BACKWARD, band=problem.band, deterministic=problem.deterministic),
-        key(Pass.BACKWARD_POST),
+        key(Pass.BACKWARD_PRE, value_tile, deterministic=problem.deterministic),
+        key(Pass.BACKWARD, value_tile, band=problem.band, deterministic=problem.deterministic),
+        key(Pass.BACKWARD_POST, value_tile),
     )
     return (forward,), backward
 

@@ -12,7 +12,7 @@ import pathlib
 import struct
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _PARAM_KINDS = ("tensor_map", "pointer", "dim", "size", "i32", "f32", "sm_count")
 
@@ -20,7 +20,7 @@ _RANGE = struct.Struct("=2i")
 _FACTOR = struct.Struct("=q4i")
 _PARAM = struct.Struct("=5i5i5i2i")
 _BUFFER = struct.Struct("=3i2i")
-_KERNEL = struct.Struct("=7i2i2i6i3I3I2I")
+_KERNEL = struct.Struct("=7i2i2i6i3I3I3I")
 
 
 class Records(ctypes.Structure):
@@ -84,6 +84,7 @@ class Packer:
             *launch["cluster"],
             launch["dynamic_smem_bytes"],
             launch["persistent"],
+            launch["programmatic"],
         )
         self._kernels.append(record)
 

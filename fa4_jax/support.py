@@ -228,11 +228,16 @@ def table() -> str:
             name = "forward" if key.kernel is Pass.FORWARD else "backward"
             groups.setdefault((key.arch, key.dtype, name), []).append(key)
     for (arch, dtype, name), keys in groups.items():
-        tiles = sorted({key.head_dim for key in keys})
-        band = {key.head_dim for key in keys if key.band} == set(tiles)
-        ordered = {key.head_dim for key in keys if key.deterministic} == set(tiles)
+        tiles = sorted({_head_dims(key) for key in keys})
+        band = {_head_dims(key) for key in keys if key.band} == set(tiles)
+        ordered = {_head_dims(key) for key in keys if key.deterministic} == set(tiles)
         repeatable = ordered or name == "forward"  # each output is the work of one thread block
-        cells = [arch, dtype, name, ", ".join(map(str, tiles))]
+        named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)
+        cells = [arch, dtype, name, ", ".join(named)]
         cells += ["yes" if flag else "no" for flag in (band, repeatable)]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def _head_dims(key: KernelKey) -> tuple[int, int]:
+    return key.head_dim, key.value_dim

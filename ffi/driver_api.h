@@ -27,6 +27,7 @@ inline constexpr int kDeviceComputeCapabilityMinor = 76;
 inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
 
 inline constexpr uint32_t kLaunchClusterDimension = 4;
+inline constexpr uint32_t kLaunchProgrammaticStreamSerialization = 6;
 
 inline constexpr unsigned kHostMemoryReadOnly = 8;
 
@@ -46,6 +47,7 @@ struct LaunchAttribute {
   union {
     uint64_t words[8];
     uint32_t cluster[3];
+    int32_t programmatic_stream_serialization_allowed;
   } value;
 };
 

@@ -63,6 +63,7 @@ struct KernelSpec {
   uint32_t cluster[3] = {};
   uint32_t dynamic_shared_bytes = 0;
   bool persistent = false;
+  bool programmatic = false;  // may start while the launch before it ends
   Range grid[3] = {};
 };
 

@@ -10,7 +10,7 @@
 
 namespace fa4_jax {
 
-inline constexpr int32_t kAbiVersion = 3;
+inline constexpr int32_t kAbiVersion = 4;
 
 enum class ParamKind : int32_t {
   kTensorMap = 0,
@@ -74,8 +74,9 @@ struct KernelRecord {
   uint32_t cluster[3];
   uint32_t dynamic_shared_bytes;
   uint32_t persistent;
+  uint32_t programmatic;
 };
-static_assert(sizeof(KernelRecord) == 100);
+static_assert(sizeof(KernelRecord) == 104);
 
 struct Records {
   const char* strings;

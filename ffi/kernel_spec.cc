@@ -78,6 +78,7 @@ class Reader {
     }
     spec_.dynamic_shared_bytes = record_.dynamic_shared_bytes;
     spec_.persistent = record_.persistent != 0;
+    spec_.programmatic = record_.programmatic != 0;
     spec_.num_operands = record_.num_operands;
     Require(Within(record_.buffers, records_.num_buffers), "its buffers are out of range");
     Require(Within(record_.params, records_.num_params), "its parameters are out of range");

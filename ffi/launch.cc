@@ -209,14 +209,21 @@ ffi::Error Launch(const Kernel& kernel, const Buffers& buffers, const ffi::Dicti
   Arguments arguments;
   FA4_JAX_RETURN_IF_ERROR(Pack(packing, &arguments));
 
-  cuda::LaunchAttribute cluster = {};
-  cluster.id = cuda::kLaunchClusterDimension;
-  std::copy(std::begin(spec.cluster), std::end(spec.cluster), cluster.value.cluster);
+  cuda::LaunchAttribute attributes_of_launch[2] = {};
+  config.attributes = attributes_of_launch;
+  if (spec.cluster[0] * spec.cluster[1] * spec.cluster[2] > 1) {
+    cuda::LaunchAttribute& attribute = config.attributes[config.num_attributes++];
+    attribute.id = cuda::kLaunchClusterDimension;
+    std::copy(std::begin(spec.cluster), std::end(spec.cluster), attribute.value.cluster);
+  }
+  if (spec.programmatic) {
+    cuda::LaunchAttribute& attribute = config.attributes[config.num_attributes++];
+    attribute.id = cuda::kLaunchProgrammaticStreamSerialization;
+    attribute.value.programmatic_stream_serialization_allowed = 1;
+  }
   std::copy(std::begin(spec.block), std::end(spec.block), config.block);
   config.dynamic_shared_bytes = spec.dynamic_shared_bytes;
   config.stream = target.stream;
-  config.attributes = &cluster;
-  config.num_attributes = spec.cluster[0] * spec.cluster[1] * spec.cluster[2] > 1 ? 1 : 0;
   const cuda::Result result = target.driver.cuLaunchKernelEx(
       &config, reinterpret_cast<cuda::Function>(kernel.handle()), arguments.params, nullptr);
   if (result == cuda::kSuccess) return ffi::Error::Success();

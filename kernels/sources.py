@@ -40,7 +40,12 @@ def source(key: KernelKey) -> KernelSource:
     if key.arch == "sm_90a":
         from kernels.sm90 import backward, backward_ends, forward
     elif key.arch == "sm_100f":
-        from kernels.sm100 import backward, backward_ends, forward
+        from kernels.sm100 import backward, backward_ends, backward_pair, forward, tiles
+
+        if key.kernel is Pass.BACKWARD and isinstance(
+            tiles.BACKWARD_TILES[key.head_dim, key.value_dim], tiles.BackwardPairTile
+        ):
+            return backward_pair.source(key)
     else:
         raise NotImplementedError(f"no kernel source for {key.name}")
     families = {

@@ -99,18 +99,20 @@ def _attributes(key: KernelKey) -> dict[str, float]:
 def _operands(key: KernelKey, code: Code, problem: Problem) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     heads, t, s, d = problem.heads, problem.query_length, problem.key_length, key.head_dim
+    shapes = {"q": (t, d), "k": (s, d)}
+    shapes |= {name: (length, key.value_dim) for name, length in (("v", s), ("o", t), ("do", t))}
     arrays = {
-        name: rng.normal(size=(1, length, heads, d)).astype(_STORAGE[key.dtype])
-        for name, length in (("q", t), ("k", s), ("v", s), ("o", t), ("do", t))
+        name: rng.normal(size=(1, length, heads, width)).astype(_STORAGE[key.dtype])
+        for name, (length, width) in shapes.items()
     }
     arrays["extents"] = np.array([[t, s, problem.offset, 0]], np.int32)
     arrays |= {name: np.zeros((1, heads, t), np.float32) for name in ("lse", "dlse")}
     if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):
-        m = ROWS_OF_BACKWARD
+        m, width = code.tile["m"], code.tile.get("head_dim", d)
         tiles = -(-t // m)
         arrays |= {
             name: np.zeros((1, heads, tiles * m), np.float32) for name in ("lse_log2", "delta")
         }
-        arrays["dq_acc"] = np.zeros((1, heads, tiles, m * d), np.float32)
+        arrays["dq_acc"] = np.zeros((1, heads, tiles, m * width), np.float32)
         arrays["dq_order"] = np.zeros((1, heads, tiles), np.int32)
     return {name: arrays[name] for name in code.launch.operands}

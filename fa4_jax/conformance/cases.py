@@ -150,6 +150,8 @@ def _heads() -> list[Case]:
         sized(heads=(8, 2), batch=1, head_dim=256, is_causal=True, query_offset=115),
         sized(heads=(3, 1), batch=3, key_lengths=(275, 0, 100), dtype="fp16"),
         sized(heads=(4, 2), head_dim=192, value_dim=128, is_causal=True, query_offset=115),
+        sized(heads=(2, 1), head_dim=192, value_dim=128, dtype="fp16", deterministic=True),
+        sized(head_dim=160, value_dim=96, key_lengths=(275, 60), poison=True),
         sized(head_dim=40, value_dim=128, key_lengths=(275, 60), poison=True),
     ]
 

@@ -289,10 +289,12 @@ Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** pa
   launch.dynamic_shared_bytes = config->dynamic_shared_bytes;
   for (uint32_t i = 0; i < config->num_attributes; ++i) {
     const LaunchAttribute& attribute = config->attributes[i];
-    if (attribute.id != fa4_jax::cuda::kLaunchClusterDimension) {
+    if (attribute.id == fa4_jax::cuda::kLaunchClusterDimension) {
+      std::copy(attribute.value.cluster, attribute.value.cluster + 3, launch.cluster);
+    } else if (attribute.id != fa4_jax::cuda::kLaunchProgrammaticStreamSerialization) {
+      // Programmatic launches may overlap, but need not: here one runs after the other.
       return Fail(kNotSupported, "launch attribute " + std::to_string(attribute.id));
     }
-    std::copy(attribute.value.cluster, attribute.value.cluster + 3, launch.cluster);
   }
   return Ask([&](const Emulator& emulator) { return emulator.launch(&launch); });
 }

@@ -206,13 +206,22 @@ Result cuMemHostUnregister(void* address) {
 Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** params, void**) {
   if (Result result = Failure("cuLaunchKernelEx")) return result;
   const std::string& symbol = *reinterpret_cast<const std::string*>(function);
-  const uint32_t none[3] = {1, 1, 1};
-  const bool clustered = config->num_attributes > 0 &&
-                         config->attributes[0].id == fa4_jax::cuda::kLaunchClusterDimension;
-  const uint32_t* cluster = clustered ? config->attributes[0].value.cluster : none;
+  uint32_t cluster[3] = {1, 1, 1};
+  int programmatic = 0;
+  for (uint32_t i = 0; i < config->num_attributes; ++i) {
+    const fa4_jax::cuda::LaunchAttribute& attribute = config->attributes[i];
+    if (attribute.id == fa4_jax::cuda::kLaunchClusterDimension) {
+      std::copy(attribute.value.cluster, attribute.value.cluster + 3, cluster);
+    } else if (attribute.id == fa4_jax::cuda::kLaunchProgrammaticStreamSerialization) {
+      programmatic = attribute.value.programmatic_stream_serialization_allowed;
+    } else {
+      return 1;
+    }
+  }
   Log("{\"event\": \"launch\", \"symbol\": \"" + symbol +
       "\", \"grid\": " + LogTriple(config->grid) + ", \"block\": " + LogTriple(config->block) +
       ", \"cluster\": " + LogTriple(cluster) +
+      ", \"programmatic\": " + std::to_string(programmatic) +
       ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) +
       ", \"stream\": " + std::to_string(reinterpret_cast<uintptr_t>(config->stream)) +
       ", \"device\": " + std::to_string(Mock().device) + ", \"params\": " + Params(symbol, params) +

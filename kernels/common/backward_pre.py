@@ -37,7 +37,9 @@ class Preprocess:
         self.columns = columns
         self.deterministic = key.deterministic
         self.rows = rows
-        self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= key.head_dim)
+        # The main kernel may start while this one ends; on Hopper it gained nothing (measured).
+        self.programmatic = key.arch == "sm_100f"
+        self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= key.value_dim)
 
     @cute.jit
     def __call__(
@@ -92,6 +94,8 @@ class Preprocess:
         heads: Int32,
         head_dim: Int32,
     ):
+        if cutlass.const_expr(self.programmatic):
+            cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         tile, head, batch = query_tile(query_length, heads, self.rows)
         tiles = (query_length + self.rows - 1) // self.rows

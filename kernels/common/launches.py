@@ -89,3 +89,13 @@ def example_arguments(params: tuple[Param, ...], dtype: str) -> tuple:
         else:
             arguments.append(Int32(1))
     return (*arguments, make_fake_stream())
+
+
+def await_launch_before():
+    """What a programmatic launch does before it touches global memory, by all threads.
+
+    It waits until the launch before it is over and all results of earlier ones are there, and lets
+    the one behind it start: its CTAs take the places that this one's leave.
+    """
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()

@@ -35,17 +35,14 @@ while compute warps make dS(i), the tensor core has S(i+1), and under dK(i), dQ(
 
 Note [what needs no barrier]: S(i+1) overwrites S(i), which compute warps have read before P(i) was
 full, and P(i), which dV(i), issued before, has read. dP(i+1) overwrites dP(i) and dS(i) likewise,
-behind dK(i). Where dQ takes dP's columns, it comes behind dK(i), which has read dS(i), and dP(i+1)
-waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory behind dp_full of step i+1, whose
-commit also tells that dQ(i) is complete. A commit's arrival comes behind all that the MMA warp has
-waited for: s_full behind q_full, so that compute warps find lse_log2 and delta there; q_empty
-behind ds_full, so behind their last use of both.
-
-Note [parts]: where head_dim is above 128, two CTAs share a key tile: both compute all of S and dP,
-each only half of the columns of dV, dK and dQ.
+behind dK(i). Where dQ begins with dP's columns, it comes behind dK(i), which has read dS(i), and
+dP(i+1) waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory behind dp_full of step i+1,
+whose commit also tells that dQ(i) is complete. A commit's arrival comes behind all that the MMA
+warp has waited for: s_full behind q_full, so that compute warps find lse_log2 and delta there;
+q_empty behind ds_full, so behind their last use of both.
 
 Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4],
-with parts (dQ is transposed there) as [part][row / 4][column of the part][row % 4]: a warp adds 512
+where dQ is transposed as [column / 128][row / 4][column % 128][row % 4]: a warp adds 512
 consecutive bytes with one instruction; bwd_post undoes it. Straight from registers: staging 64 KB a
 step through shared memory would cost 1024 of its cycles a step, and it is what limits this kernel.
 
@@ -60,9 +57,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Launch, Result
-from kernels.common import bands, launches, tensors
+from kernels.common import launches, tensors
 from kernels.common import ptx as common_ptx
-from kernels.common.schedule import batch_band, nth_tile
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_data import (
     ARRIVALS,
@@ -74,14 +70,13 @@ from kernels.sm100.backward_data import (
     Shared,
     Work,
     allocate,
+    assign,
     barrier_count,
+    take_turns,
 )
 from kernels.sm100.backward_rows import RowRoles
-from kernels.sm100.tiles import L2_BUDGET_BYTES, TENSOR_MEMORY_COLUMNS
+from kernels.sm100.tiles import LANES, TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
-
-DETERMINISTIC_BAND_HEADS = 8
-"""KV heads that the deterministic backward of a band interleaves at least (measured on Hopper)."""
 
 
 class Backward:
@@ -118,23 +113,22 @@ class Backward:
         window_right: Int32,
         stream: cuda.CUstream,
     ):
-        tile, d = self.config.tile, self.config.head_dim
+        tile = self.config.tile
 
-        def make_map(pointer, length, count, rows, width=head_dim, store=False):
+        def make_map(pointer, length, count, box, width=head_dim, store=False):
             op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
             tensor = tensors.bthd_tensor(pointer, (batch, length, count, width))
-            columns = self.config.part if store else d
-            layout = tensors.tile_layout(self.config.dtype, rows, columns, 1, tile.span_bytes)
+            layout = tensors.tile_layout(self.config.dtype, *box, 1, tile.span_bytes)
             layout = cute.slice_(layout, (None, None, 0))
-            return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, columns))[0]
+            return cpasync.make_tiled_tma_atom(op, tensor, layout, box)[0]
 
         self.kernel(
-            make_map(q, query_length, heads, tile.m),
-            make_map(k, key_length, kv_heads, tile.n),
-            make_map(v, key_length, kv_heads, tile.n, value_dim),
-            make_map(do, query_length, heads, tile.m, value_dim),
-            make_map(dk, key_length, kv_heads, tile.n, store=True),
-            make_map(dv, key_length, kv_heads, tile.n, value_dim, store=True),
+            make_map(q, query_length, heads, (tile.m, tile.head_dim)),
+            make_map(k, key_length, kv_heads, (tile.n, tile.head_dim)),
+            make_map(v, key_length, kv_heads, (tile.n, tile.value_dim), value_dim),
+            make_map(do, query_length, heads, (tile.m, tile.value_dim), value_dim),
+            make_map(dk, key_length, kv_heads, (tile.n, tile.head_dim), store=True),
+            make_map(dv, key_length, kv_heads, (tile.n, tile.value_dim), value_dim, store=True),
             lse_log2,
             delta,
             extents,
@@ -150,10 +144,11 @@ class Backward:
             window_left,
             window_right,
         ).launch(
-            grid=[cute.ceil_div(key_length, tile.n) * tile.parts * kv_heads * batch, 1, 1],
+            grid=[cute.ceil_div(key_length, tile.n) * kv_heads * batch, 1, 1],
             block=[tile.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -197,6 +192,7 @@ class Backward:
                         cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        launches.await_launch_before()
 
         tiles = (query_length + tile.m - 1) // tile.m
         rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
@@ -206,74 +202,42 @@ class Backward:
         # Each role makes its work: made once, its values would take registers of all of them.
         if warp < WARPS_OF_ROLE["compute"][0]:
             ptx.set_registers(budget.reduce)
-            self.rows.reduce(shared, self.assign(extents, sizes, window), rows)
+            self.rows.reduce(shared, assign(self.config, extents, sizes, window), rows)
         elif warp < mma_warp:
             ptx.set_registers(budget.compute)
-            work = self.assign(extents, sizes, window)
+            work = assign(self.config, extents, sizes, window)
             self.rows.compute(maps, shared, work, (scale_log2, scale))
         else:
             ptx.set_registers(budget.others)
-            work = self.assign(extents, sizes, window)
+            work = assign(self.config, extents, sizes, window)
             if warp == mma_warp:
                 self.multiply(shared, work)
             elif warp == WARPS_OF_ROLE["load"][0]:
                 self.load(maps, shared, work, rows)
             elif warp == WARPS_OF_ROLE["order"][0]:
                 if cutlass.const_expr(self.config.deterministic):
-                    self.order(shared, work, rows)
+                    take_turns(self.config, shared.barriers, work, rows)
         cute.arch.sync_threads()
         if warp == mma_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
 
-    def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
-        """The key tile of this CTA, within sections of heads whose Q, dO and dQ fill the L2.
-
-        Key tiles of a causal band shrink with their index, so the longest start first.
-        """
-        batch, query_length, key_length, heads, kv_heads = sizes
-        tile, group = self.config.tile, heads // kv_heads
-        rows_in_l2 = L2_BUDGET_BYTES // (self.config.head_dim * (2 + 2 + 4))
-        ordered_band = self.config.deterministic and self.config.band
-        least = DETERMINISTIC_BAND_HEADS if ordered_band else 1
-        section = cutlass.max(rows_in_l2 // (query_length * group), least)
-        tiles = (key_length + tile.n - 1) // tile.n
-        index, _, _ = cute.arch.block_idx()
-        part = index % tile.parts
-        index = index // tile.parts
-        key_tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
-        batch_index = head_and_batch // kv_heads
-        kv_head = head_and_batch - batch_index * kv_heads
-        band = batch_band(extents, batch_index, window if self.config.band else None)
-        first_key = key_tile * tile.n
-        blocks = bands.visited_blocks(band.transposed(), first_key, tile.n, tile.m, tensors.INT32)
-        padded_keys = first_key + tile.n > band.key_length
-        return Work(
-            first_key,
-            key_tile,
-            part,
-            kv_head,
-            group,
-            heads,
-            batch_index,
-            band,
-            blocks,
-            padded_keys & (band.key_length < key_length),
-            band.query_length < query_length,
-        )
-
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: K and V, then Q, lse_log2, delta and dO of every step."""
-        tile, d, barriers = self.config.tile, self.config.head_dim, shared.barriers
+        tile, barriers = self.config.tile, shared.barriers
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         steps = work.steps()
         if steps > 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, 2 * tile.n * d * 2)
-            key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
-            tensors.tma_load(maps.k, key_tile, shared.k, barriers.kv_full)
-            tensors.tma_load(maps.v, key_tile, shared.v, barriers.kv_full)
+                num_bytes = tile.n * (tile.head_dim + tile.value_dim) * 2
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, num_bytes)
+            for atom, columns, memory in (
+                (maps.k, tile.head_dim, shared.k),
+                (maps.v, tile.value_dim, shared.v),
+            ):
+                key_tile = cute.local_tile(kv, (tile.n, columns), (work.tile, 0))
+                tensors.tma_load(atom, key_tile, memory, barriers.kv_full)
             self.load_queries(maps, shared, work, rows, Int32(0))
             self.load_outputs(maps, shared, work, Int32(0))
         for step in cutlass.range(1, steps, unroll=1):
@@ -296,58 +260,35 @@ class Backward:
     @cute.jit
     def load_queries(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
         """Q, lse_log2 and delta of a step."""
-        tile, d = self.config.tile, self.config.head_dim
+        tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
         row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
         slot, _ = tensors.ring_slot(step, tile.stages)
         full = shared.barriers.q_full + slot
         lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4 + 4))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (tile.head_dim * 2 + 4 + 4))
             common_ptx.bulk_load(lse_log2.iterator, rows.lse_log2 + row, tile.m * 4, full)
             common_ptx.bulk_load(delta.iterator, rows.delta + row, tile.m * 4, full)
-        source = self.query_tile(work, head, block)
+        source = self.query_tile(work, head, block, tile.head_dim)
         tensors.tma_load(maps.q, source, shared.q[None, None, slot], full)
 
     @cute.jit
     def load_outputs(self, maps: Maps, shared: Shared, work: Work, step: Int32):
         """dO of a step."""
-        tile, d = self.config.tile, self.config.head_dim
+        tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
         slot, _ = tensors.ring_slot(step, tile.stages)
         full = shared.barriers.do_full + slot
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * d * 2)
-        source = self.query_tile(work, head, block)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * tile.value_dim * 2)
+        source = self.query_tile(work, head, block, tile.value_dim)
         tensors.tma_load(maps.do, source, shared.do[None, None, slot], full)
 
-    def query_tile(self, work: Work, head: Int32, block: Int32) -> cute.Tensor:
+    def query_tile(self, work: Work, head: Int32, block: Int32, columns: int) -> cute.Tensor:
         """TMA coordinates of a query block of Q or dO."""
         rows = tensors.bthd_coordinates()[None, None, head, work.batch]
-        return cute.local_tile(rows, (self.config.tile.m, self.config.head_dim), (block, 0))
-
-    @cute.jit
-    def order(self, shared: Shared, work: Work, rows: Rows):
-        """Order warp: the key tiles that visit a query tile add their dQ in ascending order."""
-        tile = self.config.tile
-        for step in cutlass.range(work.steps(), unroll=1):
-            head, block = work.step(step, True)
-            counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
-            index = work.tile
-            if cutlass.const_expr(self.config.band):
-                visiting = bands.visited_blocks(
-                    work.band, block * tile.m, tile.m, tile.n, tensors.INT32
-                )
-                index = work.tile - visiting.begin
-            # The parts of a key tile, neighbours in the grid, take turns like key tiles.
-            index = index * tile.parts + work.part
-            with cute.arch.elect_one():
-                turn = index - 1
-                while turn != index:
-                    turn = common_ptx.load_acquire(counter)
-                cute.arch.mbarrier_arrive(shared.barriers.turn)
-                cute.arch.mbarrier_wait(shared.barriers.added, step & 1)
-                common_ptx.increment_release(counter)
+        return cute.local_tile(rows, (self.config.tile.m, columns), (block, 0))
 
     @cute.jit
     def multiply(self, shared: Shared, work: Work):
@@ -360,22 +301,18 @@ class Backward:
                 self.clear_padding((shared.k, shared.v), rows)
             self.multiply_scores(shared, work, Int32(0))
             self.multiply_dp(shared, work, Int32(0))
-            self.multiply_dv(shared, work, Int32(0))
-        # With one stage the next Q is loaded only when dK has read this one.
-        ahead = self.config.tile.stages > 1
+            self.multiply_dv(shared, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             more = step + 1 < steps
-            if more & ahead:
+            if more:
                 self.multiply_scores(shared, work, step + 1)
-            self.multiply_dk(shared, work, step)
-            self.multiply_dq(shared, work, step)
-            if more & (not ahead):
-                self.multiply_scores(shared, work, step + 1)
+            self.multiply_dk(shared, step)
+            self.multiply_dq(shared, step)
             if more:
                 if cutlass.const_expr(self.config.dq_takes_dp):
                     self.await_dq_read(shared, step + 1)
                 self.multiply_dp(shared, work, step + 1)
-                self.multiply_dv(shared, work, step + 1)
+                self.multiply_dv(shared, step + 1)
         if steps > 0:
             products.commit(barriers.grads_full)
 
@@ -385,7 +322,8 @@ class Backward:
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
         self.clear_queries(shared.q[None, None, slot], work, step)
-        self.product_of_shared(shared.k, shared.q, slot, self.config.columns.s)
+        operands = (shared.k, shared.q, self.config.tile.head_dim)
+        self.product_of_shared(operands, slot, self.config.columns.s)
         products.commit(shared.barriers.s_full)
 
     @cute.jit
@@ -394,71 +332,81 @@ class Backward:
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         self.clear_queries(shared.do[None, None, slot], work, step)
-        self.product_of_shared(shared.v, shared.do, slot, self.config.columns.dp)
+        operands = (shared.v, shared.do, self.config.tile.value_dim)
+        self.product_of_shared(operands, slot, self.config.columns.dp)
         products.commit(shared.barriers.dp_full)
 
-    def product_of_shared(self, a: cute.Tensor, b: cute.Tensor, slot: Int32, column: int):
-        """(keys, queries) = a b^T from shared memory, over head_dim."""
-        tile, d = self.config.tile, self.config.head_dim
+    def product_of_shared(self, operands: tuple, slot: Int32, column: int):
+        """(keys, queries) = a b^T from shared memory; operands: (a, b, their columns)."""
+        a, b, d = operands
+        tile = self.config.tile
         keys = products.k_major(a.iterator, tile.n, d, tile.span_bytes)
         queries = products.k_major(b.iterator, tile.m, d, tile.span_bytes)
         queries = queries.moved(slot * (tile.m * d * 2))
         self.config.scores.issue(column, keys, queries, False, (0, d // products.K_STEP))
 
     @cute.jit
-    def multiply_dv(self, shared: Shared, work: Work, step: Int32):
+    def multiply_dv(self, shared: Shared, step: Int32):
         """dV += P^T dO."""
         slot, _ = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.p_full, step & 1)
         ptx.fence_after_sync()
-        columns = self.config.columns
-        self.product_of_tensor(shared.do, slot, work, (columns.s, columns.dv), step > 0)
+        tile, columns = self.config.tile, self.config.columns
+        outputs = products.mn_major(shared.do.iterator, tile.m, tile.span_bytes)
+        outputs = outputs.moved(slot * (tile.m * tile.value_dim * 2))
+        self.product_of_tensor(self.config.dv, outputs, (columns.s, columns.dv), step > 0)
         products.commit(shared.barriers.do_empty + slot)
 
     @cute.jit
-    def multiply_dk(self, shared: Shared, work: Work, step: Int32):
+    def multiply_dk(self, shared: Shared, step: Int32):
         """dK += dS^T Q."""
         slot, _ = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.ds_full, step & 1)
         ptx.fence_after_sync()
-        columns = self.config.columns
-        self.product_of_tensor(shared.q, slot, work, (columns.dp, columns.dk), step > 0)
+        tile, columns = self.config.tile, self.config.columns
+        queries = products.mn_major(shared.q.iterator, tile.m, tile.span_bytes)
+        queries = queries.moved(slot * (tile.m * tile.head_dim * 2))
+        self.product_of_tensor(self.config.dk, queries, (columns.dp, columns.dk), step > 0)
         products.commit(shared.barriers.q_empty + slot)
 
-    def part_of(self, rows_of_head: cute.Tensor, rows: int, work: Work) -> products.Operand:
-        """The CTA's part of the columns of a (rows, head_dim) tile, with K along its rows."""
-        whole = products.mn_major(rows_of_head.iterator, rows, self.config.tile.span_bytes)
-        return whole.moved(work.part * (self.config.part * rows * 2))
-
     def product_of_tensor(
-        self, b: cute.Tensor, slot: Int32, work: Work, columns: tuple, accumulate: Boolean
+        self,
+        product: products.Product,
+        b: products.Operand,
+        columns: tuple,
+        accumulate: Boolean,
     ):
-        """(keys, part of head_dim) += a b with a in tensor memory, by halves of the queries.
+        """(keys, columns of b) += a b with a in tensor memory, by halves of the queries.
 
-        b: a ring of query rows; columns: (of the scores whose halves begin with those of a, of the
-        accumulator).
+        columns: (of the scores whose halves begin with those of a, of the accumulator).
         """
         m = self.config.tile.m
-        operand = self.part_of(b, m, work).moved(slot * (m * self.config.head_dim * 2))
         half = m // HALVES // products.K_STEP
         for part in range(HALVES):
             # Where a would begin if the columns of its halves were one behind the other.
             a = columns[0] + part * (m // HALVES - m // HALVES // 2)
             steps = (part * half, (part + 1) * half)
             before = accumulate if part == 0 else True
-            self.config.grads.issue(columns[1], a, operand, before, steps)
+            product.issue(columns[1], a, b, before, steps)
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, work: Work, step: Int32):
-        """dQ = dS K, or its part transposed, K^T dS^T; behind dK's wait for dS."""
+    def multiply_dq(self, shared: Shared, step: Int32):
+        """dQ = dS K, or transposed K^T dS^T; behind dK's wait for dS.
+
+        Where columns of K are lanes and not a multiple of them, the last product's other lanes get
+        columns of V, which lie behind; nobody reads them.
+        """
         if cutlass.const_expr(not self.config.dq_takes_dp):
             self.await_dq_read(shared, step)
         tile = self.config.tile
-        keys = self.part_of(shared.k, tile.n, work)
+        keys = products.mn_major(shared.k.iterator, tile.n, tile.span_bytes)
         scores = products.mn_major(shared.ds.iterator, tile.n, 128)
-        operands = (scores, keys) if tile.parts == 1 else (keys, scores)
-        column, steps = self.config.columns.dq, (0, tile.n // products.K_STEP)
-        self.config.dq.issue(column, *operands, False, steps)
+        steps = (0, tile.n // products.K_STEP)
+        for index in range(tile.dq_products):
+            lanes = keys.moved(index * (LANES * tile.n * 2))
+            operands = (lanes, scores) if tile.dq_transposed else (scores, lanes)
+            column = self.config.columns.dq + index * tile.dq_width
+            self.config.dq.issue(column, *operands, False, steps)
         products.commit(shared.barriers.dq_full)
 
     @cute.jit
@@ -503,7 +451,7 @@ def source(key: KernelKey) -> KernelSource:
         *launches.scalars("i32", "window_left", "window_right"),
     )
     order = ("dq_order",) if key.deterministic else ()
-    accumulators = launches.accumulators(tile.m, kernel.config.head_dim, key.deterministic)
+    accumulators = launches.accumulators(tile.m, tile.head_dim, key.deterministic)
     launch = Launch(
         operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
         results=(
@@ -524,7 +472,7 @@ def source(key: KernelKey) -> KernelSource:
         ),
         grid=(
             (
-                Factor(buffer="k", axis=1, divisor=tile.n, multiple=tile.parts),
+                Factor(buffer="k", axis=1, divisor=tile.n),
                 Factor(buffer="k", axis=2),
                 Factor(buffer="k", axis=0),
             ),
@@ -532,7 +480,8 @@ def source(key: KernelKey) -> KernelSource:
             launches.ONE,
         ),
         block=(tile.threads, 1, 1),
-        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
+        dynamic_smem_bytes=tile.smem_bytes(),
+        programmatic=True,
     )
     buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
     host_arguments = (
@@ -547,6 +496,6 @@ def source(key: KernelKey) -> KernelSource:
         arguments=launches.example_arguments(host_arguments, key.dtype),
         host_arguments=host_arguments,
         launch=launch,
-        tile={"m": tile.m, "n": tile.n, "stages": tile.stages},
+        tile={"m": tile.m, "n": tile.n, "stages": tile.stages, "head_dim": tile.head_dim},
         symbol_prefix="fa4_bwd",
     )

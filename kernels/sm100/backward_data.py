@@ -1,15 +1,24 @@
 """Data of the Blackwell backward's main kernel: operands, work, shared memory, barriers."""
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import KernelKey
 from kernels.common import bands, tensors
+from kernels.common import ptx as common_ptx
+from kernels.common.schedule import batch_band, nth_tile
 from kernels.sm100 import products
-from kernels.sm100.tiles import BACKWARD_TILES
+from kernels.sm100.tiles import (
+    BACKWARD_TILES,
+    DETERMINISTIC_BAND_HEADS,
+    L2_BUDGET_BYTES,
+    LANES,
+    BackwardTile,
+)
 
 WARPS_OF_ROLE = {
     # role: (first warp, warps). Reduce and compute warps reach the lanes of their place in a
@@ -68,20 +77,19 @@ class Config:
         self.dtype = tensors.TYPES[key.dtype]
         self.band = key.band
         self.deterministic = key.deterministic
-        self.tile = BACKWARD_TILES[key.head_dim]
-        self.head_dim = self.tile.columns_of_head(key.head_dim)
-        self.part = self.head_dim // self.tile.parts  # columns of dV, dK, dQ that a CTA has
-        self.columns = self.tile.columns(key.head_dim)
-        m, n = self.tile.m, self.tile.n
-        self.scores = products.Product(self.dtype, n, m)
-        self.grads = products.Product(self.dtype, n, self.part)
-        # With several parts transposed, since 64 queries would fill half of the tensor core.
-        dq_shape = (m, self.part) if self.tile.parts == 1 else (self.part, m)
-        self.dq = products.Product(self.dtype, *dq_shape)
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        assert isinstance(tile, BackwardTile)
+        self.tile = tile
+        self.columns = self.tile.columns()
+        n = self.tile.n
+        self.scores = products.Product(self.dtype, n, self.tile.m)
+        self.dv = products.Product(self.dtype, n, tile.value_dim)
+        self.dk = products.Product(self.dtype, n, tile.head_dim)
+        self.dq = products.Product(self.dtype, LANES, self.tile.dq_width)
 
     @property
     def dq_takes_dp(self) -> bool:
-        """Whether dQ and dP share columns."""
+        """Whether dQ begins with dP's columns."""
         return self.columns.dq == self.columns.dp
 
 
@@ -110,11 +118,11 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one CTA does: a key tile of one KV head of one batch element."""
+    """What one CTA, or a pair, does: a key tile of one KV head of one batch element."""
 
     first_key: Int32
     tile: Int32
-    part: Int32  # of head_dim
+    rank: Int32  # of the CTA in a pair
     kv_head: Int32
     group: Int32
     heads: Int32
@@ -142,9 +150,9 @@ class Shared:
     """Shared memory. k and v later stage dk and dv."""
 
     k: cute.Tensor  # (n, head_dim)
-    v: cute.Tensor  # (n, head_dim)
+    v: cute.Tensor  # (n, value_dim), right behind k
     q: cute.Tensor  # (m, head_dim, stage)
-    do: cute.Tensor  # (m, head_dim, stage)
+    do: cute.Tensor  # (m, value_dim, stage)
     ds: cute.Tensor  # (n, m)
     lse_log2: cute.Tensor  # (m, stage)
     delta: cute.Tensor  # (m, stage)
@@ -154,9 +162,14 @@ class Shared:
 
 def allocate(config: Config) -> Shared:
     """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
-    dtype, d, tile = config.dtype, config.head_dim, config.tile
-    key_layout = tensors.tile_layout(dtype, tile.n, d, 1, tile.span_bytes)
-    query_layout = tensors.tile_layout(dtype, tile.m, d, tile.stages, tile.span_bytes)
+    dtype, tile = config.dtype, config.tile
+
+    def layout(rows, columns, stages):
+        return tensors.tile_layout(dtype, rows, columns, stages, tile.span_bytes)
+
+    k_layout, v_layout = layout(tile.n, tile.head_dim, 1), layout(tile.n, tile.value_dim, 1)
+    q_layout = layout(tile.m, tile.head_dim, tile.stages)
+    do_layout = layout(tile.m, tile.value_dim, tile.stages)
     ds_layout = tensors.tile_layout(dtype, tile.n, tile.m, 1)
     rows_layout = cute.make_layout((tile.m, tile.stages))
     counts = {name: barrier_count(name, config) for name in ARRIVALS}
@@ -167,10 +180,10 @@ def allocate(config: Config) -> Shared:
         tmem_base: Int32
         lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
-        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(key_layout)], 1024]
-        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(key_layout)], 1024]
-        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(query_layout)], 1024]
-        do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(query_layout)], 1024]
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
+        do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(do_layout)], 1024]
         ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_layout)], 1024]
 
     storage = cutlass.memory.SmemAllocator().allocate(Storage)
@@ -183,10 +196,10 @@ def allocate(config: Config) -> Shared:
         return tensors.smem_tensor(memory, layout)[None, None, 0]
 
     return Shared(
-        k=single(storage.k, key_layout),
-        v=single(storage.v, key_layout),
-        q=tensors.smem_tensor(storage.q, query_layout),
-        do=tensors.smem_tensor(storage.do, query_layout),
+        k=single(storage.k, k_layout),
+        v=single(storage.v, v_layout),
+        q=tensors.smem_tensor(storage.q, q_layout),
+        do=tensors.smem_tensor(storage.do, do_layout),
         ds=single(storage.ds, ds_layout),
         lse_log2=storage.lse_log2.get_tensor(rows_layout),
         delta=storage.delta.get_tensor(rows_layout),
@@ -201,3 +214,66 @@ def barrier_count(name: str, config: Config) -> int:
         return int(config.deterministic)
     rings = ("q_full", "q_empty", "do_full", "do_empty")
     return config.tile.stages if name in rings else 1
+
+
+def assign(config: Any, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+    """The key tile of this CTA or pair, within sections of heads whose Q, dO and dQ fill the L2.
+
+    Key tiles of a causal band shrink with their index, so the longest start first.
+    """
+    batch, query_length, key_length, heads, kv_heads = sizes
+    tile, group = config.tile, heads // kv_heads
+    rows_in_l2 = L2_BUDGET_BYTES // (tile.head_dim * (2 + 4) + tile.value_dim * 2)
+    ordered_band = config.deterministic and config.band
+    least = DETERMINISTIC_BAND_HEADS // tile.ctas if ordered_band else 1
+    section = cutlass.max(rows_in_l2 // (query_length * group), least)
+    tiles = (key_length + tile.n - 1) // tile.n
+    index, _, _ = cute.arch.block_idx()
+    rank = index % tile.ctas
+    index = index // tile.ctas
+    key_tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
+    batch_index = head_and_batch // kv_heads
+    kv_head = head_and_batch - batch_index * kv_heads
+    band = batch_band(extents, batch_index, window if config.band else None)
+    first_key = key_tile * tile.n
+    blocks = bands.visited_blocks(band.transposed(), first_key, tile.n, tile.m, tensors.INT32)
+    padded_keys = first_key + tile.n > band.key_length
+    return Work(
+        first_key,
+        key_tile,
+        rank,
+        kv_head,
+        group,
+        heads,
+        batch_index,
+        band,
+        blocks,
+        padded_keys & (band.key_length < key_length),
+        band.query_length < query_length,
+    )
+
+
+@cute.jit
+def take_turns(config: cutlass.Constexpr, barriers: Any, work: Work, rows: Rows):
+    """Order warp: the key tiles that visit a query tile add their dQ in ascending order.
+
+    The CTAs of a pair, which have different columns of dQ, add at the same time.
+    """
+    tile = config.tile
+    for step in cutlass.range(work.steps(), unroll=1):
+        head, block = work.step(step, True)
+        counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
+        index = work.tile
+        if cutlass.const_expr(config.band):
+            visiting = bands.visited_blocks(
+                work.band, block * tile.m, tile.m, tile.n, tensors.INT32
+            )
+            index = work.tile - visiting.begin
+        earlier = index * tile.ctas
+        with cute.arch.elect_one():
+            added = earlier - 1
+            while added < earlier:
+                added = common_ptx.load_acquire(counter)
+            cute.arch.mbarrier_arrive(barriers.turn)
+            cute.arch.mbarrier_wait(barriers.added, step & 1)
+            common_ptx.increment_release(counter)

@@ -1,8 +1,7 @@
 """Blackwell backward, the kernels around the main one; one CTA per query tile of a head.
 
 pre    kernels/common/backward_pre.py
-post   dQ = scale * dq_acc, from [column / 4][row][column % 4] (backward.py, Note [dq_acc])
-       to [B, T, N, H]
+post   dQ = scale * dq_acc, from tiles (backward.py, Note [dq_acc]) to [B, T, N, H]
 """
 
 import cuda.bindings.driver as cuda
@@ -16,7 +15,7 @@ from fa4_jax.manifest import Launch, Result
 from kernels.common import backward_pre, launches, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.backward_pre import query_tile
-from kernels.sm100.tiles import BACKWARD_TILES
+from kernels.sm100.tiles import BACKWARD_TILES, LANES
 from kernels.sources import KernelSource
 
 THREADS = 256
@@ -28,8 +27,7 @@ class Postprocess:
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.tile = BACKWARD_TILES[key.head_dim]
-        self.head_dim = self.tile.columns_of_head(key.head_dim)
+        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
 
     @cute.jit
     def __call__(
@@ -45,7 +43,7 @@ class Postprocess:
         stream: cuda.CUstream,
     ):
         dq_tensor = tensors.bthd_tensor(dq, (batch, query_length, heads, head_dim))
-        box = (self.tile.m, self.head_dim)
+        box = (self.tile.m, self.tile.head_dim)
         layout = tensors.tile_layout(self.dtype, *box, 1, self.tile.span_bytes)
         layout = cute.slice_(layout, (None, None, 0))
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -54,6 +52,7 @@ class Postprocess:
             grid=[cute.ceil_div(query_length, self.tile.m) * heads * batch, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -65,7 +64,8 @@ class Postprocess:
         heads: Int32,
         scale: Float32,
     ):
-        rows, d = self.tile.m, self.head_dim
+        rows, d = self.tile.m, self.tile.head_dim
+        launches.await_launch_before()
         thread, _, _ = cute.arch.thread_idx()
         tile, head, batch = query_tile(query_length, heads, rows)
         tiles = (query_length + rows - 1) // rows
@@ -101,17 +101,18 @@ class Postprocess:
     def accumulated(self, tile_acc: cute.Pointer, row: Int32, column: Int32) -> cute.Tensor:
         """Eight values of a row from a column on."""
         values = cute.make_rmem_tensor((4, 2), Float32)
-        rows, d, parts = self.tile.m, self.head_dim, self.tile.parts
-        if parts == 1:
+        rows, d = self.tile.m, self.tile.head_dim
+        if not self.tile.dq_transposed:
             source = cute.make_tensor(tile_acc, cute.make_layout((4, rows, d // 4)))
             for half in range(2):
                 cute.autovec_copy(source[None, row, column // 4 + half], values[None, half])
             return values
-        shape = (4, d // parts, rows // 4, parts)
-        source = cute.make_tensor(tile_acc, cute.make_layout(shape))
-        first, of_part = column % (d // parts), column // (d // parts)
+        first = column // LANES * LANES
+        lanes = cutlass.min(Int32(LANES), d - first)
+        place = first * rows + row // 4 * lanes * 4 + (column - first) * 4 + row % 4
+        source = cute.make_tensor(tile_acc + place, cute.make_layout((VECTOR,), stride=(4,)))
         for i in range(VECTOR):
-            values[i] = source[row % 4, first + i, row // 4, of_part]
+            values[i] = source[i]
         return values
 
 
@@ -125,13 +126,13 @@ Postprocess.__call__.set_name_prefix(
 
 def pre_source(key: KernelKey) -> KernelSource:
     """The preprocessing kernel of a key, with its launch."""
-    tile = BACKWARD_TILES[key.head_dim]
-    return backward_pre.source(key, tile.m, tile.columns_of_head(key.head_dim))
+    tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+    return backward_pre.source(key, tile.m, tile.head_dim)
 
 
 def post_source(key: KernelKey) -> KernelSource:
     """The postprocessing kernel of a key, with its launch."""
-    tile = BACKWARD_TILES[key.head_dim]
+    tile = BACKWARD_TILES[key.head_dim, key.value_dim]
     scale = launches.scalars("f32", "scale")
     sizes = backward_pre.sizes("q")
     host_arguments = (*launches.pointers("q", "dq_acc", "dq"), *sizes, *scale)
@@ -150,7 +151,8 @@ def post_source(key: KernelKey) -> KernelSource:
             ),
             grid=backward_pre.grid("q", tile.m),
             block=(THREADS, 1, 1),
-            dynamic_smem_bytes=tile.m * tile.columns_of_head(key.head_dim) * 2,
+            dynamic_smem_bytes=tile.m * tile.head_dim * 2,
+            programmatic=True,
         ),
         tile={"m": tile.m},
         symbol_prefix="fa4_bwd_post",

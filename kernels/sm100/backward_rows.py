@@ -2,20 +2,76 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.softmax import exp2
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.backward_data import HALVES, WARPS_OF_ROLE, Config, Maps, Rows, Shared, Work
+from kernels.sm100.tiles import LANES
 
 CHUNK = 32  # columns of tensor memory that a thread takes at a time
 STORED = 1  # named barrier of all compute warps
 
 
+def statistics(tensor: cute.Tensor, slot: Int32, first: Int32, count: int) -> cute.Tensor:
+    """Values of `count` consecutive queries of a step, the same for every thread.
+
+    tensor: (queries, stage).
+    """
+    values = cute.make_rmem_tensor((count,), Float32)
+    source = tensor[None, slot]
+    source = cute.make_tensor(source.iterator + first, cute.make_layout((4, count // 4)))
+    parts = cute.make_tensor(values.iterator, cute.make_layout((4, count // 4)))
+    for part in range(count // 4):
+        cute.autovec_copy(source[None, part], parts[None, part])
+    return values
+
+
+@cute.jit
+def probabilities(
+    scores: list, lse_log2: cute.Tensor, scale_log2: Float32, edge: Boolean, limits: tuple
+) -> cute.Tensor:
+    """exp2(S * scale_log2 - lse_log2) of one key, in fp32; `edge`: 0 but in [low, high)."""
+    count = len(scores)
+    p = cute.make_rmem_tensor((count,), Float32)
+    for i in cutlass.range_constexpr(0, count, 2):
+        exponents = cute.arch.fma_packed_f32x2(
+            (scores[i], scores[i + 1]),
+            (scale_log2, scale_log2),
+            (-lse_log2[i], -lse_log2[i + 1]),
+        )
+        p[i], p[i + 1] = exp2(exponents[0]), exp2(exponents[1])
+    if edge:
+        low, high = limits
+        for i in cutlass.range_constexpr(count):
+            inside = (i >= low) & (i < high)
+            p[i] = softmax.select(inside, p[i], Float32(0.0))
+    return p
+
+
+def score_gradients(p: cute.Tensor, first: int, dp: list, delta: cute.Tensor) -> list[Float32]:
+    """P * (dP - delta) of one key, from a query of p on."""
+    values = []
+    for i in range(0, len(dp), 2):
+        difference = cute.arch.sub_packed_f32x2((dp[i], dp[i + 1]), (delta[i], delta[i + 1]))
+        pair = (p[first + i], p[first + i + 1])
+        values += list(cute.arch.mul_packed_f32x2(pair, difference))
+    return values
+
+
+def rounded_pairs(dtype: type[cutlass.Numeric], values: list[Float32]) -> list[Int32]:
+    """Pairs of values in the storage type."""
+    return [
+        common_ptx.round_pair(dtype, low, high)
+        for low, high in zip(values[::2], values[1::2], strict=True)
+    ]
+
+
 class RowRoles:
-    """Compute: a thread has half of the queries of one key. Reduce: a thread has one query."""
+    """Compute: a thread has half of the queries of one key. Reduce: a thread has one query, or,
+    where dQ is transposed, some columns of all."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -66,20 +122,8 @@ class RowRoles:
         cute.arch.mbarrier_wait(barriers.s_full, step & 1)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, count)
-        lse_log2 = self.statistics(shared.lse_log2, slot, first, count)
-        p = cute.make_rmem_tensor((count,), Float32)
-        for i in cutlass.range_constexpr(0, count, 2):
-            exponents = cute.arch.fma_packed_f32x2(
-                (scores[i], scores[i + 1]),
-                (scale_log2, scale_log2),
-                (-lse_log2[i], -lse_log2[i + 1]),
-            )
-            p[i], p[i + 1] = exp2(exponents[0]), exp2(exponents[1])
-        if edge:
-            low, high = limits
-            for i in cutlass.range_constexpr(count):
-                inside = (i >= low) & (i < high)
-                p[i] = softmax.select(inside, p[i], Float32(0.0))
+        lse_log2 = statistics(shared.lse_log2, slot, first, count)
+        p = probabilities(scores, lse_log2, scale_log2, edge, limits)
         ptx.tmem_store(scores_at, self.rounded([p[i] for i in range(count)]))
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
@@ -102,15 +146,8 @@ class RowRoles:
         ptx.fence_after_sync()
         for start in cutlass.range_constexpr(0, count, CHUNK):
             dp = ptx.tmem_load(dp_at + start, CHUNK)
-            delta = self.statistics(shared.delta, slot, first + start, CHUNK)
-            values = []
-            for i in cutlass.range_constexpr(0, CHUNK, 2):
-                difference = cute.arch.sub_packed_f32x2(
-                    (dp[i], dp[i + 1]), (delta[i], delta[i + 1])
-                )
-                pair = (p[start + i], p[start + i + 1])
-                values += list(cute.arch.mul_packed_f32x2(pair, difference))
-            rounded = self.rounded(values)
+            delta = statistics(shared.delta, slot, first + start, CHUNK)
+            rounded = self.rounded(score_gradients(p, start, dp, delta))
             ptx.tmem_store(dp_at + start // 2, rounded)
             fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
             pairs = cute.recast_tensor(fragment, Int32)
@@ -123,22 +160,9 @@ class RowRoles:
         ptx.fence_before_sync()
         products.arrive(barriers.ds_full)
 
-    def statistics(self, tensor: cute.Tensor, slot: Int32, first: Int32, count: int) -> cute.Tensor:
-        """Values of `count` consecutive queries of a step, the same for every thread."""
-        values = cute.make_rmem_tensor((count,), Float32)
-        source = tensor[None, slot]
-        source = cute.make_tensor(source.iterator + first, cute.make_layout((4, count // 4)))
-        parts = cute.make_tensor(values.iterator, cute.make_layout((4, count // 4)))
-        for part in range(count // 4):
-            cute.autovec_copy(source[None, part], parts[None, part])
-        return values
-
     def rounded(self, values: list[Float32]) -> list[Int32]:
         """Pairs of values in the storage type."""
-        return [
-            common_ptx.round_pair(self.config.dtype, low, high)
-            for low, high in zip(values[::2], values[1::2], strict=True)
-        ]
+        return rounded_pairs(self.config.dtype, values)
 
     @cute.jit
     def write_gradients(
@@ -154,17 +178,16 @@ class RowRoles:
         position: (half, the thread's key in the tile, steps).
         """
         half, key_row, steps = position
-        columns, d = self.config.columns, self.config.part
-        dv, dk = (
-            cute.local_tile(memory, (self.config.tile.n, d), (0, work.part))
-            for memory in (shared.v, shared.k)
-        )
+        tile, columns = self.config.tile, self.config.columns
         if steps > 0:
             cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
             ptx.fence_after_sync()
         for part in cutlass.range_constexpr(HALVES):
             if half == part:
-                column, staging = ((columns.dv, dv), (columns.dk, dk))[part]
+                column, staging, d = (
+                    (columns.dv, shared.v, tile.value_dim),
+                    (columns.dk, shared.k, tile.head_dim),
+                )[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base() + column
                 # A loop that stays one, as in the forward's write_output.
@@ -185,10 +208,11 @@ class RowRoles:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == first_warp:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-            target = cute.local_tile(kv, (self.config.tile.n, d), (work.tile, work.part))
+            dv = cute.local_tile(kv, (tile.n, tile.value_dim), (work.tile, 0))
+            dk = cute.local_tile(kv, (tile.n, tile.head_dim), (work.tile, 0))
             with cute.arch.elect_one():
-                tensors.tma_store(maps.dv, dv, target)
-                tensors.tma_store(maps.dk, dk, target)
+                tensors.tma_store(maps.dv, shared.v, dv)
+                tensors.tma_store(maps.dk, shared.k, dk)
                 cute.arch.cp_async_bulk_commit_group()
                 # Shared memory outlives what the stores read.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -196,26 +220,29 @@ class RowRoles:
     @cute.jit
     def reduce(self, shared: Shared, work: Work, rows: Rows):
         """Reduce warps: dQ of every step is added to dq_acc (backward.py, Note [dq_acc])."""
-        tile, tile_size = self.config.tile, self.config.tile.m * self.config.head_dim
-        count = self.config.part if tile.parts == 1 else tile.m
-        lanes = WARPS_OF_ROLE["reduce"][1] * 32
+        tile = self.config.tile
+        width, tile_size = tile.dq_width, tile.m * tile.head_dim
         thread, _, _ = cute.arch.thread_idx()
         first = products.lane_base() + self.config.columns.dq
         for step in cutlass.range(work.steps(), unroll=1):
             head, block = work.step(step, self.config.deterministic)
             query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
-            target = rows.dq_acc + query_tile * tile_size + work.part * (lanes * count)
-            target = target + thread * 4
+            target = rows.dq_acc + query_tile * tile_size + thread * 4
             cute.arch.mbarrier_wait(shared.barriers.dq_full, step & 1)
             ptx.fence_after_sync()
-            values = ptx.tmem_load(first, count)
+            values = ptx.tmem_load(first, tile.dq_products * width)
             ptx.fence_before_sync()
             products.arrive(shared.barriers.dq_empty)
             if cutlass.const_expr(self.config.deterministic):
                 cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
-            for chunk in cutlass.range_constexpr(count // 4):
-                common_ptx.reduce_add_v4(
-                    target + chunk * (lanes * 4), values[4 * chunk : 4 * chunk + 4]
-                )
+            for index in cutlass.range_constexpr(tile.dq_products):
+                lanes = LANES
+                if cutlass.const_expr(tile.dq_transposed):
+                    lanes = min(LANES, tile.head_dim - index * LANES)
+                if thread < lanes:
+                    for chunk in cutlass.range_constexpr(width // 4):
+                        place = index * LANES * width + chunk * lanes * 4
+                        begin = index * width + chunk * 4
+                        common_ptx.reduce_add_v4(target + place, values[begin : begin + 4])
             if cutlass.const_expr(self.config.deterministic):
                 products.arrive(shared.barriers.added)

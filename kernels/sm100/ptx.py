@@ -91,3 +91,24 @@ def set_registers(count: int):
         cute.arch.setmaxregister_increase(count)
     else:
         cute.arch.setmaxregister_decrease(count)
+
+
+def store_swizzled_row(row: Int32, index: Int32, words: list[Int32], cta: Int32):
+    """st.shared::cluster of a 64-byte row of a tile with 64-byte swizzling, in a CTA of the pair.
+
+    row: shared-memory address of the row in this CTA; index: of the row in the tile.
+    """
+    lines = ["{ .reg .b32 first, address; mapa.shared::cluster.u32 first, {$r0}, {$r1};"]
+    for vector in range(len(words) // 4):
+        values = ", ".join(f"{{$r{4 * vector + i + 3}}}" for i in range(4))
+        lines.append(
+            f"xor.b32 address, {{$r2}}, {vector * 16}; add.s32 address, address, first;"
+            f" st.shared::cluster.v4.b32 [address], {{{values}}};"
+        )
+    swizzle = (index // 2 & 3) * 16
+    cute.arch.inline_ptx(" ".join([*lines, "}"]), read_only_args=[row, cta, swizzle, *words])
+
+
+def fence_proxy_of_cluster():
+    """fence.proxy.async of shared memory, that of other CTAs, too."""
+    cute.arch.inline_ptx("fence.proxy.async.shared::cluster;")

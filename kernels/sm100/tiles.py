@@ -9,11 +9,20 @@ from __future__ import annotations
 import dataclasses
 
 WARPS = 16
+LANES = 128  # of tensor memory
 TENSOR_MEMORY_COLUMNS = 512
 MAX_DYNAMIC_SMEM_BYTES = 227 * 1024
 REGISTERS_PER_SM = 65536
 L2_BUDGET_BYTES = 100 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (B200: 126 MB)."""
+
+DETERMINISTIC_BAND_HEADS = 32
+"""KV heads that the deterministic backward of a band interleaves at least; half with pairs of CTAs.
+
+By the grid of benchmarks.blackwell_backward: four to five key tiles of a head are in flight then.
+With more (12 heads, all that the L2 holds at d = 128) they wait for each other, the order costs
+17 % rather than 5 %; with two each loads Q and dO from DRAM for itself.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,46 +158,135 @@ class BackwardTile:
     """Sizes of the backward kernel.
 
     Attributes:
+      head_dim, value_dim: columns of Q, K and of V, dO in shared memory, at least the key's.
       stages: depth of the Q ring and of the dO ring.
-      m: query rows of a step.
-      parts: of head_dim: a CTA has the scores whole, but only one part of the columns of dV, dK and
-        dQ, where tensor memory has no room for all.
-      width: columns of head_dim that a CTA computes with; None for head_dim.
+      m: query rows of a step. dQ is transposed where they would fill half of the tensor core.
       span_bytes: swizzle span of the operand tiles.
       registers: by role.
     """
 
+    head_dim: int
+    value_dim: int
     stages: int
     m: int = 128
-    parts: int = 1
-    width: int | None = None
     span_bytes: int = 128
     registers: BackwardRegisters = BackwardRegisters(152, 136, 88)
 
     n = 128  # keys of a CTA: one per lane of tensor memory
+    ctas = 1
 
     @property
     def threads(self) -> int:
         return WARPS * 32
 
-    def columns_of_head(self, head_dim: int) -> int:
-        """`width`, for a kernel of this head_dim."""
-        return self.width or head_dim
+    @property
+    def dq_transposed(self) -> bool:
+        """Whether columns of dQ are lanes of tensor memory, rather than its rows."""
+        return self.m < LANES
 
-    def smem_bytes(self, head_dim: int) -> int:
+    @property
+    def dq_products(self) -> int:
+        """Products of 128 lanes that make a step's dQ."""
+        return -(-self.head_dim // LANES) if self.dq_transposed else 1
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of tensor memory that one of these products has."""
+        return self.m if self.dq_transposed else self.head_dim
+
+    def smem_bytes(self) -> int:
         """Barriers (256 bytes) with LSE and delta; K, V; the rings of Q and dO; dS."""
         statistics = 256 + 2 * self.stages * self.m * 4
-        rows = 2 * self.n + 2 * self.stages * self.m
-        operands = rows * self.columns_of_head(head_dim) * 2 + self.n * self.m * 2
+        rows = self.n + self.stages * self.m
+        operands = rows * (self.head_dim + self.value_dim) * 2 + self.n * self.m * 2
         return -(-statistics // 1024) * 1024 + operands
 
-    def columns(self, head_dim: int) -> BackwardColumns:
-        """What lives where in tensor memory; dQ takes dP's columns where there are no others."""
-        part = self.columns_of_head(head_dim) // self.parts
-        dq = part if self.parts == 1 else self.m
-        dv, dk = 2 * self.m, 2 * self.m + part
-        own_dq = dk + part + dq <= TENSOR_MEMORY_COLUMNS
-        return BackwardColumns(s=0, dp=self.m, dv=dv, dk=dk, dq=dk + part if own_dq else self.m)
+    def columns(self) -> BackwardColumns:
+        """What lives where in tensor memory; dQ begins with dP's columns if they are needed."""
+        dq_end = self.m + self.dq_products * self.dq_width
+        dk_and_dv = self.head_dim + self.value_dim
+        if self.m + dq_end + dk_and_dv <= TENSOR_MEMORY_COLUMNS:
+            first = 2 * self.m
+            dq = first + dk_and_dv
+        else:
+            first = max(2 * self.m, dq_end)
+            dq = self.m
+        return BackwardColumns(s=0, dp=self.m, dv=first, dk=first + self.value_dim, dq=dq)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPairTile:
+    """Sizes of the backward kernel in which a pair of CTAs shares a key tile.
+
+    Attributes:
+      columns_of_head: of Q, K, V, dO in the pair's shared memory, at least the key's head dims.
+      statistics: stages of the ring of row statistics.
+      registers: by role.
+    """
+
+    columns_of_head: int
+    statistics: int = 3
+    registers: BackwardRegisters = BackwardRegisters(112, 144, 112)
+
+    m = 64  # queries of a step
+    n = 128  # keys of the pair
+    ctas = 2
+    span_bytes = 128
+    dq_transposed = True
+
+    @property
+    def threads(self) -> int:
+        return WARPS * 32
+
+    @property
+    def head_dim(self) -> int:
+        return self.columns_of_head
+
+    @property
+    def value_dim(self) -> int:
+        return self.columns_of_head
+
+    @property
+    def part(self) -> int:
+        """Columns of kt, qt, dot that a CTA has, and of tensor memory for dV and for dK."""
+        return self.columns_of_head // self.ctas
+
+    @property
+    def keys(self) -> int:
+        """Keys of a CTA."""
+        return self.n // self.ctas
+
+    @property
+    def queries(self) -> int:
+        """Queries whose rows of q, do, dst a CTA has; half of a step's."""
+        return self.m // self.ctas
+
+    def smem_bytes(self) -> int:
+        """Barriers (256 bytes) with LSE and delta; k, v, kt; q, qt, do, dot; p, ds, dst twice."""
+        statistics = 256 + 2 * self.statistics * self.m * 4
+        keys = 2 * self.keys * self.head_dim + self.n * self.part
+        queries = 2 * (self.queries * self.head_dim + self.m * self.part)
+        scores = BUFFERS * (2 * self.keys * self.m + self.n * self.queries)
+        return -(-statistics // 1024) * 1024 + (keys + queries + scores) * 2
+
+    def columns(self) -> BackwardPairColumns:
+        """What lives where in tensor memory."""
+        s, dp, dq = self.queries, self.queries, self.m
+        first_dp = BUFFERS * s
+        first_dq = first_dp + BUFFERS * dp
+        dv = first_dq + BUFFERS * dq
+        return BackwardPairColumns(s=0, dp=first_dp, dq=first_dq, dv=dv, dk=dv + self.part)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPairColumns:
+    """First columns of two buffers of S, dP, dQ^T each, and of the accumulators dV, dK."""
+
+    s: int
+    dp: int
+    dq: int
+    dv: int
+    dk: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +304,12 @@ class BackwardColumns:
     dq: int
 
 
-BACKWARD_TILES: dict[int, BackwardTile] = {
-    # head_dim
-    64: BackwardTile(stages=2),
-    96: BackwardTile(stages=2, span_bytes=64),
-    128: BackwardTile(stages=2),
-    192: BackwardTile(
-        stages=1, m=64, parts=2, width=256, registers=BackwardRegisters(112, 144, 112)
-    ),
-    256: BackwardTile(stages=1, m=64, parts=2, registers=BackwardRegisters(112, 144, 112)),
+BACKWARD_TILES: dict[tuple[int, int], BackwardTile | BackwardPairTile] = {
+    # (head_dim, value_dim)
+    (64, 64): BackwardTile(64, 64, stages=2),
+    (96, 96): BackwardTile(96, 96, stages=2, span_bytes=64),
+    (128, 128): BackwardTile(128, 128, stages=2),
+    (192, 128): BackwardTile(192, 128, stages=2, m=64),
+    (192, 192): BackwardPairTile(256),
+    (256, 256): BackwardPairTile(256),
 }

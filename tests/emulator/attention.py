@@ -15,7 +15,13 @@ import numpy as np
 from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
-from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, head_dim_tile
+from fa4_jax.key import (
+    POLYNOMIAL_EXP2_TILES,
+    KernelKey,
+    Pass,
+    backward_value_dim,
+    head_dim_tile,
+)
 from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import cache, compile
@@ -143,16 +149,18 @@ def attention(
     assert tile is not None
     band = left != UNBOUNDED or right != UNBOUNDED
 
-    def key(kernel: Pass, **flags: bool) -> KernelKey:
-        return KernelKey(arch, kernel, case.dtype, tile, **flags)
+    value_tile = backward_value_dim(arch, tile, case.value_dim or case.head_dim)
+
+    def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
+        return KernelKey(arch, kernel, case.dtype, tile, value_dim=value_dim, **flags)
 
     polynomial = case.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
     keys = [key(Pass.FORWARD, band=band, polynomial_exp2=polynomial)]
     if gradients:
         keys += [
-            key(Pass.BACKWARD_PRE, deterministic=case.deterministic),
-            key(Pass.BACKWARD, band=band, deterministic=case.deterministic),
-            key(Pass.BACKWARD_POST),
+            key(Pass.BACKWARD_PRE, value_tile, deterministic=case.deterministic),
+            key(Pass.BACKWARD, value_tile, band=band, deterministic=case.deterministic),
+            key(Pass.BACKWARD_POST, value_tile),
         ]
     return Attention(
         arrays={

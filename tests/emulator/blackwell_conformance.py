@@ -130,7 +130,7 @@ def _retyped(cases: Iterable[Case], key: KernelKey) -> Iterator[tuple[Case, Kern
             case,
             dtype=key.dtype,
             head_dim=key.head_dim,
-            value_dim=None,
+            value_dim=key.value_dim if key.value_dim != key.head_dim else None,
             numerics=numerics,
             deterministic=key.deterministic,
         )

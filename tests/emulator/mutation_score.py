@@ -42,21 +42,25 @@ _STORED = "waits for reads: cp.async.bulk.wait_group"
 _MASKED_FACTOR = Counter(
     {f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")}
 )
-_OF_PAIR = _MASKED_FACTOR + Counter(
+_OF_PAIR = Counter(
     {_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1, "removed: bar.warp.sync": 4}
 )
 SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, "removed: bar.warp.sync": 2}),
     "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, "removed: bar.warp.sync": 2}),
-    "sm_100f_fwd_bf16_d256": _OF_PAIR,
+    "sm_100f_fwd_bf16_d256": _MASKED_FACTOR + _OF_PAIR,
     "sm_100f_fwd_bf16_d256_band": _OF_PAIR,
     "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d64_deterministic": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d128": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d128_band_deterministic": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d192x128": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d192x128_deterministic": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d256": Counter({_REGISTERS: 1}),
+    "sm_100f_bwd_bf16_d256_band_deterministic": Counter({_REGISTERS: 1}),
     "sm_100f_bwd_bf16_d256_deterministic": Counter({_REGISTERS: 1}),
     "sm_100f_bwd_post_bf16_d128": Counter(),
+    "sm_100f_bwd_post_bf16_d192x128": Counter(),
     "sm_100f_bwd_post_bf16_d256": Counter(),
     "sm_90a_fwd_bf16_d64": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 1, _STORED: 1}),
     "sm_90a_fwd_bf16_d128_band": Counter(),
@@ -105,7 +109,8 @@ def policies(key: KernelKey) -> tuple[Policy, ...]:
 
 def cases(key: KernelKey) -> tuple[Case, ...]:
     """The cheapest first; one with padding, one in which every ring slot is used again."""
-    common = {"head_dim": key.head_dim, "dtype": key.dtype, "is_causal": key.band}
+    common = {"head_dim": key.head_dim, "value_dim": key.value_dim, "dtype": key.dtype}
+    common["is_causal"] = key.band
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -147,7 +152,7 @@ def _backward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
     query block comes first, so that only a second head has it later. Hopper's rings get so many
     turns that a barrier of eight that asks for seven is out of step.
     """
-    rows = 64 if key.head_dim == 256 else 128
+    rows = 64 if key.head_dim > 128 else 128
     key_length = 300 if key.deterministic else 200
     many_turns = Case(**common, batch=1, heads=(1, 1), query_length=24 * 64, key_length=100)
     return (

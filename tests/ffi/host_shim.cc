@@ -27,6 +27,7 @@ struct Config {
 };
 
 constexpr int kClusterDimension = 4;
+constexpr int kProgrammaticStreamSerialization = 6;
 constexpr int kMaxSharedBytesOptin = 97;
 
 std::string launch_log;
@@ -72,12 +73,16 @@ int _cudaKernelSetAttributeForDevice(void*, int, int, int) { return 0; }
 
 int _cudaLaunchKernelEx(const Config* config, void*, void** params) {
   uint32_t cluster[3] = {1, 1, 1};
+  uint32_t programmatic = 0;
   for (uint32_t i = 0; i < config->num_attributes; ++i) {
-    if (config->attributes[i].id != kClusterDimension) continue;
-    for (int axis = 0; axis < 3; ++axis) cluster[axis] = config->attributes[i].value[axis];
+    const auto& attribute = config->attributes[i];
+    if (attribute.id == kProgrammaticStreamSerialization) programmatic = attribute.value[0];
+    if (attribute.id != kClusterDimension) continue;
+    for (int axis = 0; axis < 3; ++axis) cluster[axis] = attribute.value[axis];
   }
   launch_log = "{\"symbol\": \"" + kernel_symbol + "\", \"grid\": " + LogTriple(config->grid) +
                ", \"block\": " + LogTriple(config->block) + ", \"cluster\": " + LogTriple(cluster) +
+               ", \"programmatic\": " + std::to_string(programmatic) +
                ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) +
                ", \"params\": " + fa4_jax::LogParams(param_bytes, params) + "}";
   return 0;

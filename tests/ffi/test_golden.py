@@ -146,7 +146,7 @@ def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> No
     assert outcome.error == "", call
     (ours,) = outcome.launches
     theirs = host.launch(call, outcome.addresses)
-    for field in ("symbol", "grid", "block", "cluster", "smem"):
+    for field in ("symbol", "grid", "block", "cluster", "programmatic", "smem"):
         assert ours[field] == theirs[field], (call.operands, field)
     params = call.cubin.launch.params
     for param, mine, other in zip(params, ours["params"], theirs["params"], strict=True):

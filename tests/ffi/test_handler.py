@@ -39,6 +39,7 @@ def test_packs_every_kind_of_parameter(run: Run, tmp_path: pathlib.Path) -> None
     assert launch["grid"] == [3 * 3, 2, 1]
     assert launch["block"] == [384, 1, 1]
     assert launch["cluster"] == [2, 1, 1]
+    assert launch["programmatic"] == 0
     assert launch["smem"] == 102_400
     params = [bytes.fromhex(text) for text in launch["params"]]
     x_map, padded_map = tensor_map.decode(params[0]), tensor_map.decode(params[3])
@@ -88,6 +89,13 @@ def test_persistent_grid_is_capped(
     (launch,) = outcome.launches
     assert launch["grid"] == [blocks, 2, 1]
     assert struct.unpack("<i", bytes.fromhex(launch["params"][-1])) == (processors,)
+
+
+@pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1)])
+def test_programmatic_launch(run: Run, tmp_path: pathlib.Path, cluster: tuple) -> None:
+    launch = dataclasses.replace(LAUNCH, programmatic=True, cluster=cluster)
+    (launched,) = run(made_up.call(tmp_path, made_up.cubin(tmp_path, launch=launch))).launches
+    assert (launched["programmatic"], launched["cluster"]) == (1, list(cluster))
 
 
 def test_unknown_kernel(run: Run, tmp_path: pathlib.Path) -> None:

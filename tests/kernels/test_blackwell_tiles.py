@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -132,34 +133,44 @@ def test_arrivals_follow_from_the_roles() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment, check=True)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
-def test_backward_tile_fits(head_dim: int) -> None:
-    tile = tiles.BACKWARD_TILES[head_dim]
-    width = tile.columns_of_head(head_dim)
-    assert tile.smem_bytes(head_dim) <= tiles.MAX_DYNAMIC_SMEM_BYTES
-    assert width >= head_dim and width // tile.parts * 2 % tile.span_bytes == 0
+@pytest.mark.parametrize("head_dims", tiles.BACKWARD_TILES)
+def test_backward_tile_fits(head_dims: tuple[int, int]) -> None:
+    tile = tiles.BACKWARD_TILES[head_dims]
+    assert tile.smem_bytes() <= tiles.MAX_DYNAMIC_SMEM_BYTES
+    assert tile.head_dim >= head_dims[0] and tile.value_dim >= head_dims[1]
+    if isinstance(tile, tiles.BackwardPairTile):
+        assert tile.part * 2 % tile.span_bytes == 0
+        # A row of a tile of dS is a swizzle span of 64 bytes, which the kernel writes by hand.
+        assert tile.queries * 2 == 64 and tile.part == tiles.LANES
+    else:
+        assert tile.head_dim * 2 % tile.span_bytes == tile.value_dim * 2 % tile.span_bytes == 0
+        # A last product past K's columns reads V's.
+        beyond = tile.dq_products * tiles.LANES - tile.head_dim
+        assert not tile.dq_transposed or beyond <= tile.value_dim
     budget = tile.registers
     assert all(count % 8 == 0 for count in (budget.reduce, budget.compute, budget.others))
     warpgroups = budget.reduce + 2 * budget.compute + budget.others
     assert warpgroups * 128 <= tiles.REGISTERS_PER_SM
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
-def test_backward_tensor_memory_is_disjoint_where_live(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dims", tiles.BACKWARD_TILES)
+def test_backward_tensor_memory_is_disjoint_where_live(head_dims: tuple[int, int]) -> None:
     """S, dP, dV, dK apart; dQ apart from all but, where declared, dP."""
-    tile = tiles.BACKWARD_TILES[head_dim]
-    columns, part = tile.columns(head_dim), tile.columns_of_head(head_dim) // tile.parts
-    dq_width = part if tile.parts == 1 else tile.m
-    areas = {
-        "s": (columns.s, tile.m),
-        "dp": (columns.dp, tile.m),
-        "dv": (columns.dv, part),
-        "dk": (columns.dk, part),
-        "dq": (columns.dq, dq_width),
-    }
+    tile = tiles.BACKWARD_TILES[head_dims]
+    columns = tile.columns()
+    if isinstance(tile, tiles.BackwardPairTile):
+        widths = {
+            **{"s": tiles.BUFFERS * tile.queries, "dp": tiles.BUFFERS * tile.queries},
+            **{"dv": tile.part, "dk": tile.part, "dq": tiles.BUFFERS * tile.m},
+        }
+    else:
+        widths = {
+            **{"s": tile.m, "dp": tile.m, "dv": tile.value_dim, "dk": tile.head_dim},
+            **{"dq": tile.dq_products * tile.dq_width},
+        }
+    areas = {name: (getattr(columns, name), width) for name, width in widths.items()}
     if columns.dq == columns.dp:
-        assert dq_width <= tile.m
-        del areas["dq"]
+        del areas["dp"]
     used = [column for first, width in areas.values() for column in range(first, first + width)]
     assert len(used) == len(set(used)) and max(used) < tiles.TENSOR_MEMORY_COLUMNS
 
@@ -174,22 +185,62 @@ def test_machine_code_of_the_backward_is_what_the_design_says(key: KernelKey) ->
     S, dP, dV of the first step stand before the loop, and so do its loads. A compute warp has half
     of the queries, a reduce warp a row (or column) of dQ; dV and dK are read in a loop each.
     """
-    tile = tiles.BACKWARD_TILES[key.head_dim]
-    d, m, n = tile.columns_of_head(key.head_dim), tile.m, tile.n
-    part, spans = d // tile.parts, d * 2 // tile.span_bytes
-    dq_columns = part if tile.parts == 1 else m
+    tile = tiles.BACKWARD_TILES[key.head_dim, key.value_dim]
+    if isinstance(tile, tiles.BackwardPairTile):
+        assert counted(key, BACKWARD_OPCODES) == expected_of_pair(tile, key)
+        return
+    m, n, columns = tile.m, tile.n, tile.head_dim + tile.value_dim
+    spans = columns * 2 // tile.span_bytes
+    dq_columns = tile.dq_products * tile.dq_width
     assert counted(key, BACKWARD_OPCODES) == {
-        "UTCHMMA": (2 * 2 * d + 3 * m + n) // 16,
+        "UTCHMMA": (2 * columns + 3 * m + tile.dq_products * n) // 16,
         "UTCBAR": 2 + 2 + 2 + 1 + 1 + 1,  # S, dP, dV, dK, dQ, everything
         "LDTM": (m // 2 + m // 2 + dq_columns) // 32 + 2,
         "STTM": 1 + m // 2 // 32,  # P, dS
-        "UTMALDG": spans * (2 + 2 * 2),  # K, V; Q, dO
+        "UTMALDG": spans * (1 + 2),  # K, V; Q, dO
         "UBLKCP": 2 * 2,  # lse_log2, delta
-        "UTMASTG": 2 * spans // tile.parts,
+        "UTMASTG": spans,
         "RED": dq_columns // 4,
         "RED.release": int(key.deterministic),
         "MUFU.EX2": m // 2,
     }
+
+
+def expected_of_pair(tile: tiles.BackwardPairTile, key: KernelKey) -> dict[str, int]:
+    """Both CTAs run the same code. S, dP and loads of q, do stand before the loop and in it."""
+    m, n, d = tile.m, tile.n, tile.head_dim
+    spans, spans_of_part = (columns * 2 // tile.span_bytes for columns in (d, tile.part))
+    return {
+        "UTCHMMA": (2 * 2 * d + 2 * m + n) // 16,
+        "UTCBAR": 2 + 2 + 1 + 1 + 1 + 1,  # S, dP, dV, dK, dQ, everything
+        "LDTM": (2 * tile.queries + m) // 32 + 2,
+        "STTM": 0,
+        "UTMALDG": spans * (2 + 2 * 2) + spans_of_part * 3,  # k, v, q, do; kt, qt, dot
+        "UBLKCP": 2 * 2,  # lse_log2, delta
+        "UTMASTG": 2 * spans,
+        "RED": m // 4,
+        "RED.release": int(key.deterministic),
+        "MUFU.EX2": tile.queries,
+    }
+
+
+def test_arrivals_in_a_pairs_backward_follow_from_the_roles() -> None:
+    """As for the forward; half of the compute warps have a step."""
+    source = (
+        "from kernels.sm100.backward_data import WARPS_OF_ROLE as roles\n"
+        "from kernels.sm100.backward_pair_data import ARRIVALS as a, IN_EVEN_CTA as even\n"
+        "from kernels.sm100.backward_pair_data import Barriers\n"
+        "import dataclasses\n"
+        "warps = {role: count for role, (_, count) in roles.items()}\n"
+        "assert 2 * a['p_full'] == 2 * a['ds_full'] == warps['compute'] == 8\n"
+        "assert a['dq_empty'] == a['added'] == warps['reduce'] == 4\n"
+        "many = {'p_full', 'ds_full', 'dq_empty', 'added'}\n"
+        "assert all(a[name] == 1 for name in set(a) - many)\n"
+        "assert all(count == 2 * a[name] for name, count in even.items())\n"
+        "assert [f.name for f in dataclasses.fields(Barriers)] == list(a)\n"
+    )
+    environment = os.environ | {"CUTE_DSL_ARCH": "sm_100f"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment, check=True)
 
 
 def test_backward_arrivals_follow_from_the_roles() -> None:
@@ -208,3 +259,26 @@ def test_backward_arrivals_follow_from_the_roles() -> None:
     )
     environment = os.environ | {"CUTE_DSL_ARCH": "sm_100f"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", source], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [key for key in catalogue.keys("sm_100f") if key.kernel is not Pass.FORWARD],
+    ids=lambda key: key.name,
+)
+def test_programmatic_launches_wait_before_they_touch_global_memory(key: KernelKey) -> None:
+    """Results of earlier launches are there for a thread only once it has waited."""
+    entry = cache.find(key)
+    assert entry is not None, "run python -m kernels.build"
+    programmatic = key.kernel is not Pass.BACKWARD_PRE  # an ordinary launch, which lets main start
+    assert entry.cubin.launch.programmatic == programmatic
+    assert entry.ptx.count("griddepcontrol.wait") == programmatic
+    assert entry.ptx.count("griddepcontrol.launch_dependents") == 1
+    if programmatic:
+        before, _ = entry.ptx.split("griddepcontrol.wait")
+        before = before[before.index("{\n", before.index(".entry")) :]
+        assert "global" not in before
+        # Every thread passes it: no branch before it goes beyond it.
+        assert not set(re.findall(r"bra\S*\s+(\$L\w+)", before)) - set(
+            re.findall(r"(\$L\w+):", before)
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -68,24 +69,50 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
             assert not other[0][0].polynomial_exp2
 
 
-def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list():
+@pytest.mark.parametrize(
+    ("head_dims", "tile"),
+    [
+        ((192, 128), "d192x128"),
+        ((136, 8), "d192x128"),
+        ((192, 136), "d192"),
+        ((128, 192), "d192"),
+        ((256, 128), "d256"),
+        ((128, 64), "d128"),
+    ],
+)
+def test_blackwells_backward_has_a_tile_for_narrower_values(head_dims: tuple[int, int], tile: str):
+    head_dim, value_dim = head_dims
+    problem = dataclasses.replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
+    forward, backward = kernel_keys(problem, "sm_100f")
+    assert [key.name.split("_")[-1] for key in backward] == [tile] * 3
+    wider = tile.split("x")[0]
+    assert forward[0].name.split("_")[4] == wider
+    hopper = [key for keys in kernel_keys(problem, "sm_90a") for key in keys]
+    assert {key.name.split("_")[-1] for key in hopper} == {wider}
+
+
+@pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
+def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch: str):
     used: set[KernelKey] = set()
-    for dtype in ("bf16", "fp16"):
+    for dtype, window, deterministic, numerics, value_dim in itertools.product(
+        ("bf16", "fp16"),
+        ((UNBOUNDED, UNBOUNDED), CAUSAL),
+        (False, True),
+        ("fast", "exact"),
+        (None, 8),
+    ):
         for head_dim in range(8, 257, 8):
-            for window in ((UNBOUNDED, UNBOUNDED), CAUSAL):
-                for deterministic in (False, True):
-                    for numerics in ("fast", "exact"):
-                        problem = dataclasses.replace(
-                            PROBLEM,
-                            dtype=dtype,
-                            head_dim=head_dim,
-                            window=window,
-                            deterministic=deterministic,
-                            numerics=numerics,
-                        )
-                        plan = make_plan(problem, fake_target(), "kernel")
-                        used |= {kernel.key for kernel in plan.forward + plan.backward}
-    assert used == set(catalogue.keys("sm_90a"))  # and nothing is built in vain
+            problem = dataclasses.replace(
+                PROBLEM,
+                dtype=dtype,
+                head_dim=head_dim,
+                window=window,
+                deterministic=deterministic,
+                numerics=numerics,
+                value_dim=value_dim,
+            )
+            used.update(*kernel_keys(problem, arch))
+    assert used == set(catalogue.keys(arch))  # and nothing is built in vain
 
 
 def test_a_missing_kernel_is_named_with_those_there_are():

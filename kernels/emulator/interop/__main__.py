@@ -26,7 +26,7 @@ import numpy as np
 from fa4_jax.conformance.oracle import Inputs
 from kernels.emulator import EmulationError, Policy
 from kernels.emulator.interop import flash_attn4, ours, run, tables, timing
-from kernels.emulator.interop.flash_attn4 import Variant
+from kernels.emulator.interop.flash_attn4 import Step, Variant
 from kernels.emulator.interop.host_code import Compiled
 from kernels.emulator.interop.run import Problem, Run
 from kernels.emulator.rates import BLACKWELL
@@ -68,7 +68,11 @@ _BACKWARD = (
     (128, 128, True, True),
     (192, 128, False, True),
     (192, 128, True, True),
+    (256, 256, False, True),
+    (256, 256, True, True),
 )
+_CTA_KEYS = {256: 64}
+"""That a CTA of a backward holds, by head dim, if they are not 128."""
 BACKWARD_VARIANTS = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
 BACKWARD_PROBLEMS = (Problem(256, 256), Problem(300, 420))
 POLICIES = (Policy("in_order", "early"), Policy("random", "random"), Policy("starve", "late"))
@@ -77,7 +81,7 @@ TIMED = tuple(
     Variant("sm_100a", *row, multiprocessors=2 if row[3] or row[0] == 256 else 1)
     for row in _BLACKWELL
 )
-_OURS = (64, 128, 256)
+_OURS_BACKWARD = ((64, 64), (128, 128), (192, 128), (256, 256))
 BACKWARD_TIMED = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
 
 
@@ -125,9 +129,9 @@ def _forward(code: Compiled) -> Launcher:
     return launch
 
 
-def _backward(codes: Sequence[Compiled]) -> Launcher:
+def _backward(steps: Sequence[Step]) -> Launcher:
     def launch(inputs: Inputs, wanted: Results, policy: Policy) -> Results:
-        return run.backward(codes, inputs, wanted["output"], wanted["lse"], policy)
+        return run.backward(steps, inputs, wanted["output"], wanted["lse"], policy)
 
     return launch
 
@@ -139,7 +143,7 @@ def _errors() -> None:
 
 def _gradients() -> None:
     pairs = compiled(BACKWARD_VARIANTS, flash_attn4.compile_backward)
-    found = ((variant, _backward(codes)) for variant, codes in pairs)
+    found = ((variant, _backward(steps)) for variant, steps in pairs)
     _compare(found, BACKWARD_PROBLEMS, ("dq", "dk", "dv"))
 
 
@@ -248,31 +252,48 @@ def _timing() -> None:
     print(f"\nforward, unit {timing.ROWS} x {timing.KEYS}")
     print(tables.markdown(head, rows), flush=True)
     rows = []
-    for variant, codes in compiled(BACKWARD_TIMED, flash_attn4.compile_backward):
-        ctas, causal = _ctas(codes[1]), variant.is_causal
-
-        def run_theirs(problem: Problem, trace: Trace, code=codes[1], variant=variant) -> None:
-            inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
-            run.backward_main(code, inputs, Run(policy, trace=trace))
-
-        cost = timing.backward(run_theirs, ctas, 2, causal)
-        rows.append(_timed(variant, f"flash-attn-4, {ctas} CTA", cost, True))
-    for d, causal, deterministic in itertools.product(_OURS, (False, True), (False, True)):
-        rows.append(_our_backward(d, causal, deterministic, policy))
+    for variant, steps in compiled(BACKWARD_TIMED, flash_attn4.compile_backward):
+        costs = [_their_backward(step, variant, policy) for step in steps if step.stationary]
+        kernels = ", two kernels" if len(costs) == 2 else ""
+        name = f"flash-attn-4, {_ctas(steps[1].code)} CTA{kernels}"
+        rows.append(_timed(variant, name, sum(costs[1:], costs[0]), True))
+    for dims, causal, deterministic in itertools.product(
+        _OURS_BACKWARD, (False, True), (False, True)
+    ):
+        rows.append(_our_backward(dims, causal, deterministic, policy))
     print(f"\nbackward, unit {timing.BACKWARD_ROWS} x {timing.BACKWARD_KEYS}")
     print(tables.markdown(head, rows))
 
 
-def _our_backward(d: int, causal: bool, deterministic: bool, policy: Policy) -> tuple[str, ...]:
-    mine = _our_compiler().submit(ours.compile_backward, d, causal, deterministic).result()
+def _their_backward(step: Step, variant: Variant, policy: Policy) -> timing.Cost:
+    """Of one main kernel."""
+    assert step.stationary
 
     def launch(problem: Problem, trace: Trace) -> None:
-        ours.backward(mine, run.make_inputs(problem, d, d), causal, policy, trace)
+        inputs = run.make_inputs(problem, variant.head_dim, variant.head_dim_v)
+        run.backward_main(step, inputs, Run(policy, trace=trace))
 
-    parts = 2 if d > 128 else 1  # CTAs that share a key tile
-    cost = timing.backward(launch, math.prod(mine.launch.cluster), 2 * parts, causal)
+    held = 128 if step.stationary == "queries" else _CTA_KEYS.get(variant.head_dim, 128)
+    needed = timing.BACKWARD_KEYS // held
+    ctas = _ctas(step.code)
+    return timing.backward(launch, ctas, (needed, needed), variant.is_causal, step.stationary)
+
+
+def _our_backward(
+    dims: tuple[int, int], causal: bool, deterministic: bool, policy: Policy
+) -> tuple[str, ...]:
+    mine = _our_compiler().submit(ours.compile_backward, dims, causal, deterministic).result()
+
+    def launch(problem: Problem, trace: Trace) -> None:
+        ours.backward(mine, run.make_inputs(problem, *dims), causal, policy, trace)
+
+    ctas = math.prod(mine.launch.cluster)
+    of_unit = timing.BACKWARD_KEYS // mine.tile["n"] * ctas
+    # In order the first CTA waits for no other; the others' trace would hold the emulator's spins.
+    seen = ctas if deterministic else of_unit
+    cost = timing.backward(launch, ctas, (of_unit, seen), causal)
     name = "ours, deterministic" if deterministic else "ours"
-    return _timed(Variant("sm_100a", d, d, causal), name, cost, True)
+    return _timed(Variant("sm_100a", *dims, causal), name, cost, True)
 
 
 def _ctas(code: Compiled) -> int:

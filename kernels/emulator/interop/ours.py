@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fa4_jax.conformance.oracle import Inputs
-from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass
+from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, backward_value_dim
 from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import compile
@@ -43,13 +43,15 @@ def compile_forward(head_dim: int, is_causal: bool) -> Ours:
     )
 
 
-def compile_backward(head_dim: int, is_causal: bool, deterministic: bool) -> Ours:
-    """Compiles the main kernel of the bf16 backward."""
+def compile_backward(head_dims: tuple[int, int], is_causal: bool, deterministic: bool) -> Ours:
+    """Compiles the main kernel of the bf16 backward for (head_dim, value_dim)."""
+    head_dim, value_dim = head_dims
     return _compile(
         KernelKey(
             *(ARCH, Pass.BACKWARD, "bf16", head_dim),
             band=is_causal,
             deterministic=deterministic,
+            value_dim=backward_value_dim(ARCH, head_dim, value_dim),
         )
     )
 
@@ -85,10 +87,9 @@ def backward(
     ours: Ours, inputs: Inputs, is_causal: bool, policy: Policy, trace: Trace | None = None
 ) -> Report:
     """The main kernel alone, its intermediate operands zero."""
-    b, t, n, d = inputs.query.shape
-    m = ours.tile["m"]
+    b, t, n, _ = inputs.query.shape
+    m, width = ours.tile["m"], ours.tile["head_dim"]
     tiles = -(-t // m)
-    width = -(-d // 128) * 128 if d > 128 else d
     arrays = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "do": inputs.output_bar}
     arrays |= {name: np.zeros((b, n, tiles * m), np.float32) for name in ("lse_log2", "delta")}
     arrays["dq_acc"] = np.zeros((b, n, tiles, m * width), np.float32)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 from kernels.emulator.interop.run import Problem
 from kernels.emulator.rates import BLACKWELL
@@ -44,6 +45,12 @@ class Cost:
     tile: float
     busy: dict[str, float]
 
+    def __add__(self, other: Cost) -> Cost:
+        """Of two kernels, one after the other, that do parts of the same work."""
+        names = dict.fromkeys((*self.busy, *other.busy))
+        busy = {name: self.busy.get(name, 0.0) + other.busy.get(name, 0.0) for name in names}
+        return Cost(self.unit + other.unit, self.tile + other.tile, busy)
+
     def of(self, units: float) -> float:
         """A tile with so many units."""
         return self.tile + self.unit * units
@@ -67,25 +74,41 @@ def forward(run: Runner, ctas: int) -> Cost:
     return Cost(unit, tile, _busy(few, many, ctas / units))
 
 
-def backward(run: Runner, ctas: int, ctas_of_unit: int, is_causal: bool) -> Cost:
+def backward(
+    run: Runner,
+    ctas: int,
+    ctas_of_unit: tuple[int, int],
+    is_causal: bool,
+    stationary: Literal["queries", "keys"] = "keys",
+) -> Cost:
     """From 4 and 12 units of the first keys, whose CTAs have most to do under a causal mask.
+
+    A kernel that holds queries (dQ's of two main kernels) is measured the other way round, along
+    its own inner loop: the last BACKWARD_KEYS queries, past which BACKWARD_ROWS keys go with every
+    unit. Its units have the same area, and a square of LENGTH has as many of them and of tiles, so
+    that its cost can be added to the cost of the kernel that holds keys.
 
     Args:
       ctas: of a cluster.
-      ctas_of_unit: that BACKWARD_KEYS keys need.
+      ctas_of_unit: that BACKWARD_KEYS keys (or queries) need, and how many of them are looked at.
     """
+    needed, seen = ctas_of_unit
 
     def total(units: int) -> Timing:
         trace, rows = Trace(frozenset(range(256))), units * BACKWARD_ROWS
-        run(Problem(rows, rows if is_causal else BACKWARD_KEYS), trace)
-        return estimate(busiest(trace, ctas_of_unit), BLACKWELL)
+        if stationary == "queries":
+            run(Problem(BACKWARD_KEYS, rows), trace)
+        else:
+            run(Problem(rows, rows if is_causal else BACKWARD_KEYS), trace)
+        return estimate(busiest(trace, seen), BLACKWELL)
 
     few, many = total(_FEW), total(_MANY_OF_BACKWARD)
     units = _MANY_OF_BACKWARD - _FEW
-    unit = ctas * (many.cycles - few.cycles) / units
+    factor = ctas * needed / seen
+    unit = factor * (many.cycles - few.cycles) / units
     # A CTA starts when the one before it has ended; estimate counts that between its own.
-    tile = ctas * (few.cycles + BLACKWELL.cta_latency) - _FEW * unit
-    return Cost(unit, tile, _busy(few, many, ctas / units))
+    tile = factor * (few.cycles + BLACKWELL.cta_latency) - _FEW * unit
+    return Cost(unit, tile, _busy(few, many, factor / units))
 
 
 def _busy(few: Timing, many: Timing, factor: float) -> dict[str, float]:

@@ -1,0 +1,137 @@
+"""What the Blackwell backward's main kernel is estimated to take, fast and deterministic.
+
+    python -m kernels.build --only "sm_100f_bwd_bf16_*"
+    python -m benchmarks.blackwell_backward
+
+A step costs the difference of CTAs (or pairs) with 4 and 16 of them on one multiprocessor. The
+grid's CTAs then run on all multiprocessors as in `benchmarks.truth`: they share L2 and DRAM and,
+where dQ is added in order, wait for the key tile before. That grid has a CTA stand still until its
+additions have been made; this kernel goes on, so the price of the order is an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from benchmarks.truth.estimates import Cost
+from benchmarks.truth.grids import Access, Grid, Work, by_tile
+from benchmarks.truth.recording import Code, Problem, built, record
+from fa4_jax.key import KernelKey, Pass
+from kernels.common import bands
+from kernels.emulator.rates import BLACKWELL, Rates
+from kernels.emulator.timing import estimate
+from kernels.sm100.tiles import DETERMINISTIC_BAND_HEADS, L2_BUDGET_BYTES
+
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+LENGTH, HEADS, BATCH = 8192, 16, 2
+_FEW, _MANY = 4, 16
+_AHEAD = 2
+
+
+def cost_of(code: Code) -> Cost:
+    """Cycles of a CTA or pair that no other one keeps waiting."""
+
+    def cycles(steps: int) -> float:
+        rows, keys = code.tile["m"] * steps, code.tile["n"]
+        problem = Problem(1, rows, keys, max(keys - rows, 0) if code.key.band else 0)
+        return estimate(record(code, problem), BLACKWELL.alone()).cycles
+
+    few, many = cycles(_FEW), cycles(_MANY)
+    step = (many - few) / (_MANY - _FEW)
+    return Cost(few - _FEW * step, 0.0, step)
+
+
+def of_takers(ctas: int) -> Rates:
+    """Rates of what runs a CTA, or of the multiprocessors that a pair takes."""
+    return dataclasses.replace(
+        BLACKWELL,
+        multiprocessors=BLACKWELL.multiprocessors // ctas,
+        tma_load_bytes=BLACKWELL.tma_load_bytes * ctas,
+        reduce_bytes=BLACKWELL.reduce_bytes * ctas,
+        reduce_alone=BLACKWELL.reduce_alone * ctas,
+        dram_bytes=BLACKWELL.dram_bytes * ctas,
+    )
+
+
+def tiles_of(code: Code, cost: Cost) -> list[list[Work]]:
+    """The steps of every key tile, in the order of the grid."""
+    key, m, n = code.key, code.tile["m"], code.tile["n"]
+    d, dv = key.head_dim, key.value_dim
+    window = 0 if key.band else bands.UNBOUNDED
+    band = bands.Band(LENGTH, LENGTH, 0, bands.UNBOUNDED, window).transposed()
+    ordered_band = key.deterministic and key.band
+    least = DETERMINISTIC_BAND_HEADS // code.launch.cluster[0] if ordered_band else 1
+    section = max(L2_BUDGET_BYTES // (6 * d + 2 * dv) // LENGTH, least)
+    tiles = []
+    for tile, head in by_tile(HEADS * BATCH, LENGTH // n, section):
+        blocks = bands.visited_blocks(band, tile * n, n, m, bands.PYTHON)
+        order = range(blocks.begin, blocks.end)
+        steps = []
+        for block in reversed(order) if key.deterministic else order:
+            steps.append(
+                Work(
+                    cost.step,
+                    reads=(Access(("q, do", head, block), 2 * m * (d + dv)),),
+                    adds=(Access(("dq", head, block), m * d * 4),),
+                    turn=("turn", head, tile, block) if key.deterministic else None,
+                    behind=("turn", head, tile - 1, block) if key.deterministic and tile else None,
+                )
+            )
+        own = Access(("k, v", head, tile), 2 * n * (d + dv))
+        steps[0] = dataclasses.replace(
+            steps[0], cycles=cost.step + cost.start, reads=(own, *steps[0].reads)
+        )
+        grads = Access(("dk, dv", head, tile), 2 * n * (d + dv))
+        steps[-1] = dataclasses.replace(steps[-1], writes=(grads,))
+        tiles.append(steps)
+    return tiles
+
+
+def teraflops(code: Code, cycles: float) -> float:
+    """Of a launch that takes so many cycles."""
+    pairs = HEADS * BATCH * LENGTH**2 / (2 if code.key.band else 1)
+    flops = 2 * (3 * code.key.head_dim + 2 * code.key.value_dim) * pairs
+    return flops / cycles * BLACKWELL.clock_ghz / 1e3
+
+
+def row(head_dims: tuple[int, int], is_causal: bool) -> str:
+    """A row of the table."""
+    figures, cells = [], []
+    for deterministic in (False, True):
+        head_dim, value_dim = head_dims
+        code = built(
+            KernelKey(
+                *("sm_100f", Pass.BACKWARD, "bf16", head_dim),
+                band=is_causal,
+                deterministic=deterministic,
+                value_dim=value_dim,
+            )
+        )
+        cost = cost_of(code)
+        rates = of_takers(code.launch.cluster[0])
+        figures.append(teraflops(code, Grid(rates, _AHEAD).run(tiles_of(code, cost))))
+        cells += [f"{cost.step:.0f}", f"{cost.start:.0f}", f"{figures[-1]:.0f}"]
+    mask = "causal" if is_causal else "dense"
+    price = 100 * (figures[0] / figures[1] - 1)
+    return f"| {head_dims[0]}, {head_dims[1]} {mask} | {' | '.join(cells)} | {price:.0f} % |"
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    print(f"S = {LENGTH}, {HEADS} heads, batch {BATCH}; cycles of a step, beside, TFLOP/s:")
+    print(
+        "| d, dv | fast: step | beside | TFLOP/s | deterministic: step | beside | TFLOP/s | price |"
+    )
+    print("|---" * 8 + "|")
+    for head_dims in HEAD_DIMS:
+        for is_causal in (False, True):
+            print(row(head_dims, is_causal), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,527 @@
+"""Blackwell backward for wide heads: a pair of CTAs has the dK and dV of one key tile.
+
+The products of backward.py, all of them the pair's: the even CTA's MMA warp issues them, CTA r has
+half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 256 columns):
+
+    operand in shared memory         of CTA r                                is
+    k, v         (64, 256)           its keys, all columns                   A of S, dP
+    kt           (128, 128)          all keys, its columns                   A of dQ
+    q, do        (32, 256)           its queries, all columns                B of S, dP
+    qt, dot      (64, 128)           all queries, its columns                B of dK, dV
+    p, ds        (64, 64) twice      its keys, all queries                   A of dV, dK
+    dst          (128, 32) twice     all keys, its queries: dS               B of dQ
+
+    product              M x N x K          tensor memory of CTA r
+    S^T  = K Q^T         128 x 64 x 256     lane 64 h + key: queries 32 h to 32 h + 31; two buffers
+    dP^T = V dO^T        128 x 64 x 256     as S
+    dV  += P^T dO        128 x 256 x 64     lane 64 h + key: columns 128 h to 128 h + 127
+    dK  += dS^T Q        128 x 256 x 64     as dV
+    dQ^T = K^T dS        256 x 64 x 128     lane: column 128 r + lane; 64 queries; two buffers
+
+    load warp        k, v, kt once; then of every step q, lse_log2, delta, do, dot, qt
+    MMA warp         even: all products; odd: tells the even one's of what has been loaded here
+    compute warps    two warpgroups, every second step each; a thread has one key and half of the
+                     queries: P to p, dS to ds and, in the CTA whose queries they are, to dst
+    reduce warps     one column of dQ a thread, from tensor memory to global memory by additions
+    order warp       deterministic only: turns to add dQ
+
+Order of the products: S(0) dP(0), then for every step i: S(i+1) dP(i+1) dV(i) dK(i) dQ(i); of the
+loads likewise: q(i+1) do(i+1) dot(i) qt(i).
+
+    barrier           from -> to                          once per
+    kv_full           load -> mma                         CTA
+    q_full, do_full   load -> mma                         step
+    qt_full, dot_full load -> mma                         step
+    qt_empty          mma -> load                         step
+    dot_empty         mma -> load                         step
+    s_full, dp_full   mma -> compute, load                step, by buffer
+    p_full, ds_full   compute -> mma                      step, by buffer
+    dq_full           mma -> reduce                       step, by buffer
+    dq_empty          reduce -> mma                       step, by buffer
+    grads_full        mma -> compute                      CTA
+    turn, added       order <-> reduce                    step, deterministic
+
+The MMA warp waits in the even CTA for loads, compute and reduce warps of both; its commits arrive
+in both. Loads arrive in the CTA that makes them; the odd one's MMA warp passes them on.
+
+Note [what needs no barrier]: a buffer's S(i+2) overwrites S(i), and dP(i+2) dP(i), behind dV(i) and
+dK(i), which waited for P(i) and dS(i). p, ds and dst of step i are overwritten behind s_full and
+dp_full of step i+2, whose commits tell that dV(i), dK(i) and dQ(i) are complete. S has left q, and
+dP do, when s_full and dp_full come. lse_log2 and delta of step i are overwritten by a load behind
+s_full of step i+2, issued behind ds_full of step i.
+
+Two CTAs each add half of the columns of dQ, so both may have their turn at a time.
+
+(FlashAttention-4, backward: 2-CTA mode; M = 128 here, so that the accumulators of 256 columns fit.)
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_jax.key import KernelKey
+from fa4_jax.manifest import Factor, Launch, Result
+from kernels.common import launches, tensors
+from kernels.common import ptx as common_ptx
+from kernels.sm100 import products, ptx
+from kernels.sm100.backward_data import WARPS_OF_ROLE, Rows, Work, assign, take_turns
+from kernels.sm100.backward_pair_data import (
+    ARRIVALS,
+    Config,
+    Maps,
+    Shared,
+    allocate,
+    arrivals,
+    barrier_count,
+)
+from kernels.sm100.backward_pair_rows import RowRoles
+from kernels.sm100.tiles import BUFFERS, TENSOR_MEMORY_COLUMNS
+from kernels.sources import KernelSource
+
+
+class PairBackward:
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.config = Config(key)
+        self.rows = RowRoles(self.config)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        do: cute.Pointer,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        head_dim: Int32,
+        value_dim: Int32,
+        scale_log2: Float32,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream: cuda.CUstream,
+    ):
+        tile, d = self.config.tile, self.config.tile.head_dim
+
+        def make_map(pointer, shape, box, store=False):
+            length, count, width = shape
+            op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
+            tensor = tensors.bthd_tensor(pointer, (batch, length, count, width))
+            layout = tensors.tile_layout(self.config.dtype, *box, 1, tile.span_bytes)
+            layout = cute.slice_(layout, (None, None, 0))
+            return cpasync.make_tiled_tma_atom(op, tensor, layout, box)[0]
+
+        of_q, of_do = (query_length, heads, head_dim), (query_length, heads, value_dim)
+        of_k, of_v = (key_length, kv_heads, head_dim), (key_length, kv_heads, value_dim)
+        self.kernel(
+            make_map(k, of_k, (tile.keys, d)),
+            make_map(v, of_v, (tile.keys, d)),
+            make_map(k, of_k, (tile.n, tile.part)),
+            make_map(q, of_q, (tile.queries, d)),
+            make_map(do, of_do, (tile.queries, d)),
+            make_map(q, of_q, (tile.m, tile.part)),
+            make_map(do, of_do, (tile.m, tile.part)),
+            make_map(dk, of_k, (tile.keys, d), store=True),
+            make_map(dv, of_v, (tile.keys, d), store=True),
+            lse_log2,
+            delta,
+            extents,
+            dq_acc,
+            dq_order if self.config.deterministic else None,
+            batch,
+            query_length,
+            key_length,
+            heads,
+            kv_heads,
+            scale_log2,
+            scale,
+            window_left,
+            window_right,
+        ).launch(
+            grid=[cute.ceil_div(key_length, tile.n) * tile.ctas * kv_heads * batch, 1, 1],
+            block=[tile.threads, 1, 1],
+            cluster=[tile.ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
+        kt_map: cute.CopyAtom,
+        q_map: cute.CopyAtom,
+        do_map: cute.CopyAtom,
+        qt_map: cute.CopyAtom,
+        dot_map: cute.CopyAtom,
+        dk_map: cute.CopyAtom,
+        dv_map: cute.CopyAtom,
+        lse_log2: cute.Pointer,
+        delta: cute.Pointer,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        dq_order: cute.Pointer | None,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale_log2: Float32,
+        scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+    ):
+        maps = Maps(k_map, v_map, kt_map, q_map, do_map, qt_map, dot_map, dk_map, dv_map)
+        tile = self.config.tile
+        shared = allocate(self.config)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        mma_warp, _ = WARPS_OF_ROLE["mma"]
+        if warp == mma_warp:
+            cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base, True)
+            cute.arch.relinquish_tmem_alloc_permit(True)
+        if warp == WARPS_OF_ROLE["load"][0]:
+            for descriptor in (maps.k, maps.v, maps.kt, maps.q, maps.do, maps.qt, maps.dot):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                for name in ARRIVALS:
+                    count = barrier_count(name, self.config.deterministic)
+                    for i in cutlass.range_constexpr(count):
+                        barrier = getattr(shared.barriers, name) + i
+                        cute.arch.mbarrier_init(barrier, arrivals(name))
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        launches.await_launch_before()
+
+        tiles = (query_length + tile.m - 1) // tile.m
+        rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
+        sizes = (batch, query_length, key_length, heads, kv_heads)
+        window = (window_left, window_right)
+        budget = tile.registers
+        # Each role makes its work: made once, its values would take registers of all of them.
+        if warp < WARPS_OF_ROLE["compute"][0]:
+            ptx.set_registers(budget.reduce)
+            self.rows.reduce(shared, assign(self.config, extents, sizes, window), rows)
+        elif warp < mma_warp:
+            ptx.set_registers(budget.compute)
+            work = assign(self.config, extents, sizes, window)
+            self.rows.compute(maps, shared, work, (scale_log2, scale))
+        else:
+            ptx.set_registers(budget.others)
+            work = assign(self.config, extents, sizes, window)
+            if warp == mma_warp:
+                if work.rank == 0:
+                    self.multiply(shared, work)
+                else:
+                    self.pass_on(shared, work)
+            elif warp == WARPS_OF_ROLE["load"][0]:
+                self.load(maps, shared, work, rows)
+            elif warp == WARPS_OF_ROLE["order"][0]:
+                if cutlass.const_expr(self.config.deterministic):
+                    take_turns(self.config, shared.barriers, work, rows)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp == mma_warp:
+            base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
+            cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS, True)
+
+    @cute.jit
+    def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
+        """Load warp: this CTA's parts of all operands."""
+        tile, barriers = self.config.tile, shared.barriers
+        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+        steps = work.steps()
+        if steps > 0:
+            with cute.arch.elect_one():
+                num_bytes = (2 * tile.keys * tile.head_dim + tile.n * tile.part) * 2
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, num_bytes)
+            place = (work.tile * tile.ctas + work.rank, 0)
+            own_keys = cute.local_tile(kv, (tile.keys, tile.head_dim), place)
+            tensors.tma_load(maps.k, own_keys, shared.k, barriers.kv_full)
+            tensors.tma_load(maps.v, own_keys, shared.v, barriers.kv_full)
+            place = (work.tile, work.rank)
+            own_columns = cute.local_tile(kv, (tile.n, tile.part), place)
+            tensors.tma_load(maps.kt, own_columns, shared.kt, barriers.kv_full)
+            self.load_rows(maps, shared, work, rows, Int32(0))
+        for step in cutlass.range(steps, unroll=1):
+            if step + 1 < steps:
+                self.load_rows(maps, shared, work, rows, step + 1)
+            # The first pass finds the memory empty: parity 1 passes on a new barrier.
+            cute.arch.mbarrier_wait(barriers.dot_empty, step & 1 ^ 1)
+            self.load_columns(maps.dot, work, step, (shared.dot, barriers.dot_full))
+            cute.arch.mbarrier_wait(barriers.qt_empty, step & 1 ^ 1)
+            self.load_columns(maps.qt, work, step, (shared.qt, barriers.qt_full))
+        # Shared memory outlives every commit's arrival.
+        cute.arch.mbarrier_wait(barriers.dot_empty, steps & 1 ^ 1)
+        cute.arch.mbarrier_wait(barriers.qt_empty, steps & 1 ^ 1)
+
+    @cute.jit
+    def load_rows(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
+        """q, lse_log2, delta and do of a step, behind S and dP of the step before."""
+        tile, barriers = self.config.tile, shared.barriers
+        head, block = work.step(step, self.config.deterministic)
+        row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
+        slot, _ = tensors.ring_slot(step, tile.statistics)
+        before = step - 1
+        buffer, phase = before % BUFFERS, before // BUFFERS & 1
+        of_head = tensors.bthd_coordinates()[None, None, head, work.batch]
+        place = (block * tile.ctas + work.rank, 0)
+        source = cute.local_tile(of_head, (tile.queries, tile.head_dim), place)
+        num_bytes = tile.queries * tile.head_dim * 2
+        if step > 0:
+            cute.arch.mbarrier_wait(barriers.s_full + buffer, phase)
+        lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]
+        with cute.arch.elect_one():
+            expected = num_bytes + tile.m * (4 + 4)
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full, expected)
+            common_ptx.bulk_load(
+                lse_log2.iterator, rows.lse_log2 + row, tile.m * 4, barriers.q_full
+            )
+            common_ptx.bulk_load(delta.iterator, rows.delta + row, tile.m * 4, barriers.q_full)
+        tensors.tma_load(maps.q, source, shared.q, barriers.q_full)
+        if step > 0:
+            cute.arch.mbarrier_wait(barriers.dp_full + buffer, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers.do_full, num_bytes)
+        tensors.tma_load(maps.do, source, shared.do, barriers.do_full)
+
+    @cute.jit
+    def load_columns(self, atom: cute.CopyAtom, work: Work, step: Int32, target: tuple):
+        """qt or dot of a step; target: (memory, barrier)."""
+        tile = self.config.tile
+        memory, full = target
+        head, block = work.step(step, self.config.deterministic)
+        of_head = tensors.bthd_coordinates()[None, None, head, work.batch]
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * tile.part * 2)
+        source = cute.local_tile(of_head, (tile.m, tile.part), (block, work.rank))
+        tensors.tma_load(atom, source, memory, full)
+
+    @cute.jit
+    def pass_on(self, shared: Shared, work: Work):
+        """MMA warp of the odd CTA: tells the even one's of what has been loaded here."""
+        barriers, steps = shared.barriers, work.steps()
+        if steps > 0:
+            self.receive_keys(shared, work)
+            products.arrive(barriers.kv_full, ctas=2)
+            self.pass_on_rows(shared, work, Int32(0))
+        for step in cutlass.range(steps, unroll=1):
+            if step + 1 < steps:
+                self.pass_on_rows(shared, work, step + 1)
+            self.receive(barriers.dot_full, shared.dot, work, step)
+            products.arrive(barriers.dot_full, ctas=2)
+            self.receive(barriers.qt_full, shared.qt, work, step)
+            products.arrive(barriers.qt_full, ctas=2)
+
+    @cute.jit
+    def pass_on_rows(self, shared: Shared, work: Work, step: Int32):
+        """Passes on q and do of a step."""
+        self.receive(shared.barriers.q_full, shared.q, work, step)
+        products.arrive(shared.barriers.q_full, ctas=2)
+        self.receive(shared.barriers.do_full, shared.do, work, step)
+        products.arrive(shared.barriers.do_full, ctas=2)
+
+    @cute.jit
+    def receive_keys(self, shared: Shared, work: Work):
+        """Waits for k, v and kt; rows past the key length, which may hold anything, to 0."""
+        tile = self.config.tile
+        products.wait(shared.barriers.kv_full, Int32(0), 2)
+        if work.padded_keys:
+            rows = work.band.key_length - work.first_key
+            own = cutlass.max(rows - work.rank * tile.keys, 0)
+            self.clear_padding(shared.k, own)
+            self.clear_padding(shared.v, own)
+            self.clear_padding(shared.kt, rows)
+
+    @cute.jit
+    def receive(self, full: cute.Pointer, memory: cute.Tensor, work: Work, step: Int32):
+        """Waits for q, do, qt or dot; rows past the query length, which may hold anything, to 0."""
+        products.wait(full, step & 1, 2)
+        if work.padded_queries:
+            _, block = work.step(step, self.config.deterministic)
+            first = block * self.config.tile.m
+            if cutlass.const_expr(cute.size(memory, mode=[0]) < self.config.tile.m):
+                first += work.rank * self.config.tile.queries
+            self.clear_padding(memory, cutlass.max(work.band.query_length - first, 0))
+
+    @cute.jit
+    def clear_padding(self, memory: cute.Tensor, first_row: Int32):
+        """Rows from first_row on to 0, before products read them."""
+        if first_row < cute.size(memory, mode=[0]):
+            thread, _, _ = cute.arch.thread_idx()
+            tensors.zero_rows(memory, first_row, thread % 32, 32)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def multiply(self, shared: Shared, work: Work):
+        """MMA warp of the even CTA: all five products of all steps."""
+        steps = work.steps()
+        if steps > 0:
+            self.receive_keys(shared, work)
+            self.multiply_scores(shared, work, Int32(0))
+            self.multiply_dp(shared, work, Int32(0))
+        for step in cutlass.range(steps, unroll=1):
+            if step + 1 < steps:
+                self.multiply_scores(shared, work, step + 1)
+                self.multiply_dp(shared, work, step + 1)
+            self.multiply_dv(shared, work, step)
+            self.multiply_dk(shared, work, step)
+            self.multiply_dq(shared, step)
+        if steps > 0:
+            products.commit(shared.barriers.grads_full, 2)
+
+    @cute.jit
+    def multiply_scores(self, shared: Shared, work: Work, step: Int32):
+        """S^T = K Q^T."""
+        self.receive(shared.barriers.q_full, shared.q, work, step)
+        buffer = step % BUFFERS
+        column = self.config.columns.s + buffer * self.config.tile.queries
+        self.product_of_rows(shared.k, shared.q, column)
+        products.commit(shared.barriers.s_full + buffer, 2)
+
+    @cute.jit
+    def multiply_dp(self, shared: Shared, work: Work, step: Int32):
+        """dP^T = V dO^T."""
+        self.receive(shared.barriers.do_full, shared.do, work, step)
+        buffer = step % BUFFERS
+        column = self.config.columns.dp + buffer * self.config.tile.queries
+        self.product_of_rows(shared.v, shared.do, column)
+        products.commit(shared.barriers.dp_full + buffer, 2)
+
+    def product_of_rows(self, a: cute.Tensor, b: cute.Tensor, column: Int32):
+        """(keys, queries) = a b^T over head_dim."""
+        tile = self.config.tile
+        keys = products.k_major(a.iterator, tile.keys, tile.head_dim, tile.span_bytes)
+        queries = products.k_major(b.iterator, tile.queries, tile.head_dim, tile.span_bytes)
+        steps = (0, tile.head_dim // products.K_STEP)
+        self.config.scores.issue(column, keys, queries, False, steps)
+
+    @cute.jit
+    def multiply_dv(self, shared: Shared, work: Work, step: Int32):
+        """dV += P^T dO."""
+        barriers, buffer = shared.barriers, step % BUFFERS
+        self.receive(barriers.dot_full, shared.dot, work, step)
+        products.wait(barriers.p_full + buffer, step // BUFFERS & 1, 2)
+        ptx.fence_after_sync()
+        self.product_of_columns(shared.p, shared.dot, step, self.config.columns.dv)
+        products.commit(barriers.dot_empty, 2)
+
+    @cute.jit
+    def multiply_dk(self, shared: Shared, work: Work, step: Int32):
+        """dK += dS^T Q."""
+        barriers, buffer = shared.barriers, step % BUFFERS
+        self.receive(barriers.qt_full, shared.qt, work, step)
+        products.wait(barriers.ds_full + buffer, step // BUFFERS & 1, 2)
+        ptx.fence_after_sync()
+        self.product_of_columns(shared.ds, shared.qt, step, self.config.columns.dk)
+        products.commit(barriers.qt_empty, 2)
+
+    def product_of_columns(self, a: cute.Tensor, b: cute.Tensor, step: Int32, column: int):
+        """(keys, columns) += a b over the queries; a: two buffers."""
+        tile = self.config.tile
+        keys = products.k_major(a.iterator, tile.keys, tile.m, tile.span_bytes)
+        keys = keys.moved(step % BUFFERS * (tile.keys * tile.m * 2))
+        columns = products.mn_major(b.iterator, tile.m, tile.span_bytes)
+        steps = (0, tile.m // products.K_STEP)
+        self.config.grads.issue(column, keys, columns, step > 0, steps)
+
+    @cute.jit
+    def multiply_dq(self, shared: Shared, step: Int32):
+        """dQ^T = K^T dS; behind dK's wait for dS."""
+        tile, barriers = self.config.tile, shared.barriers
+        buffer = step % BUFFERS
+        # The first passes find the columns empty: parity 1 passes on a new barrier.
+        products.wait(barriers.dq_empty + buffer, step // BUFFERS & 1 ^ 1, 2)
+        ptx.fence_after_sync()
+        columns = products.mn_major(shared.kt.iterator, tile.n, tile.span_bytes)
+        scores = products.mn_major(shared.dst, tile.n, tile.queries * 2)
+        scores = scores.moved(buffer * (tile.n * tile.queries * 2))
+        column, steps = self.config.columns.dq + buffer * tile.m, (0, tile.n // products.K_STEP)
+        self.config.dq.issue(column, columns, scores, False, steps)
+        products.commit(barriers.dq_full + buffer, 2)
+
+
+PairBackward.kernel.set_name_prefix("fa4_bwd", remove_cutlass_symbol=True, keep_mangled_name=False)
+PairBackward.__call__.set_name_prefix(
+    "fa4_bwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+
+
+def source(key: KernelKey) -> KernelSource:
+    """The main backward kernel of a key, with its launch."""
+    kernel = PairBackward(key)
+    tile = kernel.config.tile
+    span = tile.span_bytes
+    scalars = (
+        *launches.scalars("f32", "scale_log2", "scale"),
+        *launches.scalars("i32", "window_left", "window_right"),
+    )
+    order = ("dq_order",) if key.deterministic else ()
+    launch = Launch(
+        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
+        results=(
+            Result("dk", key.dtype, launches.dims("k", (0, 1, 2, 3))),
+            Result("dv", key.dtype, launches.dims("v", (0, 1, 2, 3))),
+            *launches.accumulators(tile.m, tile.head_dim, key.deterministic),
+        ),
+        params=(
+            launches.bthd_map("k", tile.keys, span),
+            launches.bthd_map("v", tile.keys, span),
+            launches.bthd_map("k", tile.n, span, "kt_map"),
+            launches.bthd_map("q", tile.queries, span),
+            launches.bthd_map("do", tile.queries, span),
+            launches.bthd_map("q", tile.m, span, "qt_map"),
+            launches.bthd_map("do", tile.m, span, "dot_map"),
+            launches.bthd_map("dk", tile.keys, span),
+            launches.bthd_map("dv", tile.keys, span),
+            *launches.pointers("lse_log2", "delta", "extents", "dq_acc", *order),
+            *launches.SIZES,
+            *scalars,
+        ),
+        grid=(
+            (
+                Factor(buffer="k", axis=1, divisor=tile.n, multiple=tile.ctas),
+                Factor(buffer="k", axis=2),
+                Factor(buffer="k", axis=0),
+            ),
+            launches.ONE,
+            launches.ONE,
+        ),
+        block=(tile.threads, 1, 1),
+        dynamic_smem_bytes=tile.smem_bytes(),
+        cluster=(tile.ctas, 1, 1),
+        programmatic=True,
+    )
+    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
+    host_arguments = (
+        *launches.pointers(*buffers, "dk", "dv"),
+        *launches.SIZES,
+        launches.dim("head_dim", "q", 3),
+        launches.dim("value_dim", "v", 3),
+        *scalars,
+    )
+    return KernelSource(
+        host=kernel,
+        arguments=launches.example_arguments(host_arguments, key.dtype),
+        host_arguments=host_arguments,
+        launch=launch,
+        tile={"m": tile.m, "n": tile.n, "head_dim": tile.head_dim},
+        symbol_prefix="fa4_bwd",
+    )

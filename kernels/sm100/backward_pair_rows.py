@@ -1,0 +1,177 @@
+"""Roles of the Blackwell backward for pairs that work row by row: compute and reduce warps."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from kernels.common import bands, tensors
+from kernels.common import ptx as common_ptx
+from kernels.sm100 import products, ptx, softmax
+from kernels.sm100.backward_data import WARPS_OF_ROLE, Rows, Work
+from kernels.sm100.backward_pair_data import Config, Maps, Shared
+from kernels.sm100.backward_rows import (
+    CHUNK,
+    STORED,
+    probabilities,
+    rounded_pairs,
+    score_gradients,
+    statistics,
+)
+from kernels.sm100.tiles import BUFFERS, LANES
+
+
+class RowRoles:
+    """Compute: a warpgroup has every second step, a thread one key and half of the queries, or,
+    of dV and dK, of the columns. Reduce: a thread has one column of dQ."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @cute.jit
+    def compute(self, maps: Maps, shared: Shared, work: Work, scales: tuple):
+        """Compute warps: P and dS of all steps, then dV and dK."""
+        scale_log2, scale = scales
+        tile = self.config.tile
+        first_warp, _ = WARPS_OF_ROLE["compute"]
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - first_warp * 32
+        group = cute.arch.make_warp_uniform(thread // LANES)
+        half = cute.arch.make_warp_uniform(thread % LANES // tile.keys)
+        key_row = work.rank * tile.keys + thread % tile.keys
+        key = work.first_key + key_row
+        low, high = bands.row_limits(work.band.transposed(), key, tensors.INT32)
+        high = Int32(cutlass.select_(key < work.band.key_length, high, Int32(0)))
+        steps = work.steps()
+        for step in cutlass.range(group, steps, BUFFERS, unroll=1):
+            _, block = work.step(step, self.config.deterministic)
+            edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
+            edge = edge | (work.first_key + tile.n > work.band.key_length)
+            first_query = block * tile.m + half * tile.queries
+            # A block that needs no mask gets bounds that hide nothing.
+            first = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
+            last = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
+            position = (group, half, key_row, step)
+            self.compute_step(shared, position, (edge, (first, last)), scale_log2)
+        self.write_gradients(maps, shared, work, (group, half, thread % tile.keys, steps), scale)
+
+    @cute.jit
+    def compute_step(self, shared: Shared, position: tuple, mask: tuple, scale_log2: Float32):
+        """P and dS of one key and half of the queries of a step.
+
+        position: (buffer, half, key in the pair's tile, step); mask: (whether any pair may be
+        hidden, (first, end) of what is not).
+        """
+        buffer, half, key_row, step = position
+        edge, limits = mask
+        tile, barriers = self.config.tile, shared.barriers
+        queries, own_row = tile.queries, key_row % tile.keys
+        phase = step // BUFFERS & 1
+        first = half * queries
+        slot, _ = tensors.ring_slot(step, tile.statistics)
+        cute.arch.mbarrier_wait(barriers.s_full + buffer, phase)
+        ptx.fence_after_sync()
+        scores = ptx.tmem_load(
+            products.lane_base() + self.config.columns.s + buffer * queries, queries
+        )
+        lse_log2 = statistics(shared.lse_log2, slot, first, queries)
+        p = probabilities(scores, lse_log2, scale_log2, edge, limits)
+        rounded = rounded_pairs(self.config.dtype, [p[i] for i in range(queries)])
+        self.write_row(shared.p[own_row, None, buffer], half, rounded)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        ptx.fence_before_sync()
+        products.arrive(barriers.p_full + buffer, ctas=2)
+
+        cute.arch.mbarrier_wait(barriers.dp_full + buffer, phase)
+        ptx.fence_after_sync()
+        dp = ptx.tmem_load(
+            products.lane_base() + self.config.columns.dp + buffer * queries, queries
+        )
+        delta = statistics(shared.delta, slot, first, queries)
+        rounded = rounded_pairs(self.config.dtype, score_gradients(p, 0, dp, delta))
+        self.write_row(shared.ds[own_row, None, buffer], half, rounded)
+        # Of the queries whose rows CTA `half` has for dQ.
+        row = shared.dst.toint().to(Int32) + (buffer * tile.n + key_row) * (queries * 2)
+        ptx.store_swizzled_row(row, key_row, rounded, half)
+        ptx.fence_proxy_of_cluster()
+        ptx.fence_before_sync()
+        products.arrive(barriers.ds_full + buffer, ctas=2)
+
+    def write_row(self, row: cute.Tensor, half: Int32, pairs: list[Int32]):
+        """Half of a row of P or dS to shared memory."""
+        fragment = cute.make_rmem_tensor((2 * len(pairs),), self.config.dtype)
+        words = cute.recast_tensor(fragment, Int32)
+        for i in range(len(pairs)):
+            words[i] = pairs[i]
+        cute.autovec_copy(fragment, cute.local_tile(row, (2 * len(pairs),), (half,)))
+
+    @cute.jit
+    def write_gradients(
+        self, maps: Maps, shared: Shared, work: Work, position: tuple, scale: Float32
+    ):
+        """dV (compute warpgroup 0) and scale * dK (1) to global memory; 0 without any step.
+
+        position: (warpgroup, half of the columns, the CTA's key, steps).
+        """
+        group, half, key_row, steps = position
+        tile, columns = self.config.tile, self.config.columns
+        if steps > 0:
+            cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
+            ptx.fence_after_sync()
+        for part in cutlass.range_constexpr(2):
+            if group == part:
+                column, staging = ((columns.dv, shared.v), (columns.dk, shared.k))[part]
+                factor = (Float32(1.0), scale)[part]
+                first = products.lane_base() + column
+                # A loop that stays one, as in the forward's write_output.
+                for start in cutlass.range(0, tile.part, CHUNK, unroll=1):
+                    fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
+                    pairs = cute.recast_tensor(fragment, Int32)
+                    pairs.fill(0)
+                    if steps > 0:
+                        values = softmax.multiply(ptx.tmem_load(first + start, CHUNK), factor)
+                        rounded = rounded_pairs(self.config.dtype, values)
+                        for i in cutlass.range_constexpr(CHUNK // 2):
+                            pairs[i] = rounded[i]
+                    place = ((half * tile.part + start) // CHUNK,)
+                    cute.autovec_copy(
+                        fragment, cute.local_tile(staging[key_row, None], (CHUNK,), place)
+                    )
+        cute.arch.fence_proxy("async.shared", space="cta")
+        first_warp, warps = WARPS_OF_ROLE["compute"]
+        cute.arch.barrier(barrier_id=STORED, number_of_threads=warps * 32)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == first_warp:
+            kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+            place = (work.tile * tile.ctas + work.rank, 0)
+            target = cute.local_tile(kv, (tile.keys, tile.head_dim), place)
+            with cute.arch.elect_one():
+                tensors.tma_store(maps.dv, shared.v, target)
+                tensors.tma_store(maps.dk, shared.k, target)
+                cute.arch.cp_async_bulk_commit_group()
+                # Shared memory outlives what the stores read.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def reduce(self, shared: Shared, work: Work, rows: Rows):
+        """Reduce warps: dQ of every step is added to dq_acc (backward.py, Note [dq_acc])."""
+        tile = self.config.tile
+        thread, _, _ = cute.arch.thread_idx()
+        for step in cutlass.range(work.steps(), unroll=1):
+            head, block = work.step(step, self.config.deterministic)
+            query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
+            target = rows.dq_acc + query_tile * (tile.m * tile.head_dim)
+            target = target + work.rank * (tile.m * tile.part) + thread * 4
+            buffer, phase = step % BUFFERS, step // BUFFERS & 1
+            cute.arch.mbarrier_wait(shared.barriers.dq_full + buffer, phase)
+            ptx.fence_after_sync()
+            first = products.lane_base() + self.config.columns.dq + buffer * tile.m
+            values = ptx.tmem_load(first, tile.m)
+            ptx.fence_before_sync()
+            products.arrive(shared.barriers.dq_empty + buffer, ctas=2)
+            if cutlass.const_expr(self.config.deterministic):
+                cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
+            for chunk in cutlass.range_constexpr(tile.m // 4):
+                common_ptx.reduce_add_v4(
+                    target + chunk * (LANES * 4), values[4 * chunk : 4 * chunk + 4]
+                )
+            if cutlass.const_expr(self.config.deterministic):
+                products.arrive(shared.barriers.added)
