@@ -220,9 +220,8 @@ Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** pa
   }
   Log("{\"event\": \"launch\", \"symbol\": \"" + symbol +
       "\", \"grid\": " + LogTriple(config->grid) + ", \"block\": " + LogTriple(config->block) +
-      ", \"cluster\": " + LogTriple(cluster) +
-      ", \"programmatic\": " + std::to_string(programmatic) +
-      ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) +
+      ", \"cluster\": " + LogTriple(cluster) + ", \"programmatic\": " +
+      std::to_string(programmatic) + ", \"smem\": " + std::to_string(config->dynamic_shared_bytes) +
       ", \"stream\": " + std::to_string(reinterpret_cast<uintptr_t>(config->stream)) +
       ", \"device\": " + std::to_string(Mock().device) + ", \"params\": " + Params(symbol, params) +
       "}");
