@@ -20,24 +20,29 @@ from kernels.emulator.memory import Fault, Region
 from kernels.emulator.order import LANES, PENDING, Order
 
 GRAIN = 2
-_GENERIC = ("write", "atomic")
+_GENERIC = ("write", "atomic", "count")
 _ASYNC = ("async_write", "async_atomic")
 _CONFLICTS = {
     "read": (*_GENERIC, *_ASYNC),
     "poll": ("write", "async_write"),
     "write": ("read", "poll", *_GENERIC, *_ASYNC),
     "atomic": ("read", "write", "async_write"),
+    "count": ("read", "write", "async_write"),
     "async_read": (*_GENERIC, *_ASYNC),
     "async_write": ("read", "poll", *_GENERIC, *_ASYNC),
     "async_atomic": ("read", "write", "async_write"),
 }
-"""Kinds that must be ordered before one. Atomic operations need not be, nor polls and those."""
+"""Kinds that must be ordered before one. Atomic operations need not be, nor polls and those.
+
+count: an atomic addition of integers whose result nobody takes: in any order the sum is the same.
+"""
 _RECORDED = {"async_read": "read"}
 _SAYS = {
     "read": "reads",
     "poll": "reads",
     "write": "writes",
     "atomic": "updates",
+    "count": "counts at",
     "async_read": "copies from",
     "async_write": "copies to",
     "async_atomic": "reduces to",

@@ -19,8 +19,8 @@ class Policy:
       races: check that accesses to shared memory are ordered and fenced.
       global_races: check that accesses to global memory are ordered and fenced, too. Needs `races`;
         takes time and memory, for every buffer that the kernel touches.
-      ordered_reductions: all additions to an address must happen in one order; for kernels that
-        promise it. Needs `races`.
+      ordered_reductions: all additions to an address, but of integers, must happen in one order;
+        for kernels that promise it. Needs `races`.
       tensor_fences: tensor memory asks for tcgen05.fence around barriers, as the PTX ISA does.
       tensor_load_waits: registers of a tcgen05.ld ask for tcgen05.wait::ld, as the PTX ISA does;
         else the first instruction that uses some, but to move them, waits for all of the warp's

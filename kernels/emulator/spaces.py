@@ -51,12 +51,12 @@ class Part:
         elif self.home.order is not None:
             self.home.order.thread_reads(self.threads, self.addresses, size)
 
-    def writes(self, size: int, atomic: bool = False) -> None:
-        """Faults unless the lanes may store so many bytes now."""
+    def writes(self, size: int, atomic: bool = False, counts: bool = False) -> None:
+        """Faults unless the lanes may store so many bytes now; counts: by adding integers."""
         home = self.home
         if home is None:
             self.region.check_writable()
-            self._shadow("atomic" if atomic else "write", size)
+            self._shadow("count" if counts else "atomic" if atomic else "write", size)
             return
         if home.order is not None and atomic:
             home.order.thread_updates(self.threads, self.addresses, size)
@@ -76,7 +76,7 @@ class Part:
 
     def _shadow(self, kind: str, size: int) -> None:
         cta, device = self.warp.cta, self.warp.cta.machine.global_order
-        if cta.reductions and kind != "atomic":
+        if cta.reductions and kind not in ("atomic", "count"):
             self.settle()
         if device is None or not device.shadowed or not self.region.global_:
             return

@@ -146,24 +146,21 @@ def allocate(config: Config) -> Shared:
     rows_layout = cute.make_layout((tile.m, tile.statistics))
     counts = {name: barrier_count(name, config.deterministic) for name in ARRIVALS}
 
-    def memory(name):
-        return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts[name])], 1024]
-
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[cutlass.Int64, sum(counts.values())]
         tmem_base: Int32
         lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
-        k: memory("k")  # type: ignore[valid-type]
-        v: memory("v")  # type: ignore[valid-type]
-        kt: memory("kt")  # type: ignore[valid-type]
-        q: memory("q")  # type: ignore[valid-type]
-        do: memory("do")  # type: ignore[valid-type]
-        qt: memory("qt")  # type: ignore[valid-type]
-        dot: memory("dot")  # type: ignore[valid-type]
-        p: memory("p")  # type: ignore[valid-type]
-        ds: memory("ds")  # type: ignore[valid-type]
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["k"])], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["v"])], 1024]
+        kt: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["kt"])], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["q"])], 1024]
+        do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["do"])], 1024]
+        qt: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["qt"])], 1024]
+        dot: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["dot"])], 1024]
+        p: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["p"])], 1024]
+        ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["ds"])], 1024]
         dst: cute.struct.Align[cute.struct.MemRange[dtype, BUFFERS * tile.n * tile.queries], 1024]
 
     storage = cutlass.memory.SmemAllocator().allocate(Storage)

@@ -67,6 +67,18 @@ CASES = (
         poison=True,
         deterministic=True,
     ),
+    Case(batch=1, heads=(2, 1), query_length=70, key_length=300, head_dim=192, value_dim=128),
+    Case(
+        **_ONE,
+        query_length=150,
+        key_length=200,
+        head_dim=160,
+        value_dim=96,
+        window=(90, 20),
+        key_lengths=(170,),
+        poison=True,
+        deterministic=True,
+    ),
 )
 
 
@@ -93,10 +105,13 @@ def test_gradients_agree_with_oracle(case: Case, policy: Policy, seed: int) -> N
     assert not [verdict for verdict in verdicts if verdict.failure]
 
 
-def test_deterministic_backward_ignores_timing(seed: int) -> None:
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128), (256, 256)])
+def test_deterministic_backward_ignores_timing(head_dim: int, value_dim: int, seed: int) -> None:
     """The order in which dQ is summed over key tiles is the kernel's, not the schedule's."""
     case = Case(
         **_ONE,
+        head_dim=head_dim,
+        value_dim=value_dim,
         query_length=150,
         key_length=300,
         is_causal=True,
