@@ -10,7 +10,8 @@ are no agents, except that
 - what a warp's asynchronous operation reads is known when any lane that waited for it is.
 
 `fenced` is the part of `clock` that a fence.proxy.async has passed on to the asynchronous proxy:
-what threads wrote must be known there before TMA or wgmma may touch it.
+what threads wrote must be known there before TMA or wgmma may touch it. There is one for every
+CTA's shared memory: a fence of .shared::cta concerns that of the thread's own CTA.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _FINE, _COARSE = 2, 16  # bytes per shadow entry of threads' and of asynchronous
 
 @dataclasses.dataclass(frozen=True)
 class Knowledge:
-    """What a releasing thread hands over; `events` are other CTAs' (see device_order)."""
+    """What a releasing thread hands over; `events` are other CTAs' (see device_order).
+
+    fenced: (CTA whose memory it concerns, agent).
+    """
 
     clock: np.ndarray
     fenced: np.ndarray
@@ -72,11 +76,12 @@ class Clocks:
         everyone = np.arange(threads)
         self.clock[everyone, everyone] = 1
         self.clock[everyone, threads + everyone // threads_per_cta] = 1
-        self.fenced = np.zeros((threads, agents), np.int32)
+        self.fenced = np.zeros((ctas, threads, agents), np.int32)
         # Until a thread knows of a barrier's initialisation, it knows less than phase 0 of it.
-        self.clock[:, self.first_slot :] = self.fenced[:, self.first_slot :] = -1
+        self.clock[:, self.first_slot :] = self.fenced[:, :, self.first_slot :] = -1
         # The same for global memory, which has proxy fences of its own.
-        self.fenced_global = self.fenced.copy() if global_races else self.fenced
+        self.global_races = global_races
+        self.fenced_global = self.fenced[0].copy() if global_races else self.fenced[0]
         self.now = np.ones(threads // LANES, np.int32)
         self.events: dict[int, int] = {}
         self.later: dict[int, Knowledge] = {}
@@ -111,7 +116,7 @@ class Order:
         self.threads, per_cta = clocks.threads, clocks.threads_per_cta
         self.own_threads = range(rank * per_cta, (rank + 1) * per_cta)
         self.own = slice(rank * per_cta, (rank + 1) * per_cta)
-        self.clock, self.fenced, self.now = clocks.clock, clocks.fenced, clocks.now
+        self.clock, self.fenced, self.now = clocks.clock, clocks.fenced[rank], clocks.now
         self.fenced_global = clocks.fenced_global
         self.visits: np.ndarray | None = None
         fine, coarse = -(-shared_bytes // _FINE), -(-shared_bytes // _COARSE)
@@ -138,11 +143,11 @@ class Order:
             events |= self._events.get(thread, 0)
             fenced_events |= self.clocks.fenced_events.get(thread, 0)
         of_global = None
-        if self.fenced_global is not self.fenced:
+        if self.clocks.global_races:
             of_global = self.fenced_global[threads].max(0)
         given = Knowledge(
             self.clock[threads].max(0),
-            self.fenced[threads].max(0),
+            self.clocks.fenced[:, threads].max(1),
             events,
             of_global,
             fenced_events,
@@ -155,7 +160,8 @@ class Order:
         if self.clocks.published is None:
             return None
         published = self.clocks.published[threads].max(0)
-        return Knowledge(published, np.minimum(self.fenced[threads].max(0), published))
+        fenced = self.clocks.fenced[:, threads].max(1)
+        return Knowledge(published, np.minimum(fenced, published))
 
     def publish(self, threads: np.ndarray, only_barriers: bool = False) -> None:
         """A releasing fence: later relaxed operations of these threads carry what they know now.
@@ -181,7 +187,7 @@ class Order:
         """A relaxed wait has seen a phase: a fence behind it will acquire what that hands over."""
         clock = np.zeros(self.clock.shape[1], np.int32)
         clock[slot] = phase
-        given = Knowledge(clock, np.zeros_like(clock)).merged(given)
+        given = Knowledge(clock, np.zeros_like(self.clocks.fenced[:, 0])).merged(given)
         for thread in threads.tolist():
             self.clocks.later[thread] = given.merged(self.clocks.later.get(thread))
 
@@ -225,7 +231,8 @@ class Order:
     def acquire(self, threads: np.ndarray, given: Knowledge) -> None:
         """These threads learn what others handed over."""
         self.clock[threads] = np.maximum(self.clock[threads], given.clock)
-        self.fenced[threads] = np.maximum(self.fenced[threads], given.fenced)
+        every = self.clocks.fenced
+        every[:, threads] = np.maximum(every[:, threads], given.fenced[:, None])
         if given.fenced_global is not None:
             own = self.fenced_global[threads]
             self.fenced_global[threads] = np.maximum(own, given.fenced_global)
@@ -252,9 +259,11 @@ class Order:
 
     def fence_proxy(self, threads: np.ndarray, space: str = "") -> None:
         """fence.proxy.async, of one state space or of all."""
-        if space != "global":
+        if space == "shared:cta":
             self.fenced[threads] = self.clock[threads]
-        if space in ("", "global") and self.fenced_global is not self.fenced:
+        elif space != "global":
+            self.clocks.fenced[:, threads] = self.clock[threads]
+        if space in ("", "global") and self.clocks.global_races:
             self.fenced_global[threads] = self.clock[threads]
             for thread in threads.tolist() if self._events else ():
                 self.clocks.fenced_events[thread] = self._events.get(thread, 0)

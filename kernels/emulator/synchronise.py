@@ -315,9 +315,8 @@ def _fence_init(warp: Warp, mask: np.ndarray) -> None:
         threads = warp.lanes[mask]
         for barrier in warp.cta.barriers.values():
             seen = order.clock[threads, barrier.slot]
-            order.fenced[threads, barrier.slot] = np.maximum(
-                order.fenced[threads, barrier.slot], seen
-            )
+            fenced = order.clocks.fenced[:, threads, barrier.slot]
+            order.clocks.fenced[:, threads, barrier.slot] = np.maximum(fenced, seen)
         order.publish(threads, only_barriers=True)
 
 

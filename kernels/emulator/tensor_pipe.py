@@ -44,7 +44,7 @@ class Pipe:
             # What the thread knows, and of its own stores those that an operation may read.
             clock = order.clock[self.thread].copy()
             clock[self.thread] = order.fenced[self.thread, self.thread]
-            self._known = Knowledge(clock, order.fenced[self.thread].copy())
+            self._known = Knowledge(clock, order.clocks.fenced[:, self.thread].copy())
         if self._cta.machine.early():
             self.make(self.issued)
 

@@ -1,0 +1,45 @@
+"""Clocks of a cluster, asked directly: what no program of a few lines can tell apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.emulator.memory import Fault
+from kernels.emulator.order import Clocks, Order
+
+
+@pytest.mark.parametrize(
+    ("writer_fences", "reader_fences", "legal"),
+    [
+        (None, None, False),
+        ("shared:cta", None, True),
+        (None, "shared:cta", False),
+        (None, "shared:cluster", True),
+        (None, "", True),
+        (None, "global", False),
+    ],
+)
+def test_a_proxy_fence_of_the_cta_concerns_its_own_memory(
+    writer_fences: str | None, reader_fences: str | None, legal: bool
+) -> None:
+    """A thread of CTA 1 writes there and tells one of CTA 0, whose pair's product reads it."""
+    clocks = Clocks(2, 32, tensor=True)
+    even, odd = Order(clocks, 0, 1024), Order(clocks, 1, 1024)
+    reader, writer = np.array([0]), np.array([32])
+    odd.thread_writes(writer, np.array([64]), 16)
+    if writer_fences is not None:
+        odd.fence_proxy(writer, writer_fences)
+    even.acquire(reader, odd.release(writer))
+    if reader_fences is not None:
+        even.fence_proxy(reader, reader_fences)
+
+    def read() -> None:
+        odd.pipe_reads(0, np.array([4]), clocks.first_pipe, 1)
+
+    if legal:
+        read()
+        return
+    with pytest.raises(Fault) as caught:
+        read()
+    assert caught.value.rule == "proxy-fence"
