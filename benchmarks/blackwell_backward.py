@@ -14,17 +14,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from benchmarks.truth.estimates import Cost
-from benchmarks.truth.grids import Access, Grid, Work, by_tile
+from benchmarks.truth.estimates import Cost, Shape, backward_tiles
+from benchmarks.truth.grids import Grid
 from benchmarks.truth.recording import Code, Problem, built, record
 from fa4_jax.key import KernelKey, Pass
-from kernels.common import bands
 from kernels.emulator.rates import BLACKWELL, Rates
 from kernels.emulator.timing import estimate
 from kernels.sm100.tiles import DETERMINISTIC_BAND_HEADS, L2_BUDGET_BYTES
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-LENGTH, HEADS, BATCH = 8192, 16, 2
+SHAPE = Shape(batch=2, length=8192, heads=16)
 _FEW, _MANY = 4, 16
 _AHEAD = 2
 
@@ -54,43 +53,17 @@ def of_takers(ctas: int) -> Rates:
     )
 
 
-def tiles_of(code: Code, cost: Cost) -> list[list[Work]]:
-    """The steps of every key tile, in the order of the grid."""
-    key, m, n = code.key, code.tile["m"], code.tile["n"]
-    d, dv = key.head_dim, key.value_dim
-    window = 0 if key.band else bands.UNBOUNDED
-    band = bands.Band(LENGTH, LENGTH, 0, bands.UNBOUNDED, window).transposed()
+def section_of(code: Code) -> int:
+    """KV heads whose key tiles are interleaved, as in the kernel's `assign`."""
+    key = code.key
     ordered_band = key.deterministic and key.band
     least = DETERMINISTIC_BAND_HEADS // code.launch.cluster[0] if ordered_band else 1
-    section = max(L2_BUDGET_BYTES // (6 * d + 2 * dv) // LENGTH, least)
-    tiles = []
-    for tile, head in by_tile(HEADS * BATCH, LENGTH // n, section):
-        blocks = bands.visited_blocks(band, tile * n, n, m, bands.PYTHON)
-        order = range(blocks.begin, blocks.end)
-        steps = []
-        for block in reversed(order) if key.deterministic else order:
-            steps.append(
-                Work(
-                    cost.step,
-                    reads=(Access(("q, do", head, block), 2 * m * (d + dv)),),
-                    adds=(Access(("dq", head, block), m * d * 4),),
-                    turn=("turn", head, tile, block) if key.deterministic else None,
-                    behind=("turn", head, tile - 1, block) if key.deterministic and tile else None,
-                )
-            )
-        own = Access(("k, v", head, tile), 2 * n * (d + dv))
-        steps[0] = dataclasses.replace(
-            steps[0], cycles=cost.step + cost.start, reads=(own, *steps[0].reads)
-        )
-        grads = Access(("dk, dv", head, tile), 2 * n * (d + dv))
-        steps[-1] = dataclasses.replace(steps[-1], writes=(grads,))
-        tiles.append(steps)
-    return tiles
+    return max(L2_BUDGET_BYTES // (6 * key.head_dim + 2 * key.value_dim) // SHAPE.length, least)
 
 
 def teraflops(code: Code, cycles: float) -> float:
     """Of a launch that takes so many cycles."""
-    pairs = HEADS * BATCH * LENGTH**2 / (2 if code.key.band else 1)
+    pairs = SHAPE.heads * SHAPE.batch * SHAPE.length**2 / (2 if code.key.band else 1)
     flops = 2 * (3 * code.key.head_dim + 2 * code.key.value_dim) * pairs
     return flops / cycles * BLACKWELL.clock_ghz / 1e3
 
@@ -110,7 +83,8 @@ def row(head_dims: tuple[int, int], is_causal: bool) -> str:
         )
         cost = cost_of(code)
         rates = of_takers(code.launch.cluster[0])
-        figures.append(teraflops(code, Grid(rates, _AHEAD).run(tiles_of(code, cost))))
+        tiles = backward_tiles(code, cost, SHAPE, section_of(code))
+        figures.append(teraflops(code, Grid(rates, _AHEAD).run(tiles)))
         cells += [f"{cost.step:.0f}", f"{cost.start:.0f}", f"{figures[-1]:.0f}"]
     mask = "causal" if is_causal else "dense"
     price = 100 * (figures[0] / figures[1] - 1)
@@ -123,7 +97,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args()
-    print(f"S = {LENGTH}, {HEADS} heads, batch {BATCH}; cycles of a step, beside, TFLOP/s:")
+    print(f"{SHAPE}; cycles of a step, beside, TFLOP/s:")
     print(
         "| d, dv | fast: step | beside | TFLOP/s | deterministic: step | beside | TFLOP/s | price |"
     )

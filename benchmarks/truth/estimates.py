@@ -89,36 +89,10 @@ class Estimator:
         return cost.start + grid.run(hands)
 
     def _backward(self, code: Code, shape: Shape) -> float:
-        key, cost, length = code.key, self.cost(code), shape.length
-        m, n, d = ROWS_OF_BACKWARD, code.tile["n"], key.head_dim
-        window = 0 if key.band else bands.UNBOUNDED
-        band = bands.Band(length, length, 0, bands.UNBOUNDED, window).transposed()
-        heads, count = shape.batch * shape.heads, -(-length // n)
+        key, d = code.key, code.key.head_dim
         least = DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1
-        section = max(L2_BUDGET_BYTES // (d * (2 + 2 + 4)) // length, least)
-        ctas: list[list[Work]] = []
-        for tile, head in by_tile(heads, count, section):
-            blocks = bands.visited_blocks(band, tile * n, n, m, bands.PYTHON)
-            order = range(blocks.begin, blocks.end)
-            steps = []
-            for block in reversed(order) if key.deterministic else order:
-                before = ("turn", head, tile - 1, block) if key.deterministic and tile else None
-                steps.append(
-                    Work(
-                        cost.step,
-                        reads=(Access(("q, do", head, block), 2 * m * 2 * d),),
-                        adds=(Access(("dq", head, block), m * d * 4),),
-                        turn=("turn", head, tile, block) if key.deterministic else None,
-                        behind=before,
-                    )
-                )
-            own = (Access(("k, v", head, tile), 4 * n * d),)
-            steps[0] = dataclasses.replace(
-                steps[0], cycles=cost.step + cost.start, reads=(*own, *steps[0].reads)
-            )
-            grads = (Access(("dk, dv", head, tile), 4 * n * d),)
-            steps[-1] = dataclasses.replace(steps[-1], writes=grads)
-            ctas.append(steps)
+        section = max(L2_BUDGET_BYTES // (d * (2 + 2 + 4)) // shape.length, least)
+        ctas = backward_tiles(code, self.cost(code), shape, section)
         return Grid(self.rates, BACKWARD_TILES[d].stages).run(ctas)
 
     def _stream(self, code: Code, shape: Shape) -> float:
@@ -139,6 +113,38 @@ class Estimator:
         streamed = moved / (rates.dram_bytes * rates.multiprocessors)
         beginning = rates.global_latency + rates.dram_latency
         return max(first + (second - first) * max(waves - 1, 0.0), streamed) + beginning
+
+
+def backward_tiles(code: Code, cost: Cost, shape: Shape, section: int) -> list[list[Work]]:
+    """The steps of every key tile of a backward, in the order of the grid, by sections of heads."""
+    key, length = code.key, shape.length
+    m, n, d, dv = code.tile["m"], code.tile["n"], key.head_dim, key.value_dim
+    window = 0 if key.band else bands.UNBOUNDED
+    band = bands.Band(length, length, 0, bands.UNBOUNDED, window).transposed()
+    tiles: list[list[Work]] = []
+    for tile, head in by_tile(shape.batch * shape.heads, -(-length // n), section):
+        blocks = bands.visited_blocks(band, tile * n, n, m, bands.PYTHON)
+        order = range(blocks.begin, blocks.end)
+        steps = []
+        for block in reversed(order) if key.deterministic else order:
+            before = ("turn", head, tile - 1, block) if key.deterministic and tile else None
+            steps.append(
+                Work(
+                    cost.step,
+                    reads=(Access(("q, do", head, block), 2 * m * (d + dv)),),
+                    adds=(Access(("dq", head, block), m * d * 4),),
+                    turn=("turn", head, tile, block) if key.deterministic else None,
+                    behind=before,
+                )
+            )
+        own = (Access(("k, v", head, tile), 2 * n * (d + dv)),)
+        steps[0] = dataclasses.replace(
+            steps[0], cycles=cost.step + cost.start, reads=(*own, *steps[0].reads)
+        )
+        grads = (Access(("dk, dv", head, tile), 2 * n * (d + dv)),)
+        steps[-1] = dataclasses.replace(steps[-1], writes=grads)
+        tiles.append(steps)
+    return tiles
 
 
 def _persistent_cost(code: Code, rates: Rates) -> Cost:

@@ -20,8 +20,8 @@ DETERMINISTIC_BAND_HEADS = 32
 """KV heads that the deterministic backward of a band interleaves at least; half with pairs of CTAs.
 
 By the grid of benchmarks.blackwell_backward: four to five key tiles of a head are in flight then.
-With more (12 heads, all that the L2 holds at d = 128) they wait for each other, the order costs
-17 % rather than 5 %; with two each loads Q and dO from DRAM for itself.
+With 12 heads, all that the L2 holds at d = 128, more are and wait for each other: the order costs
+17 % rather than 5 %. With 64 heads two are, and each loads Q and dO from DRAM for itself.
 """
 
 
@@ -219,12 +219,12 @@ class BackwardPairTile:
     """Sizes of the backward kernel in which a pair of CTAs shares a key tile.
 
     Attributes:
-      columns_of_head: of Q, K, V, dO in the pair's shared memory, at least the key's head dims.
+      head_dim: columns of Q, K, V and dO in the pair's shared memory, at least the key's.
       statistics: stages of the ring of row statistics.
       registers: by role.
     """
 
-    columns_of_head: int
+    head_dim: int
     statistics: int = 3
     registers: BackwardRegisters = BackwardRegisters(112, 144, 112)
 
@@ -239,17 +239,13 @@ class BackwardPairTile:
         return WARPS * 32
 
     @property
-    def head_dim(self) -> int:
-        return self.columns_of_head
-
-    @property
     def value_dim(self) -> int:
-        return self.columns_of_head
+        return self.head_dim
 
     @property
     def part(self) -> int:
         """Columns of kt, qt, dot that a CTA has, and of tensor memory for dV and for dK."""
-        return self.columns_of_head // self.ctas
+        return self.head_dim // self.ctas
 
     @property
     def keys(self) -> int:
