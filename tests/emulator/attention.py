@@ -104,14 +104,18 @@ class Attention:
             arrays |= self._launch(key, arrays, policy, seed, text_of)
         return {name: arrays[short] for name, short in _RESULTS.items() if short in arrays}
 
+    def behind(self, kernel: Pass) -> Attention:
+        """The launches that come after a kernel's, on what an ordinary run has left them."""
+        arrays, last = dict(self.arrays), [key.kernel for key in self.keys].index(kernel)
+        for key in self.keys[: last + 1]:
+            arrays |= self._launch(key, arrays, Policy(), 0, lambda key, text: text)
+        return dataclasses.replace(self, arrays=arrays, keys=self.keys[last + 1 :])
+
     def only(self, kernel: Pass) -> Attention:
         """The launch of one kernel, behind those that come before it."""
-        arrays = dict(self.arrays)
-        for key in self.keys:
-            if key.kernel == kernel:
-                return dataclasses.replace(self, arrays=arrays, keys=(key,))
-            arrays |= self._launch(key, arrays, Policy(), 0, lambda key, text: text)
-        raise KeyError(kernel)
+        place = [key.kernel for key in self.keys].index(kernel)
+        launches = self.behind(self.keys[place - 1].kernel) if place else self
+        return dataclasses.replace(launches, keys=self.keys[place : place + 1])
 
     def _launch(
         self,
