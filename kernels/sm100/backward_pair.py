@@ -45,10 +45,10 @@ The MMA warp waits in the even CTA for loads, compute and reduce warps of both; 
 in both. Loads arrive in the CTA that makes them; the odd one's MMA warp passes them on.
 
 Note [what needs no barrier]: a buffer's S(i+2) overwrites S(i), and dP(i+2) dP(i), behind dV(i) and
-dK(i), which waited for P(i) and dS(i). p, ds and dst of step i are overwritten behind s_full and
-dp_full of step i+2, whose commits tell that dV(i), dK(i) and dQ(i) are complete. S has left q, and
-dP do, when s_full and dp_full come. lse_log2 and delta of step i are overwritten by a load behind
-s_full of step i+2, issued behind ds_full of step i.
+dK(i), which waited for P(i) and dS(i); dQ(i)'s fence stands between. p, ds and dst of step i are
+overwritten behind s_full and dp_full of step i+2, whose commits tell that dV(i), dK(i) and dQ(i)
+are complete. S has left q, and dP do, when s_full and dp_full come. lse_log2 and delta of step i
+are overwritten by a load behind s_full of step i+2, issued behind ds_full of step i.
 
 Two CTAs each add half of the columns of dQ, so both may have their turn at a time.
 
@@ -319,38 +319,35 @@ class PairBackward:
         barriers, steps = shared.barriers, work.steps()
         if steps > 0:
             self.receive_keys(shared, work)
-            products.arrive(barriers.kv_full, ctas=2)
+            products.signal(barriers.kv_full, ctas=2)
             self.pass_on_rows(shared, work, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
                 self.pass_on_rows(shared, work, step + 1)
-            self.receive(barriers.dot_full, shared.dot, work, step)
-            products.arrive(barriers.dot_full, ctas=2)
-            self.receive(barriers.qt_full, shared.qt, work, step)
-            products.arrive(barriers.qt_full, ctas=2)
+            self.receive(shared.dot, barriers.dot_full, work, step)
+            products.signal(barriers.dot_full, ctas=2)
+            self.receive(shared.qt, barriers.qt_full, work, step)
+            products.signal(barriers.qt_full, ctas=2)
 
     @cute.jit
     def pass_on_rows(self, shared: Shared, work: Work, step: Int32):
         """Passes on q and do of a step."""
-        self.receive(shared.barriers.q_full, shared.q, work, step)
-        products.arrive(shared.barriers.q_full, ctas=2)
-        self.receive(shared.barriers.do_full, shared.do, work, step)
-        products.arrive(shared.barriers.do_full, ctas=2)
+        self.receive(shared.q, shared.barriers.q_full, work, step)
+        products.signal(shared.barriers.q_full, ctas=2)
+        self.receive(shared.do, shared.barriers.do_full, work, step)
+        products.signal(shared.barriers.do_full, ctas=2)
 
     @cute.jit
     def receive_keys(self, shared: Shared, work: Work):
         """Waits for k, v and kt; rows past the key length, which may hold anything, to 0."""
-        tile = self.config.tile
         products.wait(shared.barriers.kv_full, Int32(0), 2)
         if work.padded_keys:
             rows = work.band.key_length - work.first_key
-            own = cutlass.max(rows - work.rank * tile.keys, 0)
-            self.clear_padding(shared.k, own)
-            self.clear_padding(shared.v, own)
-            self.clear_padding(shared.kt, rows)
+            own = cutlass.max(rows - work.rank * self.config.tile.keys, 0)
+            self.clear_padding(((shared.k, own), (shared.v, own), (shared.kt, rows)))
 
     @cute.jit
-    def receive(self, full: cute.Pointer, memory: cute.Tensor, work: Work, step: Int32):
+    def receive(self, memory: cute.Tensor, full: cute.Pointer, work: Work, step: Int32):
         """Waits for q, do, qt or dot; rows past the query length, which may hold anything, to 0."""
         products.wait(full, step & 1, 2)
         if work.padded_queries:
@@ -358,16 +355,18 @@ class PairBackward:
             first = block * self.config.tile.m
             if cutlass.const_expr(cute.size(memory, mode=[0]) < self.config.tile.m):
                 first += work.rank * self.config.tile.queries
-            self.clear_padding(memory, cutlass.max(work.band.query_length - first, 0))
+            first_row = cutlass.max(work.band.query_length - first, 0)
+            if first_row < cute.size(memory, mode=[0]):
+                self.clear_padding(((memory, first_row),))
 
     @cute.jit
-    def clear_padding(self, memory: cute.Tensor, first_row: Int32):
-        """Rows from first_row on to 0, before products read them."""
-        if first_row < cute.size(memory, mode=[0]):
-            thread, _, _ = cute.arch.thread_idx()
+    def clear_padding(self, tiles: tuple):
+        """Of each (memory, first row): rows from that on to 0, before products read them."""
+        thread, _, _ = cute.arch.thread_idx()
+        for memory, first_row in tiles:
             tensors.zero_rows(memory, first_row, thread % 32, 32)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
 
     @cute.jit
     def multiply(self, shared: Shared, work: Work):
@@ -375,72 +374,46 @@ class PairBackward:
         steps = work.steps()
         if steps > 0:
             self.receive_keys(shared, work)
-            self.multiply_scores(shared, work, Int32(0))
-            self.multiply_dp(shared, work, Int32(0))
+            self.multiply_rows(shared, work, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
-                self.multiply_scores(shared, work, step + 1)
-                self.multiply_dp(shared, work, step + 1)
-            self.multiply_dv(shared, work, step)
-            self.multiply_dk(shared, work, step)
+                self.multiply_rows(shared, work, step + 1)
+            self.multiply_columns(shared, work, step)
             self.multiply_dq(shared, step)
         if steps > 0:
             products.commit(shared.barriers.grads_full, 2)
 
     @cute.jit
-    def multiply_scores(self, shared: Shared, work: Work, step: Int32):
-        """S^T = K Q^T."""
-        self.receive(shared.barriers.q_full, shared.q, work, step)
+    def multiply_rows(self, shared: Shared, work: Work, step: Int32):
+        """S^T = K Q^T and dP^T = V dO^T: (keys, queries), over head_dim."""
+        tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         buffer = step % BUFFERS
-        column = self.config.columns.s + buffer * self.config.tile.queries
-        self.product_of_rows(shared.k, shared.q, column)
-        products.commit(shared.barriers.s_full + buffer, 2)
+        for a, b, b_full, column, full in (
+            (shared.k, shared.q, barriers.q_full, columns.s, barriers.s_full),
+            (shared.v, shared.do, barriers.do_full, columns.dp, barriers.dp_full),
+        ):
+            self.receive(b, b_full, work, step)
+            keys = products.k_major(a.iterator, tile.keys, tile.head_dim, tile.span_bytes)
+            queries = products.k_major(b.iterator, tile.queries, tile.head_dim, tile.span_bytes)
+            steps = (0, tile.head_dim // products.K_STEP)
+            self.config.scores.issue(column + buffer * tile.queries, keys, queries, False, steps)
+            products.commit(full + buffer, 2)
 
     @cute.jit
-    def multiply_dp(self, shared: Shared, work: Work, step: Int32):
-        """dP^T = V dO^T."""
-        self.receive(shared.barriers.do_full, shared.do, work, step)
-        buffer = step % BUFFERS
-        column = self.config.columns.dp + buffer * self.config.tile.queries
-        self.product_of_rows(shared.v, shared.do, column)
-        products.commit(shared.barriers.dp_full + buffer, 2)
-
-    def product_of_rows(self, a: cute.Tensor, b: cute.Tensor, column: Int32):
-        """(keys, queries) = a b^T over head_dim."""
-        tile = self.config.tile
-        keys = products.k_major(a.iterator, tile.keys, tile.head_dim, tile.span_bytes)
-        queries = products.k_major(b.iterator, tile.queries, tile.head_dim, tile.span_bytes)
-        steps = (0, tile.head_dim // products.K_STEP)
-        self.config.scores.issue(column, keys, queries, False, steps)
-
-    @cute.jit
-    def multiply_dv(self, shared: Shared, work: Work, step: Int32):
-        """dV += P^T dO."""
-        barriers, buffer = shared.barriers, step % BUFFERS
-        self.receive(barriers.dot_full, shared.dot, work, step)
-        products.wait(barriers.p_full + buffer, step // BUFFERS & 1, 2)
-        ptx.fence_after_sync()
-        self.product_of_columns(shared.p, shared.dot, step, self.config.columns.dv)
-        products.commit(barriers.dot_empty, 2)
-
-    @cute.jit
-    def multiply_dk(self, shared: Shared, work: Work, step: Int32):
-        """dK += dS^T Q."""
-        barriers, buffer = shared.barriers, step % BUFFERS
-        self.receive(barriers.qt_full, shared.qt, work, step)
-        products.wait(barriers.ds_full + buffer, step // BUFFERS & 1, 2)
-        ptx.fence_after_sync()
-        self.product_of_columns(shared.ds, shared.qt, step, self.config.columns.dk)
-        products.commit(barriers.qt_empty, 2)
-
-    def product_of_columns(self, a: cute.Tensor, b: cute.Tensor, step: Int32, column: int):
-        """(keys, columns) += a b over the queries; a: two buffers."""
-        tile = self.config.tile
-        keys = products.k_major(a.iterator, tile.keys, tile.m, tile.span_bytes)
-        keys = keys.moved(step % BUFFERS * (tile.keys * tile.m * 2))
-        columns = products.mn_major(b.iterator, tile.m, tile.span_bytes)
-        steps = (0, tile.m // products.K_STEP)
-        self.config.grads.issue(column, keys, columns, step > 0, steps)
+    def multiply_columns(self, shared: Shared, work: Work, step: Int32):
+        """dV += P^T dO and dK += dS^T Q: (keys, columns), over the queries."""
+        tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
+        buffer, phase = step % BUFFERS, step // BUFFERS & 1
+        of_dv = (shared.p, barriers.p_full, shared.dot, barriers.dot_full, barriers.dot_empty)
+        of_dk = (shared.ds, barriers.ds_full, shared.qt, barriers.qt_full, barriers.qt_empty)
+        for column, (a, a_full, b, b_full, b_empty) in ((columns.dv, of_dv), (columns.dk, of_dk)):
+            self.receive(b, b_full, work, step)
+            products.wait(a_full + buffer, phase, 2)
+            keys = products.k_major(a.iterator, tile.keys, tile.m, tile.span_bytes)
+            keys = keys.moved(buffer * (tile.keys * tile.m * 2))
+            values = products.mn_major(b.iterator, tile.m, tile.span_bytes)
+            self.config.grads.issue(column, keys, values, step > 0, (0, tile.m // products.K_STEP))
+            products.commit(b_empty, 2)
 
     @cute.jit
     def multiply_dq(self, shared: Shared, step: Int32):
@@ -449,6 +422,7 @@ class PairBackward:
         buffer = step % BUFFERS
         # The first passes find the columns empty: parity 1 passes on a new barrier.
         products.wait(barriers.dq_empty + buffer, step // BUFFERS & 1 ^ 1, 2)
+        # Behind reads of dQ(i-2) and of S(i) and dP(i), which S(i+2) and dP(i+2) overwrite.
         ptx.fence_after_sync()
         columns = products.mn_major(shared.kt.iterator, tile.n, tile.span_bytes)
         scores = products.mn_major(shared.dst, tile.n, tile.queries * 2)

@@ -12,7 +12,7 @@ from kernels.sm100 import products
 from kernels.sm100.tiles import BACKWARD_TILES, BUFFERS, BackwardPairTile
 
 ARRIVALS = {
-    # barrier: arrivals that complete a phase, of one CTA's warps.
+    # barrier: arrivals that complete a phase, in the even CTA from each if in IN_EVEN_CTA.
     "kv_full": 1,  # load warp, with the bytes of k, v and kt
     "q_full": 1,  # load warp, with the bytes of q, lse_log2 and delta
     "qt_full": 1,  # load warp, with its bytes
@@ -30,11 +30,11 @@ ARRIVALS = {
     "turn": 1,  # order warp: dQ may be added (deterministic)
     "added": 4,  # reduce warps: it has been (deterministic)
 }
-IN_EVEN_CTA = {
-    # barrier: arrivals that complete a phase of it there, where the products are issued.
-    **dict.fromkeys(("kv_full", "q_full", "qt_full", "do_full", "dot_full"), 2),
-    **{name: 2 * ARRIVALS[name] for name in ("p_full", "ds_full", "dq_empty")},
-}
+# The products are issued in the even CTA.
+IN_EVEN_CTA = (
+    *("kv_full", "q_full", "qt_full", "do_full", "dot_full"),
+    *("p_full", "ds_full", "dq_empty"),
+)
 BUFFERED = ("s_full", "dp_full", "p_full", "ds_full", "dq_full", "dq_empty")
 
 
@@ -69,9 +69,10 @@ def barrier_count(name: str, deterministic: bool) -> int:
 
 def arrivals(name: str) -> Int32:
     """Arrivals that complete a phase of this CTA's barriers of a name."""
+    if name not in IN_EVEN_CTA:
+        return Int32(ARRIVALS[name])
     even = cute.arch.block_idx_in_cluster() == 0
-    own = ARRIVALS[name]
-    return Int32(cutlass.select_(even, Int32(IN_EVEN_CTA.get(name, own)), Int32(own)))
+    return Int32(cutlass.select_(even, Int32(2 * ARRIVALS[name]), Int32(ARRIVALS[name])))
 
 
 class Config:

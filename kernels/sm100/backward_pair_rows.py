@@ -78,7 +78,6 @@ class RowRoles:
         rounded = rounded_pairs(self.config.dtype, [p[i] for i in range(queries)])
         self.write_row(shared.p[own_row, None, buffer], half, rounded)
         cute.arch.fence_proxy("async.shared", space="cta")
-        ptx.fence_before_sync()
         products.arrive(barriers.p_full + buffer, ctas=2)
 
         cute.arch.mbarrier_wait(barriers.dp_full + buffer, phase)
@@ -93,6 +92,7 @@ class RowRoles:
         row = shared.dst.toint().to(Int32) + (buffer * tile.n + key_row) * (queries * 2)
         ptx.store_swizzled_row(row, key_row, rounded, half)
         ptx.fence_proxy_of_cluster()
+        # Of S and dP.
         ptx.fence_before_sync()
         products.arrive(barriers.ds_full + buffer, ctas=2)
 

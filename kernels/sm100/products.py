@@ -153,6 +153,11 @@ def lane_base() -> Int32:
 def arrive(*barriers: cute.Pointer, ctas: int = 1):
     """One arrival per warp at each barrier, in a pair the even CTA's, behind what its lanes did."""
     cute.arch.sync_warp()
+    signal(*barriers, ctas=ctas)
+
+
+def signal(*barriers: cute.Pointer, ctas: int = 1):
+    """The same, behind what its lanes did before they last met, and waited for since."""
     registers = ".reg .pred leader;"
     if ctas == 1:
         arrival = "@leader mbarrier.arrive.shared::cta.b64 _, [{{$r{}}}];"
