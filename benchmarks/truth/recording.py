@@ -115,4 +115,5 @@ def _operands(key: KernelKey, code: Code, problem: Problem) -> dict[str, np.ndar
         }
         arrays["dq_acc"] = np.zeros((1, heads, tiles, m * width), np.float32)
         arrays["dq_order"] = np.zeros((1, heads, tiles), np.int32)
+        arrays["dq_ticket"] = np.zeros(1, np.int32)
     return {name: arrays[name] for name in code.launch.operands}

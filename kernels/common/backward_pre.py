@@ -1,6 +1,6 @@
 """Backward, the kernel before the main one; one CTA per query tile of a head.
 
-    delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and dq_order = 0)
+    delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and counters = 0)
 
 Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0.
 """
@@ -35,7 +35,7 @@ class Preprocess:
     def __init__(self, key: KernelKey, rows: int, columns: int):
         self.dtype = tensors.TYPES[key.dtype]
         self.columns = columns
-        self.deterministic = key.deterministic
+        self.counters = launches.counters(key)
         self.rows = rows
         # The main kernel may start while this one ends; on Hopper it gained nothing (measured).
         self.programmatic = key.arch == "sm_100f"
@@ -53,6 +53,7 @@ class Preprocess:
         delta: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer,
+        dq_ticket: cute.Pointer,
         batch: Int32,
         query_length: Int32,
         heads: Int32,
@@ -68,7 +69,8 @@ class Preprocess:
             lse_log2,
             delta,
             dq_acc,
-            dq_order if self.deterministic else None,
+            dq_order if "dq_order" in self.counters else None,
+            dq_ticket if "dq_ticket" in self.counters else None,
             query_length,
             heads,
             head_dim,
@@ -90,6 +92,7 @@ class Preprocess:
         delta: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer | None,
+        dq_ticket: cute.Pointer | None,
         query_length: Int32,
         heads: Int32,
         head_dim: Int32,
@@ -111,9 +114,12 @@ class Preprocess:
         )
         for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
             cute.autovec_copy(zeros, accumulators[None, thread, chunk])
-        if cutlass.const_expr(self.deterministic):
+        if cutlass.const_expr(dq_order is not None):
             if thread == 0:
                 cute.make_tensor(dq_order + tile_index, cute.make_layout(1))[0] = Int32(0)
+        if cutlass.const_expr(dq_ticket is not None):
+            if (thread == 0) & (tile_index == 0):
+                cute.make_tensor(dq_ticket, cute.make_layout(1))[0] = Int32(0)
 
         length = cute.make_tensor(extents + batch * 4, cute.make_layout(4))[0]
         rows_at_once = THREADS // self.lanes
@@ -184,9 +190,8 @@ def source(key: KernelKey, rows: int, columns: int) -> KernelSource:
         *launches.dims("do", (0, 2)),
         (Factor(buffer="do", axis=1, divisor=rows, multiple=rows),),
     )
-    order = ("dq_order",) if key.deterministic else ()
     buffers = ("o", "do", "lse", "dlse", "extents", "lse_log2", "delta", "dq_acc")
-    host_arguments = (*launches.pointers(*buffers, "dq_order"), *sizes("do"))
+    host_arguments = (*launches.pointers(*buffers, "dq_order", "dq_ticket"), *sizes("do"))
     return KernelSource(
         host=Preprocess(key, rows, columns),
         arguments=launches.example_arguments(host_arguments, key.dtype),
@@ -196,9 +201,9 @@ def source(key: KernelKey, rows: int, columns: int) -> KernelSource:
             results=(
                 Result("lse_log2", "f32", padded),
                 Result("delta", "f32", padded),
-                *launches.accumulators(rows, columns, key.deterministic),
+                *launches.accumulators(rows, columns, key),
             ),
-            params=(*launches.pointers(*buffers, *order), *sizes("do")[1:]),
+            params=(*launches.pointers(*buffers, *launches.counters(key)), *sizes("do")[1:]),
             grid=grid("do", rows),
             block=(THREADS, 1, 1),
             dynamic_smem_bytes=0,

@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
+from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Factor, Param, Result, Size
 from kernels.common.tensors import TYPES
 
-BUFFER_TYPES = {"extents": Int32, "dq_order": Int32} | dict.fromkeys(
+BUFFER_TYPES = {"extents": Int32, "dq_order": Int32, "dq_ticket": Int32} | dict.fromkeys(
     ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32
 )
 """Element types of the buffers that are not stored in the key's dtype."""
@@ -65,16 +66,26 @@ def dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:
     return tuple((Factor(buffer=buffer, axis=axis),) for axis in axes)
 
 
-def accumulators(rows: int, head_dim: int, ordered: bool) -> tuple[Result, ...]:
-    """dQ's fp32 accumulators, in tiles of `rows` queries, and their counters if they are ordered.
+def counters(key: KernelKey) -> tuple[str, ...]:
+    """What the backward of a key counts in global memory, to add dQ in order.
+
+    dq_order: additions to each query tile; dq_ticket: CTAs, or pairs, that have started.
+    """
+    if not key.deterministic:
+        return ()
+    return ("dq_order", "dq_ticket") if key.arch == "sm_100f" else ("dq_order",)
+
+
+def accumulators(rows: int, head_dim: int, key: KernelKey) -> tuple[Result, ...]:
+    """dQ's fp32 accumulators, in tiles of `rows` queries, and the counters of a key.
 
     The layout inside a tile is the backward kernel's own; `q` must be an operand or `do`, its like.
     """
     heads = ((Factor(buffer="do", axis=0),), (Factor(buffer="do", axis=2),))
     tiles = Factor(buffer="do", axis=1, divisor=rows)
     dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(rows * head_dim),)))
-    dq_order = Result("dq_order", "i32", (*heads, (tiles,)))
-    return (dq_acc, dq_order) if ordered else (dq_acc,)
+    shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (ONE,)}
+    return (dq_acc, *(Result(name, "i32", shapes[name]) for name in counters(key)))
 
 
 def example_arguments(params: tuple[Param, ...], dtype: str) -> tuple:

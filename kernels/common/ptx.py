@@ -39,6 +39,15 @@ def load_acquire(source: cute.Pointer) -> Int32:
     )
 
 
+def take_ticket(counter: cute.Pointer) -> Int32:
+    """atom.relaxed.gpu: adds one; the value before, which no other thread gets."""
+    return cute.arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[counter, Int32(1)],
+    )
+
+
 def increment_release(target: cute.Pointer):
     """red.release.gpu: adds one; everything ordered before it is visible to who acquires it."""
     cute.arch.inline_ptx(

@@ -164,7 +164,7 @@ def _begin(part: Part, form: Form, reads: bool) -> None:
     """Order before an update: what it releases and, if it reads, acquires."""
     warp, device = part.warp, part.warp.cta.machine.global_order
     cta, threads = warp.cta, part.threads
-    counts = not reads and form.operation == "add" and form.type_[0] in "us"
+    counts = form.operation == "add" and form.type_[0] in "us"
     part.writes(form.whole, atomic=True, counts=counts)
     if form.meaning in ("release", "acq_rel"):
         cta.release_reductions(threads)

@@ -34,7 +34,8 @@ _CONFLICTS = {
 }
 """Kinds that must be ordered before one. Atomic operations need not be, nor polls and those.
 
-count: an atomic addition of integers whose result nobody takes: in any order the sum is the same.
+count: an atomic addition of integers: in any order the sum is the same. What a thread gets back may
+differ: a ticket, which kernels that promise an order take, too.
 """
 _RECORDED = {"async_read": "read"}
 _SAYS = {

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -176,7 +175,7 @@ class Machine:
         self._steps = 0
         self._leftover: list[Reduction] = []
         self._stores: list[Transfer] = []
-        self._pending = collections.deque(self._indices())
+        self._pending = collections.deque(self._in_order_of_start())
         self._epoch = int(self.rng.integers(1 << 40))
         self._ctas: list[Cta] = []
 
@@ -244,10 +243,14 @@ class Machine:
             reduction = self._leftover[index]
             reduction.perform(np.ones(len(reduction.threads), bool))
 
-    def _indices(self) -> Iterator[tuple[int, int, int]]:
-        width, height, depth = self.cluster_grid
-        for z, y, x in itertools.product(range(depth), range(height), range(width)):
-            yield x, y, z
+    def _in_order_of_start(self) -> list[tuple[int, int, int]]:
+        ranges = [range(extent) for extent in reversed(self.cluster_grid)]
+        indices = [(x, y, z) for z, y, x in itertools.product(*ranges)]
+        if self.policy.start_order == "index":
+            return indices
+        if self.policy.start_order == "reversed":
+            return indices[::-1]
+        return [indices[i] for i in self.rng.permutation(len(indices))]
 
     def _choose(self) -> Warp | None:
         """A warp that can run, by the policy; None if there is none."""

@@ -15,7 +15,8 @@ class Policy:
         is picked anew for every CTA and runs only when no other can.
       asynchronous: when TMA, bulk copies, products and reductions take place: "late" is when
         something needs them or nothing else can run, "early" is at once, "random" either.
-      resident_ctas: CTAs that run at a time; they start in the order of their index.
+      resident_ctas: CTAs that run at a time.
+      start_order: of clusters: by their index, the last first, or any.
       races: check that accesses to shared memory are ordered and fenced.
       global_races: check that accesses to global memory are ordered and fenced, too. Needs `races`;
         takes time and memory, for every buffer that the kernel touches.
@@ -40,6 +41,7 @@ class Policy:
     schedule: Literal["in_order", "random", "starve"] = "random"
     asynchronous: Literal["late", "early", "random"] = "late"
     resident_ctas: int = 4
+    start_order: Literal["index", "reversed", "random"] = "index"
     races: bool = True
     global_races: bool = False
     ordered_reductions: bool = False

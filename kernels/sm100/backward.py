@@ -13,7 +13,7 @@ that keys are the lanes of tensor memory:
     compute warps    two warpgroups, half of the queries each, one key a thread: P and dS from S and
                      dP; at the end dV and dK to global memory
     reduce warps     one query a thread: dQ from tensor memory to global memory by vector additions
-    order warp       deterministic only: turns to add dQ (as on Hopper)
+    order warp       deterministic only: the CTA's place in the order of work, turns to add dQ
 
 Order of the products: S(0) dP(0) dV(0), then for every step i: S(i+1) dK(i) dQ(i) dP(i+1) dV(i+1):
 while compute warps make dS(i), the tensor core has S(i+1), and under dK(i), dQ(i) they make P(i+1).
@@ -72,6 +72,7 @@ from kernels.sm100.backward_data import (
     allocate,
     assign,
     barrier_count,
+    take_ticket,
     take_turns,
 )
 from kernels.sm100.backward_rows import RowRoles
@@ -98,6 +99,7 @@ class Backward:
         extents: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer,
+        dq_ticket: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
         batch: Int32,
@@ -134,6 +136,7 @@ class Backward:
             extents,
             dq_acc,
             dq_order if self.config.deterministic else None,
+            dq_ticket if self.config.deterministic else None,
             batch,
             query_length,
             key_length,
@@ -165,6 +168,7 @@ class Backward:
         extents: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer | None,
+        dq_ticket: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -190,6 +194,9 @@ class Backward:
                 for name, arrivals in ARRIVALS.items():
                     for i in cutlass.range_constexpr(barrier_count(name, self.config)):
                         cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
+        if cutlass.const_expr(self.config.deterministic):
+            if warp == WARPS_OF_ROLE["order"][0]:
+                take_ticket(self.config, shared, dq_ticket)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         launches.await_launch_before()
@@ -202,14 +209,14 @@ class Backward:
         # Each role makes its work: made once, its values would take registers of all of them.
         if warp < WARPS_OF_ROLE["compute"][0]:
             ptx.set_registers(budget.reduce)
-            self.rows.reduce(shared, assign(self.config, extents, sizes, window), rows)
+            self.rows.reduce(shared, assign(self.config, shared, extents, sizes, window), rows)
         elif warp < mma_warp:
             ptx.set_registers(budget.compute)
-            work = assign(self.config, extents, sizes, window)
+            work = assign(self.config, shared, extents, sizes, window)
             self.rows.compute(maps, shared, work, (scale_log2, scale))
         else:
             ptx.set_registers(budget.others)
-            work = assign(self.config, extents, sizes, window)
+            work = assign(self.config, shared, extents, sizes, window)
             if warp == mma_warp:
                 self.multiply(shared, work)
             elif warp == WARPS_OF_ROLE["load"][0]:
@@ -450,8 +457,8 @@ def source(key: KernelKey) -> KernelSource:
         *launches.scalars("f32", "scale_log2", "scale"),
         *launches.scalars("i32", "window_left", "window_right"),
     )
-    order = ("dq_order",) if key.deterministic else ()
-    accumulators = launches.accumulators(tile.m, tile.head_dim, key.deterministic)
+    order = launches.counters(key)
+    accumulators = launches.accumulators(tile.m, tile.head_dim, key)
     launch = Launch(
         operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
         results=(
@@ -483,9 +490,9 @@ def source(key: KernelKey) -> KernelSource:
         dynamic_smem_bytes=tile.smem_bytes(),
         programmatic=True,
     )
-    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
+    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc")
     host_arguments = (
-        *launches.pointers(*buffers, "dk", "dv"),
+        *launches.pointers(*buffers, "dq_order", "dq_ticket", "dk", "dv"),
         *launches.SIZES,
         launches.dim("head_dim", "q", 3),
         launches.dim("value_dim", "v", 3),

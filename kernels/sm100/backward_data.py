@@ -11,7 +11,7 @@ from fa4_jax.key import KernelKey
 from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.schedule import batch_band, nth_tile
-from kernels.sm100 import products
+from kernels.sm100 import products, ptx
 from kernels.sm100.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
@@ -157,6 +157,7 @@ class Shared:
     lse_log2: cute.Tensor  # (m, stage)
     delta: cute.Tensor  # (m, stage)
     tmem_base: cute.Pointer
+    ticket: cute.Pointer  # deterministic: the CTA's place among those that have started
     barriers: Barriers
 
 
@@ -178,6 +179,7 @@ def allocate(config: Config) -> Shared:
     class Storage:
         barriers: cute.struct.MemRange[cutlass.Int64, sum(counts.values())]
         tmem_base: Int32
+        ticket: Int32
         lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], 1024]
@@ -204,6 +206,7 @@ def allocate(config: Config) -> Shared:
         lse_log2=storage.lse_log2.get_tensor(rows_layout),
         delta=storage.delta.get_tensor(rows_layout),
         tmem_base=storage.tmem_base.ptr,
+        ticket=storage.ticket.ptr,
         barriers=Barriers(**barriers),
     )
 
@@ -216,7 +219,33 @@ def barrier_count(name: str, config: Config) -> int:
     return config.tile.stages if name in rings else 1
 
 
-def assign(config: Any, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+@cute.jit
+def take_ticket(config: cutlass.Constexpr, shared: Any, dq_ticket: cute.Pointer):
+    """Order warp: the place of the CTA, or of the pair, among those that have started.
+
+    CTAs wait for additions of those of lower places alone, and these have started, whatever order
+    the hardware takes and however few there is room for: none waits for ever.
+    """
+    cute.arch.griddepcontrol_wait()
+    cta, _, _ = cute.arch.block_idx()
+    if cta % config.tile.ctas == 0:
+        with cute.arch.elect_one():
+            place = cute.make_tensor(shared.ticket, cute.make_layout(1))
+            place[0] = common_ptx.take_ticket(dq_ticket)
+
+
+def start_index(config: Any, shared: Any) -> Int32:
+    """Which one this CTA, or pair, is in the order of work; behind the CTA's first barrier."""
+    if config.deterministic and config.tile.ctas == 2:
+        return cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket))
+    if config.deterministic:
+        ticket = cute.make_tensor(shared.ticket, cute.make_layout(1))[0]
+        return cute.arch.make_warp_uniform(ticket)
+    cta, _, _ = cute.arch.block_idx()
+    return cta // config.tile.ctas
+
+
+def assign(config: Any, shared: Any, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
     """The key tile of this CTA or pair, within sections of heads whose Q, dO and dQ fill the L2.
 
     Key tiles of a causal band shrink with their index, so the longest start first.
@@ -228,9 +257,9 @@ def assign(config: Any, extents: cute.Pointer, sizes: tuple, window: tuple) -> W
     least = DETERMINISTIC_BAND_HEADS // tile.ctas if ordered_band else 1
     section = cutlass.max(rows_in_l2 // (query_length * group), least)
     tiles = (key_length + tile.n - 1) // tile.n
-    index, _, _ = cute.arch.block_idx()
-    rank = index % tile.ctas
-    index = index // tile.ctas
+    cta, _, _ = cute.arch.block_idx()
+    rank = cta % tile.ctas
+    index = start_index(config, shared)
     key_tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
     batch_index = head_and_batch // kv_heads
     kv_head = head_and_batch - batch_index * kv_heads

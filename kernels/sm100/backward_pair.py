@@ -23,7 +23,7 @@ half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 25
     compute warps    two warpgroups, every second step each; a thread has one key and half of the
                      queries: P to p, dS to ds and, in the CTA whose queries they are, to dst
     reduce warps     one column of dQ a thread, from tensor memory to global memory by additions
-    order warp       deterministic only: turns to add dQ
+    order warp       deterministic only: the pair's place in the order of work, turns to add dQ
 
 Order of the products: S(0) dP(0), then for every step i: S(i+1) dP(i+1) dV(i) dK(i) dQ(i); of the
 loads likewise: q(i+1) do(i+1) dot(i) qt(i).
@@ -66,7 +66,7 @@ from fa4_jax.manifest import Factor, Launch, Result
 from kernels.common import launches, tensors
 from kernels.common import ptx as common_ptx
 from kernels.sm100 import products, ptx
-from kernels.sm100.backward_data import WARPS_OF_ROLE, Rows, Work, assign, take_turns
+from kernels.sm100.backward_data import WARPS_OF_ROLE, Rows, Work, assign, take_ticket, take_turns
 from kernels.sm100.backward_pair_data import (
     ARRIVALS,
     Config,
@@ -100,6 +100,7 @@ class PairBackward:
         extents: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer,
+        dq_ticket: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
         batch: Int32,
@@ -142,6 +143,7 @@ class PairBackward:
             extents,
             dq_acc,
             dq_order if self.config.deterministic else None,
+            dq_ticket if self.config.deterministic else None,
             batch,
             query_length,
             key_length,
@@ -177,6 +179,7 @@ class PairBackward:
         extents: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer | None,
+        dq_ticket: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -204,6 +207,9 @@ class PairBackward:
                     for i in cutlass.range_constexpr(count):
                         barrier = getattr(shared.barriers, name) + i
                         cute.arch.mbarrier_init(barrier, arrivals(name))
+        if cutlass.const_expr(self.config.deterministic):
+            if warp == WARPS_OF_ROLE["order"][0]:
+                take_ticket(self.config, shared, dq_ticket)
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -217,14 +223,14 @@ class PairBackward:
         # Each role makes its work: made once, its values would take registers of all of them.
         if warp < WARPS_OF_ROLE["compute"][0]:
             ptx.set_registers(budget.reduce)
-            self.rows.reduce(shared, assign(self.config, extents, sizes, window), rows)
+            self.rows.reduce(shared, assign(self.config, shared, extents, sizes, window), rows)
         elif warp < mma_warp:
             ptx.set_registers(budget.compute)
-            work = assign(self.config, extents, sizes, window)
+            work = assign(self.config, shared, extents, sizes, window)
             self.rows.compute(maps, shared, work, (scale_log2, scale))
         else:
             ptx.set_registers(budget.others)
-            work = assign(self.config, extents, sizes, window)
+            work = assign(self.config, shared, extents, sizes, window)
             if warp == mma_warp:
                 if work.rank == 0:
                     self.multiply(shared, work)
@@ -447,13 +453,13 @@ def source(key: KernelKey) -> KernelSource:
         *launches.scalars("f32", "scale_log2", "scale"),
         *launches.scalars("i32", "window_left", "window_right"),
     )
-    order = ("dq_order",) if key.deterministic else ()
+    order = launches.counters(key)
     launch = Launch(
         operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
         results=(
             Result("dk", key.dtype, launches.dims("k", (0, 1, 2, 3))),
             Result("dv", key.dtype, launches.dims("v", (0, 1, 2, 3))),
-            *launches.accumulators(tile.m, tile.head_dim, key.deterministic),
+            *launches.accumulators(tile.m, tile.head_dim, key),
         ),
         params=(
             launches.bthd_map("k", tile.keys, span),
@@ -483,9 +489,9 @@ def source(key: KernelKey) -> KernelSource:
         cluster=(tile.ctas, 1, 1),
         programmatic=True,
     )
-    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
+    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc")
     host_arguments = (
-        *launches.pointers(*buffers, "dk", "dv"),
+        *launches.pointers(*buffers, "dq_order", "dq_ticket", "dk", "dv"),
         *launches.SIZES,
         launches.dim("head_dim", "q", 3),
         launches.dim("value_dim", "v", 3),

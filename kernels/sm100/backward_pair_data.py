@@ -123,6 +123,7 @@ class Shared:
     lse_log2: cute.Tensor  # (m, statistics)
     delta: cute.Tensor  # (m, statistics)
     tmem_base: cute.Pointer
+    ticket: cute.Pointer  # deterministic, in the even CTA: the pair's place among those started
     barriers: Barriers
 
 
@@ -151,6 +152,7 @@ def allocate(config: Config) -> Shared:
     class Storage:
         barriers: cute.struct.MemRange[cutlass.Int64, sum(counts.values())]
         tmem_base: Int32
+        ticket: Int32
         lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts["k"])], 1024]
@@ -181,5 +183,6 @@ def allocate(config: Config) -> Shared:
         lse_log2=storage.lse_log2.get_tensor(rows_layout),
         delta=storage.delta.get_tensor(rows_layout),
         tmem_base=storage.tmem_base.ptr,
+        ticket=storage.ticket.ptr,
         barriers=Barriers(**barriers),
     )

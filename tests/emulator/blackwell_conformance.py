@@ -52,6 +52,8 @@ POLICIES = tuple(
     )
 )
 
+START_ORDERS = ("index", "reversed", "random")
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -68,9 +70,15 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """All of POLICIES in turn, neighbours as different as can be."""
+        """All of POLICIES in turn, neighbours as different as can be.
+
+        CTAs start in any order where they wait for each other.
+        """
         policy = POLICIES[7 * self.seed % len(POLICIES)]
-        return dataclasses.replace(policy, ordered_reductions=self.key.deterministic)
+        if not self.key.deterministic:
+            return policy
+        order = START_ORDERS[self.seed % len(START_ORDERS)]
+        return dataclasses.replace(policy, ordered_reductions=True, start_order=order)
 
     @property
     def inputs_seed(self) -> int:

@@ -30,6 +30,9 @@ POLICIES = (
     Policy("random", "random"),
 )
 
+START_ORDERS = ("index", "random", "random", "reversed", "reversed")
+"""Of the deterministic kernels' CTAs, beside POLICIES."""
+
 _ONE = {"batch": 1, "heads": (1, 1)}
 CASES = (
     Case(batch=1, heads=(2, 1), query_length=200, key_length=300),
@@ -107,7 +110,8 @@ def test_gradients_agree_with_oracle(case: Case, policy: Policy, seed: int) -> N
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128), (256, 256)])
 def test_deterministic_backward_ignores_timing(head_dim: int, value_dim: int, seed: int) -> None:
-    """The order in which dQ is summed over key tiles is the kernel's, not the schedule's."""
+    """The order in which dQ is summed over key tiles is the kernel's, not the schedule's, nor that
+    in which CTAs start, one at a time or several."""
     case = Case(
         **_ONE,
         head_dim=head_dim,
@@ -119,7 +123,11 @@ def test_deterministic_backward_ignores_timing(head_dim: int, value_dim: int, se
         deterministic=True,
     )
     launches = attention(case, make_inputs(case, seed), arch="sm_100f").only(Pass.BACKWARD)
-    ordered = [dataclasses.replace(policy, ordered_reductions=True) for policy in POLICIES]
-    first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(ordered))
+    first, *others = (
+        launches.run(
+            dataclasses.replace(policy, ordered_reductions=True, start_order=order), seed + i
+        )
+        for i, (policy, order) in enumerate(zip(POLICIES, START_ORDERS, strict=True))
+    )
     for other, (name, value) in itertools.product(others, first.items()):
         assert np.array_equal(value, other[name]), name

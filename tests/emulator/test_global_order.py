@@ -307,3 +307,34 @@ def test_bulk_reductions_in_order(policy: Policy, seed: int) -> None:
     ):
         with pytest.raises(EmulationError, match="reduction-order"):
             run(bad, policy, seed)
+
+
+TURNS = """
+setp.ne.u32 %p9, %r1, 0; @%p9 bra OVER;
+mov.u32 %r3, %ctaid.x;
+{ticket}
+WAITING: ld.acquire.gpu.global.u32 %r4, [%rd1]; setp.ne.u32 %p1, %r4, %r3; @%p1 bra WAITING;
+red.release.gpu.global.add.u32 [%rd1], 1;
+OVER:
+"""
+
+
+@pytest.mark.parametrize("start_order", ["index", "reversed", "random"])
+@pytest.mark.parametrize("resident_ctas", [1, 3])
+def test_start_order(start_order: str, resident_ctas: int, seed: int) -> None:
+    """CTAs that wait for those of lower index need these to have started; by tickets they have."""
+    order = {"start_order": start_order, "resident_ctas": resident_ctas, "most_steps": 5000}
+    launch = programs.Launch(grid=8, policy=Policy(**order), seed=seed)
+    counters = np.zeros(2, np.uint32)
+    taken = "atom.relaxed.gpu.global.add.u32 %r3, [%rd1+4], 1;"
+    programs.run(TURNS.format(ticket=taken), counters.view(np.uint8), launch)
+    assert counters.tolist() == [8, 8]
+
+    counters[:] = 0
+    by_index = TURNS.format(ticket="")
+    if start_order == "index":
+        programs.run(by_index, counters.view(np.uint8), launch)
+        assert counters[0] == 8
+    elif start_order == "reversed":
+        with pytest.raises(EmulationError, match="deadlock"):
+            programs.run(by_index, counters.view(np.uint8), launch)

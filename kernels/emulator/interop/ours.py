@@ -94,6 +94,7 @@ def backward(
     arrays |= {name: np.zeros((b, n, tiles * m), np.float32) for name in ("lse_log2", "delta")}
     arrays["dq_acc"] = np.zeros((b, n, tiles, m * width), np.float32)
     arrays["dq_order"] = np.zeros((b, n, tiles), np.int32)
+    arrays["dq_ticket"] = np.zeros(1, np.int32)
     return _launch(ours, arrays, is_causal, policy, trace)[1]
 
 
