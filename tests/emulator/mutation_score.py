@@ -56,7 +56,7 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_bwd_bf16_d192x128": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d192x128_deterministic": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d256": _OF_PAIR,
-    "sm_100f_bwd_bf16_d256_deterministic": _OF_PAIR,
+    "sm_100f_bwd_bf16_d256_deterministic": Counter({_REGISTERS: 1}),
     "sm_100f_bwd_post_bf16_d128": Counter(),
     "sm_100f_bwd_post_bf16_d192x128": Counter(),
     "sm_100f_bwd_post_bf16_d256": Counter(),
