@@ -154,23 +154,46 @@ BLACKWELL = (
         dtype="fp16",
     ),
     Case(batch=1, heads=(1, 1), query_length=150, key_length=190, head_dim=72, numerics="exact"),
+    Case(
+        batch=1,
+        heads=(1, 1),
+        query_length=70,
+        key_length=140,
+        head_dim=192,
+        value_dim=128,
+        dtype="fp16",
+    ),
+    Case(
+        batch=1,
+        heads=(2, 1),
+        query_length=70,
+        key_length=150,
+        head_dim=192,
+        is_causal=True,
+        query_offset=80,
+        deterministic=True,
+    ),
 )
 
 
 @pytest.mark.parametrize(
     ("case", "how"),
-    list(zip(BLACKWELL, HOW, strict=False)),
+    list(zip(BLACKWELL, HOW, strict=True)),
     ids=lambda value: value.id if isinstance(value, Case) else "",
 )
 def test_blackwell_conforms(blackwell: Gpu, case: Case, how: str, seed: int) -> None:
-    verdicts = blackwell(emulated_gpu.verdicts, case, seed, how)
+    verdicts = blackwell(emulated_gpu.verdicts, case, seed, f"{how} start_order=reversed")
     assert [verdict.name for verdict in verdicts] == ["output", "lse", "dq", "dk", "dv"]
     assert not [verdict for verdict in verdicts if verdict.failure]
 
 
-def test_deterministic_gradients_ignore_timing(gpu: Gpu, seed: int) -> None:
+@pytest.mark.parametrize("arch", ["gpu", "blackwell"])
+def test_deterministic_gradients_ignore_timing(
+    request: pytest.FixtureRequest, arch: str, seed: int
+) -> None:
+    emulated: Gpu = request.getfixturevalue(arch)
     case = Case(batch=1, heads=(2, 1), query_length=130, key_length=200, deterministic=True)
-    first, *others = (gpu(emulated_gpu.results, case, seed, how) for how in HOW[:3])
+    first, *others = (emulated(emulated_gpu.results, case, seed, how) for how in HOW[:3])
     for other, (name, value) in itertools.product(others, first.items()):
         assert np.array_equal(value, other[name]), name
 
