@@ -542,7 +542,7 @@ def source(key: KernelKey) -> KernelSource:
         *launches.scalars("f32", "scale_log2", "scale"),
         *launches.scalars("i32", "window_left", "window_right"),
     )
-    order = ("dq_order",) if key.deterministic else ()
+    order = launches.counters(key)
     accumulators = launches.accumulators(tile.m, key.head_dim, key)
     launch = Launch(
         operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),

@@ -5,9 +5,9 @@
 runs the conformance cases of at most 700 query rows and keys as they are, forward and backward. A
 kernel that fewer than --least of them reach gets smaller others, with its storage type, head dim,
 numerics and order of summation. A backward runs behind one ordinary forward, which has runs of its
-own. Seed by seed, so that what --minutes cuts off are the last seeds of every
-case. Each outcome is added to --record at once, and a second run goes on from there: only runs of
-the same kernel text count. --note writes what a record says, without running anything.
+own. Seed by seed, so that what --minutes cuts off are the last seeds of every case. Each outcome is
+added to --record at once, and a second run goes on from there: only runs of the same kernel text
+count. --note writes what a record says, without running anything.
 """
 
 from __future__ import annotations
