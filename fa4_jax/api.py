@@ -3,22 +3,75 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, partition, told, types, validate
+from fa4_jax import autodiff, catalogue, default, extents, partition, types, validate
 from fa4_jax.default import Operands
-from fa4_jax.plan import Plan, make_plan
-from fa4_jax.problem import UNBOUNDED, Problem
-from fa4_jax.target import current_target
+from fa4_jax.plan import Plan, Target, make_plan
+from fa4_jax.problem import Problem
+from fa4_jax.target import current_target, named_target
 
 Implementation = Literal["kernel", "xla"] | None
 Numerics = Literal["fast", "exact"]
 Window = int | tuple[int | None, int | None] | None
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `attention` that do not decide what it returns."""
+
+    scale: float | jax.Array | None
+    is_causal: bool
+    query_offset: int | ArrayLike
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: Window
+    deterministic: bool
+    numerics: Numerics
+    implementation: Implementation
+    arch: str | None
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -28,7 +81,7 @@ def attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     is_causal: bool = False,
     query_offset: int | ArrayLike = 0,
     query_seq_lengths: ArrayLike | None = None,
@@ -38,24 +91,27 @@ def attention(
     numerics: Numerics = "fast",
     return_residual: bool = False,
     implementation: Implementation = None,
+    arch: str | None = None,
 ) -> Any:
     """softmax(scale query key^T + bias) value, by heads, without holding the [T, S] scores.
 
     Names, layout and causal alignment are those of `jax.nn.dot_product_attention`.
 
     Args:
-      query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32.
+      query: [B, T, N, H] or [T, N, H]; bfloat16, float16, float32 or float64 (the latter two on
+        the default path).
       key, value: [B, S, K, H] or [S, K, H], of query's dtype. N is a multiple of K; query head n
         uses key head n // (N // K). Value may have another head dim.
       bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
         missing). Differentiable.
       mask: True where a query may see a key; boolean, broadcasts like bias.
-      scale: static, positive; 1 / sqrt(H) by default.
+      scale: positive; 1 / sqrt(H) by default. Unlike `jax.nn`'s it must be static for the kernels;
+        a traced one runs on the default path, and has a gradient.
       is_causal: row i sees the keys j <= i + query_offset.
-      query_offset: position of row 0 among the keys; an int, or int32 [] or [B], traced or not.
+      query_offset: position of row 0 among the keys; an integer, or integers [B], traced or not.
         S - T aligns the last row with the last key (FlashAttention's convention).
-      query_seq_lengths, key_value_seq_lengths: int32 [B]; what lies beyond is padding and may hold
-        anything, Inf and NaN included.
+      query_seq_lengths, key_value_seq_lengths: integers [B]; what lies beyond is padding and may
+        hold anything, Inf and NaN included. Integers are of any type, with values that fit int32.
       local_window_size: (left, right): row i sees the keys from i + query_offset - left to
         i + query_offset + right; None is open; an int is both.
       deterministic: gradients are bitwise the same in every run.
@@ -63,13 +119,15 @@ def attention(
         lazily (FlashAttention-4); "exact" does neither.
       return_residual: also return the log-sum-exp of each row.
       implementation: "kernel" insists on the GPU kernels, "xla" on pure JAX; None takes the kernels
-        where there are any for this call, and logs once why not on an NVIDIA GPU.
+        where there are any for this call, and logs once why a program for NVIDIA GPUs has none.
+      arch: "sm_90a" or "sm_100f": architecture of the GPU that the program is lowered for, where
+        it is not this machine's (`jax.export`); None takes the GPU that JAX sees.
 
     Returns:
       The output, like query (with value's head dim); a row that sees no key, or lies past its
       query length, is 0.
-      With return_residual, (output, lse): lse is float32 [B, N, T] ([N, T]), natural logarithm,
-      -inf for such rows, and differentiable.
+      With return_residual, (output, lse): lse is float32 (float64 for float64) [B, N, T] ([N, T];
+      `jax.nn` has [B, T, N]), natural logarithm, -inf for such rows, and differentiable.
 
     Raises:
       ValueError: an argument is wrong; its name and value are in the message.
@@ -93,8 +151,7 @@ def attention(
     operands, problem = canonicalise(call)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
-    plan = make_plan(problem, current_target(), implementation)
-    _report(plan)
+    plan = make_plan(problem, find_target(arch), implementation)
     output, lse = partition.in_mesh(_attend, plan, operands)
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
@@ -129,12 +186,12 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     """
     q, k, v = (jnp.asarray(x) for x in (call.query, call.key, call.value))
     validate.arrays(q, k, v)
-    scale = validate.scale(call.scale, q.shape[-1])
+    scale, traced = validate.scale(call.scale, q.shape[-1])
     q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
     (b, t, n, h), (_, s, kv_heads, value_dim) = q.shape, v.shape
-    validate.lengths("query_seq_lengths", call.query_seq_lengths, b)
-    validate.lengths("key_value_seq_lengths", call.key_value_seq_lengths, b)
-    validate.query_offset(call.query_offset, b)
+    numbers = extents.checked(
+        call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset, b
+    )
     bias, mask = _rank_4(call.bias), _rank_4(call.mask)
     validate.dense("bias", bias, (b, n, t, s))
     validate.dense("mask", mask, (b, n, t, s))
@@ -149,15 +206,16 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         dtype=validate.DTYPES[q.dtype.name],
         scale=scale,
         window=window,
-        query_offset=_static_offset(call.query_offset, window),
-        has_lengths=call.query_seq_lengths is not None or call.key_value_seq_lengths is not None,
+        has_lengths=numbers.has_lengths,
         has_bias=bias is not None,
         has_mask=mask is not None,
         deterministic=validate.flag("deterministic", call.deterministic),
         numerics=validate.choice("numerics", call.numerics, validate.NUMERICS),
         value_dim=None if value_dim == h else value_dim,
     )
-    operands = Operands(q, k, v, _extents(problem, call), bias, mask)
+    offset = numbers.common_offset() if problem.band else None
+    traced = None if traced is None else traced.astype(problem.accumulator)
+    operands = Operands(q, k, v, numbers.array(b, t, s), bias, mask, offset, traced)
     axes = types.union_varying(operands)
     return jax.tree.map(lambda x: types.cast_varying(x, axes), operands), problem
 
@@ -170,41 +228,18 @@ def _rank_4(x: Any) -> jax.Array | None:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _static_offset(offset: Any, window: tuple[int, int]) -> int | None:
-    """The offset as far as it is known now; without a band it does not matter."""
-    if window == (UNBOUNDED, UNBOUNDED):
-        return 0
-    return int(offset) if isinstance(offset, numbers.Integral) else None
+def find_target(arch: str | None) -> Target:
+    """The kernels for this machine's GPU, or for the architecture that is named.
 
-
-def _extents(problem: Problem, call: Call) -> jax.Array:
-    """int32 [B, 4]: query length, key length, query offset, 0."""
-    t, s = problem.query_length, problem.key_length
-    columns = (
-        (t if call.query_seq_lengths is None else call.query_seq_lengths, 0, t),
-        (s if call.key_value_seq_lengths is None else call.key_value_seq_lengths, 0, s),
-        (call.query_offset, -UNBOUNDED, UNBOUNDED),
-        (0, 0, 0),
-    )
-    clipped = [
-        jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), low, high), (problem.batch,))
-        for x, low, high in columns
-    ]
-    return jnp.stack(types.sharded_alike(clipped), axis=1)
+    Raises:
+      ValueError: there is no such architecture.
+    """
+    validate.choice("arch", arch, (None, *catalogue.ARCHITECTURES))
+    return current_target() if arch is None else named_target(arch)
 
 
 def _attend(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, H] and log-sum-exp [B, N, T] f32."""
-    problem = plan.problem
-    if validate.is_empty(problem):
-        lse_shape = (problem.batch, problem.query_heads, problem.query_length)
-        return jnp.zeros_like(operands.query), jnp.full(lse_shape, -jnp.inf, jnp.float32)
+    if validate.is_empty(plan.problem):
+        return default.nothing(plan.problem, operands)
     return autodiff.attend(plan, operands)
-
-
-def _report(plan: Plan) -> None:
-    """Says once, on a GPU, why a call that might have used kernels does not."""
-    reason = plan.forward_reason or plan.backward_reason
-    if reason and reason != "implementation='xla'" and jax.default_backend() == "gpu":
-        part = "forward and backward" if plan.forward_reason else "backward"
-        told.once(f"attention uses the default path for its {part}: {reason}")

@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from fa4_jax import batching
-from fa4_jax.default import Cotangents, Operands
+from fa4_jax.default import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 
 OUTPUT_NAME = "fa4_jax_output"
@@ -31,12 +31,19 @@ def _forward(plan: Plan, operands: Operands) -> tuple[Result, tuple[Operands, Re
     return result, (operands, result)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _gradients(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
+    """Jitted because a gradient without jit would compile its loops anew at every call."""
+    return batching.backward(plan)(operands, cotangents)
+
+
 def _backward(plan: Plan, residuals: tuple[Operands, Result], bars: Result) -> tuple[Any]:
     if plan.insist and not plan.backward:
         raise NotImplementedError(f"implementation='kernel': backward: {plan.backward_reason}")
     operands, (output, lse) = residuals
-    gradients = batching.backward(plan)(operands, Cotangents(output, lse, *bars))
-    return (Operands(gradients.query, gradients.key, gradients.value, None, gradients.bias, None),)  # type: ignore[arg-type]
+    gradients = _gradients(plan, operands, Cotangents(output, lse, *bars))
+    found = Operands(gradients.query, gradients.key, gradients.value, None, gradients.bias)  # type: ignore[arg-type]
+    return (found._replace(scale=gradients.scale),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,6 +1,6 @@
 """The forward and backward operations, with their vmap rules: an unbatched operand is not copied.
 
-Both implementations share the rules, since they are chosen below them (`_choose`), when the
+Both implementations share the rules, since they are chosen below them (`platforms`), when the
 program is lowered and the platform is known.
 """
 
@@ -8,67 +8,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fa4_jax import default, partition
+from fa4_jax import default, partition, platforms, types
 from fa4_jax.default import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 
 ForwardResult = tuple[jax.Array, jax.Array]
-
-
-# Zero, in programs that are never lowered: where implementation="kernel" meets another platform.
-_refuse_p = Primitive("fa4_jax_refuse")
-
-
-@_refuse_p.def_abstract_eval
-def _refuse_type(*, platforms: tuple[str, ...]) -> Any:
-    del platforms
-    return jax.core.ShapedArray((), jnp.int32)
-
-
-def _refuse_lowering(ctx: Any, *, platforms: tuple[str, ...]) -> Any:
-    del ctx
-    raise NotImplementedError(
-        f"implementation='kernel': the kernels run on {' and '.join(platforms)}, but this program "
-        "is compiled for another platform (where the operands lie, or what is exported for)"
-    )
-
-
-mlir.register_lowering(_refuse_p, _refuse_lowering)
-
-
-def _choose(plan: Plan, kernel: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
-    """Runs `kernel` where the program is lowered for one of the plan's platforms, else `xla`."""
-
-    def otherwise(*args: Any) -> Any:
-        if not plan.insist:
-            return xla(*args)
-        zero = _refuse_p.bind(platforms=plan.platforms)
-        return jax.tree.map(lambda x: x + zero.astype(x.dtype), xla(*args))
-
-    branches = dict.fromkeys(plan.platforms, kernel)
-    return jax.lax.platform_dependent(*args, default=otherwise, **branches)
+Way = Literal["native", "fold", "heads", "loop"]
 
 
 def _run_forward(plan: Plan, operands: Operands) -> ForwardResult:
     xla = functools.partial(default.forward, plan.problem)
     if not plan.forward:
-        return xla(operands)
-    return _choose(plan, functools.partial(partition.forward, plan), xla, operands)
+        return xla(platforms.left_out(plan, "forward and backward", operands))
+    return platforms.choose(plan, functools.partial(partition.forward, plan), xla, operands)
 
 
 def _run_backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
     xla = functools.partial(default.backward, plan.problem)
     if not plan.backward:
-        return xla(operands, cotangents)
-    return _choose(plan, functools.partial(partition.backward, plan), xla, operands, cotangents)
+        own = platforms.left_out(plan, "backward", operands) if plan.forward else operands
+        return xla(own, cotangents)
+    kernel = functools.partial(partition.backward, plan)
+    return platforms.choose(plan, kernel, xla, operands, cotangents)
 
 
 def _fold(tree: Any, batched: Any, size: int) -> Any:
@@ -82,9 +49,44 @@ def _fold(tree: Any, batched: Any, size: int) -> Any:
     return jax.tree.map(fold, tree, batched)
 
 
+def _fold_operands(operands: Operands, flags: Operands, size: int) -> Operands:
+    """As `_fold`, with one offset for all that is folded or one for each."""
+    offset = None if flags.offset else operands.offset
+    folded = _fold(operands._replace(offset=None), flags._replace(offset=None), size)
+    return folded._replace(offset=offset)
+
+
+def _way(plan: Plan, flags: Operands, operands: Operands) -> Way:
+    """How a batch of calls is run; "heads" is for the forward."""
+    problem = plan.problem
+    if problem.has_bias or problem.has_mask or problem.scale is None:
+        # JAX's batching of loops of several lengths copies what they carry at every step.
+        own_blocks = flags.extents if operands.offset is None else flags.offset
+        return "loop" if problem.band and own_blocks else "native"
+    if flags.query and flags.key and flags.value:
+        return "fold"
+    return "heads" if flags.query and not (flags.key or flags.value or flags.extents) else "loop"
+
+
 def _unfold(tree: Any, size: int) -> Any:
     """[V * B, ...] -> [V, B, ...]."""
     return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), tree)
+
+
+def _no_instances(tree: Any, args: Any) -> Any:
+    """[0, ...] for every array [...]; they vary as `args` do."""
+    axes = types.union_varying(jax.tree.leaves(args))
+    return jax.tree.map(lambda x: types.cast_varying(jnp.zeros((0, *x.shape), x.dtype), axes), tree)
+
+
+def _no_gradients(flags: Operands, operands: Operands) -> Gradients:
+    """Gradients of operands of which those that are batched have no instance."""
+    one = jax.tree.map(
+        lambda x, flag: jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype),
+        operands,
+        flags,
+    )
+    return _no_instances(Gradients(one.query, one.key, one.value, one.bias, one.scale), operands)
 
 
 def _one_by_one(function: Callable[..., Any], batched: Any, args: Any) -> Any:
@@ -101,10 +103,36 @@ def _one_by_one(function: Callable[..., Any], batched: Any, args: Any) -> Any:
 
 
 def _native(function: Callable[..., Any], batched: Any, args: Any) -> Any:
-    """JAX's own batching of the pure-JAX implementation."""
+    """JAX's own batching."""
     return jax.vmap(function, in_axes=jax.tree.map(lambda flag: 0 if flag else None, batched))(
         *args
     )
+
+
+def _mapped_axes(flags: Any, args: Any) -> tuple[str, ...]:
+    """Explicit mesh axes over which the instances lie."""
+    leaves = zip(jax.tree.leaves(args), jax.tree.leaves(flags), strict=True)
+    return max((types.explicit_axes(x)[0] for x, flag in leaves if flag), key=len, default=())
+
+
+def _on_devices(
+    function: Callable[..., Any], axes: tuple[str, ...], flags: tuple[Any, ...], args: Any
+) -> Any:
+    """Each device runs the instances that it has; not differentiated: the rule is below that."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = jax.tree.map(lambda flag: PartitionSpec(axes) if flag else PartitionSpec(), flags)
+    args = jax.tree.map(
+        lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), args, specs
+    )
+
+    def local(*args: Any) -> Any:
+        varying = types.union_varying(jax.tree.leaves(args))
+        args = jax.tree.map(lambda x: types.cast_varying(x, varying), args)
+        return _native(function, flags, args)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axes), axis_names=set(axes)
+    )(*args)
 
 
 def _all_true(tree: Any) -> Any:
@@ -120,12 +148,16 @@ def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
     @operation.def_vmap
     def rule(size: int, batched: list[Operands], operands: Operands) -> Any:
         (flags,) = batched
-        if plan.problem.has_bias or plan.problem.has_mask:
+        if size == 0:
+            out = _no_instances(default.nothing(plan.problem, operands), operands)
+        elif axes := _mapped_axes(flags, operands):
+            out = _on_devices(operation, axes, (flags,), (operands,))
+        elif (way := _way(plan, flags, operands)) == "native":
             out = _native(run, (flags,), (operands,))
-        elif flags.query and flags.key and flags.value:
+        elif way == "fold":
             folded = plan.resized(batch=size * plan.problem.batch)
-            out = _unfold(forward(folded)(_fold(operands, flags, size)), size)
-        elif flags.query and not (flags.key or flags.value or flags.extents):
+            out = _unfold(forward(folded)(_fold_operands(operands, flags, size)), size)
+        elif way == "heads":
             out = _forward_in_heads(plan, size, operands)
         else:
             out = _one_by_one(operation, (flags,), (operands,))
@@ -156,11 +188,16 @@ def backward(plan: Plan) -> Callable[[Operands, Cotangents], Gradients]:
     def rule(size: int, batched: list[Any], operands: Operands, cotangents: Cotangents) -> Any:
         flags = tuple(batched)
         args = (operands, cotangents)
-        if plan.problem.has_bias or plan.problem.has_mask:
+        if size == 0:
+            out = _no_gradients(flags[0], operands)
+        elif axes := _mapped_axes(flags, args):
+            out = _on_devices(operation, axes, flags, args)
+        elif (way := _way(plan, flags[0], operands)) == "native":
             out = _native(run, flags, args)
-        elif flags[0].query and flags[0].key and flags[0].value:
+        elif way == "fold":
             folded = plan.resized(batch=size * plan.problem.batch)
-            out = _unfold(backward(folded)(*_fold(args, flags, size)), size)
+            own = _fold_operands(operands, flags[0], size)
+            out = _unfold(backward(folded)(own, _fold(cotangents, flags[1], size)), size)
         else:
             # Each instance has a gradient of its own for an operand that all of them share.
             out = _one_by_one(operation, flags, args)

@@ -47,10 +47,12 @@ def band_range(first: Int, last: Int, window: tuple[int, int], side: Side) -> Ra
       side: blocks of the other side.
     """
     below, above = window
+    # Beyond every position of the other side: further would not change the sums, but overflow them.
+    high_first, high_last = (jnp.minimum(x, UNBOUNDED - 1) for x in (first, last))
     lo = 0 if below >= UNBOUNDED else (first - below) // side.size
-    hi = side.count if above >= UNBOUNDED else (last + above) // side.size + 1
+    hi = side.count if above >= UNBOUNDED else (high_last + above) // side.size + 1
     full_lo = 0 if below >= UNBOUNDED else -((below - last) // side.size)
-    full_hi = side.whole if above >= UNBOUNDED else (first + above + 1) // side.size
+    full_hi = side.whole if above >= UNBOUNDED else (high_first + above + 1) // side.size
     lo = jnp.clip(lo, 0, side.count)
     hi = jnp.clip(hi, lo, side.count)
     full_lo = jnp.clip(full_lo, lo, hi)

@@ -22,6 +22,13 @@ ARCHITECTURES = ("sm_90a", "sm_100f")
 """Architectures with kernels."""
 
 
+def architecture_of(capability: int) -> str | None:
+    """Architecture of the kernels that run on a compute capability, 90 for 9.0; None if none do."""
+    if capability == 90:
+        return "sm_90a"
+    return "sm_100f" if capability // 10 == 10 else None
+
+
 def keys(arch: str) -> Iterator[KernelKey]:
     """The kernels of one architecture, in build order."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):

@@ -3,7 +3,8 @@
     s_ij = scale q_i . k_j + bias_ij,  lse_i = log sum_j exp(s_ij),  p_ij = exp(s_ij - lse_i)
     o_i  = sum_j p_ij v_j
     dv_j = sum_i p_ij do_i,  delta_i = do_i . o_i - dlse_i,  ds_ij = p_ij (do_i . v_j - delta_i)
-    dq_i = scale sum_j ds_ij k_j,  dk_j = scale sum_i ds_ij q_i,  dbias_ij = ds_ij
+    dq_i = scale sum_j ds_ij k_j,  dk_j = scale sum_i ds_ij q_i,  dbias_ij = ds_ij,
+    dscale = sum_i q_i . dq_i / scale
 
 Online softmax: Milakov & Gimelshein 2018; blocks and recomputation: FlashAttention-2
 (Dao 2023, sections 2.3 and 3.1). Masked keys and padding may hold Inf or NaN: wherever a product
@@ -38,7 +39,9 @@ class Operands(NamedTuple):
     """Arrays of the forward.
 
     query [B, T, N, H], key and value [B, S, K, H]; extents [B, 4] int32 (query length, key length,
-    query offset, 0); bias and mask, or None, broadcast to [B, N, T, S] without holding it.
+    query offset, 0); bias and mask, or None, broadcast to [B, N, T, S] without holding it; offset
+    [] int32, the query offset of all entries of the batch, or None where they have their own;
+    scale [], the softmax scale in the type of the sums, or None where it is static.
     """
 
     query: Array
@@ -47,10 +50,12 @@ class Operands(NamedTuple):
     extents: Array
     bias: Array | None = None
     mask: Array | None = None
+    offset: Array | None = None
+    scale: Array | None = None
 
 
 class Cotangents(NamedTuple):
-    """What the backward gets besides the operands: o, do [B, T, N, H]; lse, dlse [B, N, T] f32."""
+    """What the backward gets besides the operands: o, do [B, T, N, H]; lse, dlse [B, N, T]."""
 
     output: Array
     lse: Array
@@ -67,12 +72,14 @@ class _Tiling:
 
 
 def _tiling(problem: Problem) -> _Tiling:
-    heads = max(1, problem.batch * problem.query_heads)
     low, high = BLOCK_RANGE
-    target = min(high, max(low, math.isqrt(SCORES_PER_BLOCK // heads)))
+    target = low  # of a symbolic batch, which may be large
+    if isinstance(problem.batch, int):
+        heads = max(1, problem.batch * problem.query_heads)
+        target = min(high, max(low, math.isqrt(SCORES_PER_BLOCK // heads)))
 
     def side(length: int) -> Side:
-        size = block_size(length, target)
+        size = block_size(length, target) if isinstance(length, int) else target // 8 * 8
         return Side(size, -(-length // size), length // size)
 
     return _Tiling(side(problem.query_length), side(problem.key_length))
@@ -137,13 +144,13 @@ def _dense_block(x: Array, tiling: _Tiling, row_block: Any, key_block: Any) -> A
 
 
 def _dot(equation: str, x: Array, y: Array) -> Array:
-    """Product with fp32 accumulation and result."""
+    """Product whose sums and result are float32, or float64 for float64."""
 
     def product(x: Array, y: Array) -> Array:
-        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+        return jnp.einsum(equation, x, y, preferred_element_type=types.wide(x.dtype))
 
     # The CPU of jaxlib 0.8.0 refuses some of these products of narrow types when it runs them.
-    if jax.__version_info__ > (0, 8, 0) or x.dtype == jnp.float32:
+    if jax.__version_info__ > (0, 8, 0) or x.dtype.itemsize >= 4:
         return product(x, y)
 
     def widened(x: Array, y: Array) -> Array:
@@ -171,7 +178,7 @@ def _confined(equation: str, weights: Array, visible: Array | None, x: Array) ->
 
 
 class _Scores(NamedTuple):
-    """One pair of blocks: scores [b, k, g, q, s] f32, -inf where masked; visible: None if all."""
+    """One pair of blocks: scores [b, k, g, q, s], -inf where masked; visible: None if all."""
 
     scores: Array
     visible: Array | None
@@ -184,6 +191,8 @@ class _Blockwise:
     problem: Problem
     tiling: _Tiling
     extents: Array  # [B, 4] i32
+    offsets: tuple[Array, Array]  # the least and the greatest query offset, [] i32
+    scale: Array  # [], in the type of the sums
     bias: Array | None  # [B|1, K|1, G|1, T|1, S|1]
     mask: Array | None
 
@@ -219,9 +228,9 @@ class _Blockwise:
 
     def scores(self, q: Array, k: Array, row_block: Any, key_block: Any, edge: bool) -> _Scores:
         """Scores of one pair of blocks; `edge` if part of it may be masked by band or padding."""
-        s = _dot("bkgqh,bksh->bkgqs", q, k) * jnp.float32(self.problem.scale)
+        s = _dot("bkgqh,bksh->bkgqs", q, k) * self.scale
         if self.bias is not None:
-            s += _dense_block(self.bias, self.tiling, row_block, key_block).astype(jnp.float32)
+            s += _dense_block(self.bias, self.tiling, row_block, key_block).astype(s.dtype)
         visible = self.visible(row_block, key_block, edge)
         if visible is not None:
             s = jnp.where(visible, s, -jnp.inf)
@@ -239,19 +248,19 @@ class _Blockwise:
     def row_range(self, row_block: Any) -> Range:
         """Key blocks that a block of rows sees."""
         side = self.tiling.rows
-        if self.problem.query_offset is None:
-            return Range(0, 0, 0, self.tiling.keys.count)
-        first = row_block * side.size + self.problem.query_offset
-        return band_range(first, first + side.size - 1, self.problem.window, self.tiling.keys)
+        least, greatest = self.offsets
+        first = row_block * side.size
+        last = first + side.size - 1
+        return band_range(first + least, last + greatest, self.problem.window, self.tiling.keys)
 
     def key_range(self, key_block: Any) -> Range:
         """Row blocks that see a block of keys."""
         side = self.tiling.keys
-        if self.problem.query_offset is None:
-            return Range(0, 0, 0, self.tiling.rows.count)
+        least, greatest = self.offsets
         below, above = self.problem.window
-        first = key_block * side.size - self.problem.query_offset
-        blocks = band_range(first, first + side.size - 1, (above, below), self.tiling.rows)
+        first = key_block * side.size
+        last = first + side.size - 1
+        blocks = band_range(first - greatest, last - least, (above, below), self.tiling.rows)
         padded = key_block >= side.whole
         full_lo = jnp.where(padded, blocks.hi, blocks.full_lo)
         return Range(blocks.lo, full_lo, jnp.where(padded, blocks.hi, blocks.full_hi), blocks.hi)
@@ -260,7 +269,11 @@ class _Blockwise:
 def _blockwise(problem: Problem, operands: Operands) -> _Blockwise:
     tiling = _tiling(problem)
     bias, mask = (_dense(x, problem, tiling) for x in (operands.bias, operands.mask))
-    return _Blockwise(problem, tiling, operands.extents, bias, mask)
+    offset, each = operands.offset, operands.extents[:, 2]
+    offsets = (each.min(), each.max()) if offset is None else (offset, offset)
+    scale = operands.scale
+    scale = jnp.asarray(problem.scale, problem.accumulator) if scale is None else scale
+    return _Blockwise(problem, tiling, operands.extents, offsets, scale, bias, mask)
 
 
 def _loop(blocks: Range, step: Any, init: Any) -> Any:
@@ -276,8 +289,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Attention output and log-sum-exp.
 
     Returns:
-      output [B, T, N, H] in the storage type; lse [B, N, T] f32, natural log. Rows that see no key
-      or lie past their query length are 0 and -inf.
+      output [B, T, N, H] in the storage type; lse [B, N, T] f32 (f64 for f64), natural log. Rows
+      that see no key or lie past their query length are 0 and -inf.
     """
     steps = _blockwise(problem, operands)
     tiling = steps.tiling
@@ -300,8 +313,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
             acc = acc * shrink + _confined("bkgqs,bksh->bkgqh", p.astype(v.dtype), visible, v)
             return new_top, total, acc
 
-        zero = types.cast_varying(jnp.zeros((*q.shape[:-1], 1), jnp.float32), axes)
-        acc = jnp.zeros((*q.shape[:-1], values.shape[-1]), jnp.float32)
+        zero = types.cast_varying(jnp.zeros((*q.shape[:-1], 1), problem.accumulator), axes)
+        acc = jnp.zeros((*q.shape[:-1], values.shape[-1]), problem.accumulator)
         acc = types.cast_varying(acc, axes)
         top, total, acc = _loop(steps.row_range(row_block), step, (zero - jnp.inf, zero, acc))
         empty = total == 0
@@ -318,17 +331,27 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     return _from_row_blocks(o, problem.query_length), lse.transpose(0, 2, 1)
 
 
+def nothing(problem: Problem, operands: Operands) -> tuple[Array, Array]:
+    """Output and log-sum-exp, as of `forward`, where no row sees any key."""
+    b, t, n = problem.batch, problem.query_length, problem.query_heads
+    output = jnp.zeros((b, t, n, problem.head_dims[1]), operands.query.dtype)
+    lse = jnp.full((b, n, t), -jnp.inf, problem.accumulator)
+    axes = types.union_varying(operands)
+    return types.cast_varying(output, axes), types.cast_varying(lse, axes)
+
+
 class Gradients(NamedTuple):
-    """Cotangents of the operands; bias None if there is none."""
+    """Cotangents of the operands; None for a bias or a scale that is no operand."""
 
     query: Array
     key: Array
     value: Array
     bias: Array | None
+    scale: Array | None = None
 
 
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """Gradients of query, key, value (in the storage type) and of bias (in its own)."""
+    """Gradients of query, key, value (in the storage type), and of bias and scale (in theirs)."""
     steps = _blockwise(problem, operands)
     tiling = steps.tiling
     query, output_bar, output = operands.query, cotangents.output_bar, cotangents.output
@@ -370,18 +393,23 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             dq = lax.dynamic_update_index_in_dim(dq, rows, row_block, 0)
             return dq, dbias, dk, dv
 
-        zeros = (jnp.zeros(x.shape[1:], jnp.float32) for x in (keys, values))
+        zeros = (jnp.zeros(x.shape[1:], problem.accumulator) for x in (keys, values))
         zeros = (types.cast_varying(x, axes) for x in zeros)
         dq, dbias, dk, dv = _loop(steps.key_range(key_block), step, (*carry, *zeros))
-        dk *= jnp.float32(problem.scale)
+        dk *= steps.scale
         return (dq, dbias), (dk.astype(keys.dtype), dv.astype(values.dtype))
 
-    dq = types.cast_varying(jnp.zeros(row_arrays[0].shape, jnp.float32), axes)
+    dq = types.cast_varying(jnp.zeros(row_arrays[0].shape, problem.accumulator), axes)
     dbias = None
     if steps.bias is not None:
-        dbias = types.cast_varying(jnp.zeros(steps.bias.shape, jnp.float32), axes)
+        dbias = types.cast_varying(jnp.zeros(steps.bias.shape, problem.accumulator), axes)
     (dq, dbias), (dk, dv) = lax.scan(columns, (dq, dbias), jnp.arange(tiling.keys.count))
-    dq = (dq * jnp.float32(problem.scale)).astype(operands.query.dtype)
+    dscale = None
+    if operands.scale is not None:
+        # The query of a row that sees nothing may hold anything.
+        seen = row_arrays[2] < jnp.inf
+        dscale = jnp.where(seen, dq * row_arrays[0].astype(dq.dtype), 0).sum()
+    dq = (dq * steps.scale).astype(operands.query.dtype)
     if operands.bias is not None and dbias is not None:
         b, n, t, s = operands.bias.shape
         dbias = dbias.reshape(b, n, *dbias.shape[3:])[:, :, :t, :s].astype(operands.bias.dtype)
@@ -390,6 +418,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
         _from_key_blocks(dk, problem.key_length),
         _from_key_blocks(dv, problem.key_length),
         dbias,
+        dscale,
     )
 
 

@@ -70,7 +70,8 @@ def damaged(cubin: Cubin, manifest: Manifest) -> str | None:
 def _kernels() -> Iterator[str]:
     manifest = runtime.manifest()
     if manifest is None:
-        yield "kernels: none installed"
+        reason = runtime.why_no_kernels()
+        yield f"PROBLEM: {reason}" if runtime.MANIFEST.exists() else f"kernels: none; {reason}"
         return
     broken = [text for c in manifest.cubins.values() if (text := damaged(c, manifest))]
     total = len(manifest.cubins)

@@ -14,6 +14,7 @@ def export_checks() -> list[Any]:
 
     JAX exports only custom calls that it knows to be stable; this lets ours through. Its name and
     attributes are stable within a release of this package. The exporting process picks the kernels
-    for its GPU; a program for CPU holds none and needs no check disabled.
+    for its GPU, or for the architecture that `attention(arch=...)` names; a program for CPU holds
+    none and needs no check disabled. Batch and lengths may be symbolic.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(runtime.TARGET)]

@@ -8,6 +8,7 @@ Flax itself is not imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,29 @@ import jax.numpy as jnp
 from fa4_jax.api import attention
 
 _OWN_MEANING = ("is_causal", "deterministic", "return_residual")
+
+
+def _is_default(precision: Any) -> bool:
+    """Whether a precision, or each of a pair, is JAX's own choice."""
+    each = precision if isinstance(precision, tuple | list) else (precision,)
+    return all(x in (None, "default", jax.lax.Precision.DEFAULT) for x in each)
+
+
+def _one_leading_axis(x: jax.Array) -> jax.Array:
+    """[..., T, N, H] -> [B, T, N, H], or [T, N, H] as it is."""
+    *leading, _, _, _ = x.shape
+    return x if len(leading) < 2 else x.reshape(math.prod(leading), *x.shape[-3:])
+
+
+def _dense(x: jax.Array | None, leading: list[int]) -> jax.Array | None:
+    """What broadcasts to [..., N, T, S] as what broadcasts to [B, N, T, S]."""
+    if x is None or len(leading) < 2 or x.ndim <= 3:
+        return x
+    own = x.shape[:-3]
+    if math.prod(own) != 1:
+        own = tuple(leading)
+        x = jnp.broadcast_to(x, (*own, *x.shape[-3:]))
+    return x.reshape(math.prod(own), *x.shape[-3:])
 
 
 def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
@@ -56,35 +80,42 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         """Attention of query [..., T, N, H] and key, value [..., S, K, H], as Flax calls it.
 
-        mask is any array that is non-zero where a query may see a key; the softmax is in float32.
-        Masks like causal ones are better given as is_causal or as options: they need no array.
+        bias and mask broadcast to [..., N, T, S]. mask is any array that is non-zero where a query
+        may see a key; the softmax is in float32. Masks like causal ones are better given as
+        is_causal or as options: they need no array. precision is accepted where it changes nothing:
+        if it is the default, or the operands have 16 bits, whose products are exact in float32.
 
         Raises:
-          NotImplementedError: dropout, sown weights, a precision or an einsum of the caller's.
+          NotImplementedError: dropout, sown weights, an einsum of the caller's, or another
+            precision.
         """
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax
         if dropout_rate > 0 and not deterministic:
             raise NotImplementedError(f"dropout_rate {dropout_rate}: no dropout of the weights")
-        refused = {
-            "module": module,
-            "precision": None if precision == jax.lax.Precision.DEFAULT else precision,
+        needs_weights = {
+            "module, for sow_weights": module,
             "qk_attn_weights_einsum": qk_attn_weights_einsum,
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
-        for name, x in refused.items():
+        for name, x in needs_weights.items():
             if x is not None:
-                raise NotImplementedError(f"{name} {x}: the weights are never held")
-        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        return attention(
-            query.astype(dtype),
-            key.astype(dtype),
-            value.astype(dtype),
-            bias,
-            None if mask is None else mask.astype(jnp.bool_),
+                raise NotImplementedError(f"{name}: the attention weights are never held")
+        dtype = jnp.dtype(jnp.result_type(query, key, value) if dtype is None else dtype)
+        if dtype.itemsize > 2 and not _is_default(precision):
+            raise NotImplementedError(f"precision {precision} of {dtype}: supported: DEFAULT")
+        *leading, _, _, _ = query.shape
+        q, k, v = (_one_leading_axis(x.astype(dtype)) for x in (query, key, value))
+        output = attention(
+            q,
+            k,
+            v,
+            _dense(bias, leading),
+            _dense(None if mask is None else mask.astype(jnp.bool_), leading),
             is_causal=is_causal,
             deterministic=deterministic_gradients,
             **options,
         )
+        return output.reshape(*leading, *output.shape[-3:])
 
     return attention_fn
 

@@ -17,6 +17,7 @@ RESCALE_THRESHOLD_LOG2 = {"fast": 8.0, "exact": 0.0}
 
 def attributes(problem: Problem) -> dict[str, float]:
     """Every runtime scalar of the kernels, by parameter name."""
+    assert problem.scale is not None  # plan.unsupported
     return {
         "scale": problem.scale,
         "scale_log2": problem.scale * math.log2(math.e),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from fa4_jax import types
+
 
 def merge(
     output_a: jax.Array, lse_a: jax.Array, output_b: jax.Array, lse_b: jax.Array
@@ -17,7 +19,8 @@ def merge(
 
     Args:
       output_a, output_b: [B, T, N, H] (or [T, N, H]), of one dtype.
-      lse_a, lse_b: float32 [B, N, T] (or [N, T]), natural logarithm; -inf where no key was seen.
+      lse_a, lse_b: float32 (float64 of float64) [B, N, T] (or [N, T]), natural logarithm; -inf
+        where no key was seen.
 
     Returns:
       (output, lse) of the same shapes and dtypes; 0 and -inf where neither saw a key.
@@ -27,7 +30,7 @@ def merge(
 
     def weighted(output: jax.Array, part: jax.Array) -> jax.Array:
         weight = jnp.exp(part - safe)  # [B, N, T]
-        return jnp.swapaxes(weight, -1, -2)[..., None] * output.astype(jnp.float32)
+        return jnp.swapaxes(weight, -1, -2)[..., None] * output.astype(types.wide(output.dtype))
 
     output = weighted(output_a, lse_a) + weighted(output_b, lse_b)
     return output.astype(output_a.dtype), lse

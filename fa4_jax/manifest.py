@@ -200,16 +200,42 @@ def dump(manifest: Manifest) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def load(path: pathlib.Path) -> Manifest:
-    """Reads a manifest.
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON of a manifest, as far as its outermost level is known to be right.
 
     Raises:
-      ValueError: the file was written by another schema.
+      ValueError: the file is missing, damaged or of another schema; its name is in the message.
     """
-    document = json.loads(path.read_text())
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(document, dict) or "schema" not in document:
+        raise ValueError(f"{path} is damaged: it names no schema")
     if document["schema"] != SCHEMA:
         raise ValueError(
             f"{path}: manifest schema {document['schema']}, this library reads {SCHEMA}"
         )
-    cubins = [cubin_from_json(entry) for entry in document["kernels"]]
+    if not {"toolchain", "kernels"} <= set(document):
+        raise ValueError(f"{path} is damaged: it lists no kernels")
+    return document
+
+
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
+"""What reading a record raises that is not as `cubin_to_json` writes it."""
+
+
+def load(path: pathlib.Path) -> Manifest:
+    """Reads a manifest.
+
+    Raises:
+      ValueError: as `read`, or a record is damaged.
+    """
+    document = read(path)
+    try:
+        cubins = [cubin_from_json(entry) for entry in document["kernels"]]
+    except MALFORMED as error:
+        raise ValueError(f"{path} is damaged: a record has a wrong or no {error}") from error
     return Manifest({c.key: c for c in cubins}, document["toolchain"], path.parent)

@@ -90,6 +90,7 @@ class Split:
             extents=_spec(self.batch, ()),
             bias=dense(operands.bias),
             mask=dense(operands.mask),
+            scale=None if operands.scale is None else _spec(),
         )
 
 
@@ -158,13 +159,14 @@ def in_mesh(attend: Callable[[Plan, Operands], Result], plan: Plan, operands: Op
       ValueError: an operand is sharded along its length or head_dim, or two are sharded in ways
         that do not fit together.
 
-    An axis that jax.vmap maps over must not be sharded, and inside a shard_map over some of the
-    axes of an Explicit mesh JAX (to 0.12) cannot differentiate this one: make all of them manual.
+    Inside a shard_map over some of the axes of an Explicit mesh JAX (to 0.12) cannot differentiate
+    this one: make all of them manual.
     """
     mesh = types.explicit_mesh(operands)
     if mesh is None:
         return attend(plan, operands)
-    return _in_explicit_mesh(attend, plan, mesh, operands)
+    # Each device has the offsets of its own part of the batch.
+    return _in_explicit_mesh(attend, plan, mesh, operands._replace(offset=None))
 
 
 # Jitted because types hold no devices: eagerly, shard_map would need them.
@@ -203,6 +205,8 @@ _DIMENSIONS = {
     "extents": ("batch", "columns"),
     "bias": ("batch", "heads", "query length", "key length"),
     "mask": ("batch", "heads", "query length", "key length"),
+    "offset": (),
+    "scale": (),
 }
 
 
@@ -262,28 +266,30 @@ def forward(plan: Plan, operands: Operands) -> Result:
         return kernels.forward(_local_plan(plan, split), own)
 
     q, k, lse = _factors(plan.problem)
-    return _partitioned(plan.problem, local, f"{q}, {k}, {k}, b e -> {q}, {lse}")(operands)
+    rule = f"{q}, {k}, {k}, b e -> {q}, {lse}"
+    return _partitioned(plan.problem, local, rule)(operands._replace(offset=None))
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
     """`kernels.backward`, partitioned by batch and heads on Auto mesh axes."""
 
     def local(split: Split, operands: Operands, cotangents: Cotangents) -> Gradients:
+        if not split.copied:
+            return kernels.backward(_local_plan(plan, split), operands, cotangents)
         own_part = functools.partial(own_heads, split, plan.problem)
         key, key_transpose = jax.vjp(own_part, operands.key)
         value, value_transpose = jax.vjp(own_part, operands.value)
         own = operands._replace(key=key, value=value)
         gradients = kernels.backward(_local_plan(plan, split), own, cotangents)
         (dk,), (dv,) = key_transpose(gradients.key), value_transpose(gradients.value)
-        if split.copied:
-            dk, dv = (
-                jax.lax.psum(x.astype(jnp.float32), split.copied).astype(x.dtype) for x in (dk, dv)
-            )
+        dk, dv = (
+            jax.lax.psum(x.astype(jnp.float32), split.copied).astype(x.dtype) for x in (dk, dv)
+        )
         return gradients._replace(key=dk, value=dv)
 
     q, k, lse = _factors(plan.problem)
     rule = f"{q}, {k}, {k}, b e, {q}, {lse}, {q}, {lse} -> {q}, {k}, {k}"
-    return _partitioned(plan.problem, local, rule)(operands, cotangents)
+    return _partitioned(plan.problem, local, rule)(operands._replace(offset=None), cotangents)
 
 
 def _factors(problem: Problem) -> tuple[str, str, str]:

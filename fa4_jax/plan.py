@@ -22,7 +22,7 @@ class Target:
     """What kernels are there to choose from.
 
     Attributes:
-      arch: "sm_90a", "sm_100f", or None without a supported device.
+      arch: "sm_90a", "sm_100f", or None without a supported device; the device's or one named.
       manifest: installed kernels, or None without any.
       unavailable: why arch or manifest is missing, in words.
       fast_exp2: the special-function unit keeps up with the tensor core (compute capability 10.3),
@@ -54,6 +54,8 @@ class Plan:
       forward_reason, backward_reason: why they are empty, else None.
       insist: implementation="kernel": nothing else may run.
       platforms: where kernels run; elsewhere the default path does.
+      arch: of the kernels; None without a supported device.
+      declined: implementation="xla".
     """
 
     problem: Problem
@@ -63,6 +65,8 @@ class Plan:
     backward_reason: str | None = None
     insist: bool = False
     platforms: tuple[str, ...] = ("cuda",)
+    arch: str | None = None
+    declined: bool = False
 
     def resized(self, **sizes: int) -> Plan:
         """The same launches on another batch size or number of heads, which no key depends on."""
@@ -103,6 +107,8 @@ def unsupported(problem: Problem) -> str | None:
         return "bias: the kernels take no dense bias"
     if problem.has_mask:
         return "mask: the kernels take no dense mask (use is_causal, window or lengths)"
+    if problem.scale is None:
+        return "scale: it is traced, the kernels take a static one"
     if problem.dtype not in DTYPES:
         return f"query dtype {problem.dtype}: the kernels take {' and '.join(DTYPES)}"
     for name, head_dim in zip(("head_dim", "head_dim of value"), problem.head_dims, strict=True):
@@ -140,14 +146,14 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     """
     if implementation == "xla":
         reason = "implementation='xla'"
-        return Plan(problem, forward_reason=reason, backward_reason=reason)
+        return Plan(problem, forward_reason=reason, backward_reason=reason, declined=True)
     reason = unsupported(problem)
     if reason is None and (target.arch is None or target.manifest is None):
         reason = target.unavailable
     if reason is not None or target.arch is None or target.manifest is None:
         if implementation == "kernel":
             raise NotImplementedError(f"implementation='kernel': {reason}")
-        return Plan(problem, forward_reason=reason, backward_reason=reason)
+        return Plan(problem, forward_reason=reason, backward_reason=reason, arch=target.arch)
     forward, backward = kernel_keys(problem, target.arch, target.fast_exp2)
     forward_reason = _missing(forward, target.manifest)
     backward_reason = forward_reason or _missing(backward, target.manifest)
@@ -161,6 +167,7 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
         backward_reason=backward_reason,
         insist=implementation == "kernel",
         platforms=target.platforms,
+        arch=target.arch,
     )
 
 

@@ -12,14 +12,14 @@ UNBOUNDED = 2**30
 class Problem:
     """One attention call, without its arrays. Hashable: part of the jit cache key.
 
-    Row i sees the keys j with -window[0] <= j - (i + query_offset) <= window[1].
+    Row i sees the keys j with -window[0] <= j - (i + query offset) <= window[1]. The offset is a
+    value of the run, as lengths are: a program serves all of them.
 
     Attributes:
       batch, query_length, key_length, query_heads, kv_heads, head_dim: sizes B, T, S, N, K, H.
-      dtype: storage of query, key, value and output: "bf16", "fp16" or "f32".
-      scale: softmax scale, applied to query . key.
+      dtype: storage of query, key, value and output: "bf16", "fp16", "f32" or "f64".
+      scale: softmax scale, applied to query . key; None if it is traced.
       window: (left, right) in keys, causality included; UNBOUNDED for a side without limit.
-      query_offset: position of row 0 among the keys, or None if it is an array.
       has_lengths: query or key lengths were given, so padding may hold anything.
       has_bias, has_mask: a dense [B, N, T, S] operand (or one that broadcasts to it) is added.
       deterministic: gradients must be bitwise reproducible.
@@ -34,9 +34,8 @@ class Problem:
     kv_heads: int
     head_dim: int
     dtype: str
-    scale: float
+    scale: float | None
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
-    query_offset: int | None = 0
     has_lengths: bool = False
     has_bias: bool = False
     has_mask: bool = False
@@ -48,6 +47,11 @@ class Problem:
     def head_dims(self) -> tuple[int, int]:
         """Of query and key, and of value and output."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def accumulator(self) -> str:
+        """Type of scores, of sums and of the log-sum-exp."""
+        return "float64" if self.dtype == "f64" else "float32"
 
     @property
     def band(self) -> bool:

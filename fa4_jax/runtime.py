@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
 import pathlib
+import struct
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.ffi
 
+from fa4_jax import catalogue, registration
 from fa4_jax import manifest as manifest_lib
-from fa4_jax import registration
 from fa4_jax.manifest import Cubin, Manifest
 
 TARGET = "fa4_jax_launch"
@@ -37,9 +37,12 @@ Within a major version a driver loads what newer tools compiled (CUDA Compatibil
 Compatibility") as far as it knows the architecture; families such as sm_100f came with CUDA 12.9.
 """
 
+_UNKNOWN = 999  # CUDA_ERROR_UNKNOWN
+
 _PACKAGE = pathlib.Path(__file__).absolute().parent
 _LIBRARY = _PACKAGE / "libfa4_jax.so"
-_MANIFEST = pathlib.Path(os.environ.get(KERNELS_VARIABLE, _PACKAGE / "_cubins")) / "manifest.json"
+MANIFEST = pathlib.Path(os.environ.get(KERNELS_VARIABLE, _PACKAGE / "_cubins")) / "manifest.json"
+"""The list of the installed kernels, which lie beside it."""
 
 
 def has_stand_in() -> bool:
@@ -47,10 +50,38 @@ def has_stand_in() -> bool:
     return STAND_IN_VARIABLE in os.environ
 
 
-@functools.cache
 def manifest() -> Manifest | None:
-    """The installed kernels, or None if there are none."""
-    return manifest_lib.load(_MANIFEST) if _MANIFEST.exists() else None
+    """The installed kernels, or None if there are none that can be used."""
+    return _installed()[0]
+
+
+@functools.cache
+def _installed() -> tuple[Manifest | None, str]:
+    """The installed kernels, or why there are none."""
+    if not MANIFEST.exists():
+        return None, f"no kernels are installed: {MANIFEST} is missing"
+    try:
+        loaded = manifest_lib.load(MANIFEST)
+    except ValueError as error:
+        return None, str(error)
+    refused = _register_installed()
+    return (None, refused) if refused else (loaded, "")
+
+
+@functools.cache
+def _register_installed() -> str:
+    """Tells the library about the installed kernels; what is wrong with their manifest, or nothing.
+
+    Without _installed(): making its objects would take as long again at every import.
+    """
+    library, _ = _open_library()
+    if library is None or not MANIFEST.exists():
+        return ""
+    try:
+        _register(library, manifest_lib.read(MANIFEST)["kernels"], MANIFEST.parent)
+    except (*manifest_lib.MALFORMED, struct.error) as error:
+        return f"{MANIFEST}: a record cannot be used: {type(error).__name__}: {error}"
+    return ""
 
 
 def device_arch() -> str | None:
@@ -59,11 +90,12 @@ def device_arch() -> str | None:
     Starts JAX's GPU backend if there is one.
     """
     capability = compute_capability()
-    if capability == 90:
-        return "sm_90a"
-    if capability is not None and capability // 10 == 10:
-        return "sm_100f"
-    return None
+    return None if capability is None else catalogue.architecture_of(capability)
+
+
+def why_no_kernels() -> str | None:
+    """Why there are no kernels to choose from, or None if there are."""
+    return None if manifest() else _installed()[1]
 
 
 def why_unavailable() -> str | None:
@@ -71,15 +103,13 @@ def why_unavailable() -> str | None:
     library, reason = _open_library()
     if library is None:
         return reason
-    if manifest() is None:
-        return f"no kernels are installed: {_MANIFEST} is missing"
+    if (missing := why_no_kernels()) is not None:
+        return missing
     if (error := library.fa4_jax_driver_error()) is not None:
         return error.decode()
     arch = device_arch()
     if arch is None:
-        capability = compute_capability()
-        found = "no GPU" if capability is None else f"compute capability {capability / 10}"
-        return f"kernels need compute capability 9.0 or 10.x, JAX sees {found}"
+        return f"kernels need compute capability 9.0 or 10.x, JAX sees {_what_is_seen()}"
     version = library.fa4_jax_driver_cuda_version()
     major, minor = version // 1000, version % 1000 // 10
     if (major, minor) < OLDEST_CUDA[arch]:
@@ -93,7 +123,7 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def register() -> bool:
-    """Registers the FFI target with JAX and the kernels with the library.
+    """Registers the FFI target with JAX and the kernels with the library, as far as it can.
 
     Returns:
       Whether there is a library. Repeated calls cost nothing.
@@ -108,11 +138,7 @@ def register() -> bool:
     if has_stand_in():
         on_host = jax.ffi.pycapsule(library.fa4_jax_execute_on_host)
         jax.ffi.register_ffi_target(TARGET, on_host, platform="cpu")
-    if _MANIFEST.exists():
-        # Not manifest(): making its objects would take as long again at every import.
-        document = json.loads(_MANIFEST.read_text())
-        if document["schema"] == manifest_lib.SCHEMA:
-            _register(library, document["kernels"], _MANIFEST.parent)
+    _register_installed()
     return True
 
 
@@ -165,6 +191,18 @@ def _open_library() -> tuple[ctypes.CDLL | None, str]:
     library.fa4_jax_sha256.restype = ctypes.c_char_p
     library.fa4_jax_sha256.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
     return library, ""
+
+
+def _what_is_seen() -> str:
+    """The device, in words; where a stand-in has none, also what the stand-in says about it."""
+    capability = compute_capability()
+    if capability is not None:
+        return f"compute capability {capability / 10}"
+    if not has_stand_in():
+        return "no GPU"
+    text = ctypes.c_char_p()
+    ctypes.CDLL(os.environ[STAND_IN_VARIABLE]).cuGetErrorString(_UNKNOWN, ctypes.byref(text))
+    return f"no GPU: {(text.value or b'').decode()}"
 
 
 def compute_capability() -> int | None:

@@ -10,8 +10,8 @@ import jax
 import jax.core
 import numpy as np
 
-from fa4_jax import catalogue
-from fa4_jax.api import Call, canonicalise
+from fa4_jax import catalogue, validate
+from fa4_jax.api import Call, canonicalise, find_target
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest, evaluate_size
 from fa4_jax.plan import Plan, kernel_keys, make_plan, unsupported
@@ -88,8 +88,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
-    """Static facts of a call whose operands may be ShapeDtypeStructs."""
+def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Any]:
+    """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation."""
+    kwargs = dict(kwargs)
+    validate.flag("return_residual", kwargs.pop("return_residual", False))
+    implementation = validate.choice(
+        "implementation", kwargs.pop("implementation", None), validate.IMPLEMENTATIONS
+    )
     positions = [str(i) for i in range(len(args))]
     arrays = {
         name: x
@@ -104,28 +109,28 @@ def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         found.append(canonicalise(Call(*positional, **named))[1])
 
     jax.eval_shape(trace, arrays)
-    return found[0]
+    return found[0], implementation
 
 
 def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
     """Whether the kernels take a call, forward and backward.
 
     Args:
-      *args, **kwargs: as for `attention`, without return_residual and implementation. Arrays may
-        be `jax.ShapeDtypeStruct`s.
+      *args, **kwargs: as for `attention`. Arrays may be `jax.ShapeDtypeStruct`s.
       arch: "sm_90a" asks about the key list for that architecture, whatever this machine has;
         None about the GPU and the kernels that are here.
 
     Raises:
       ValueError, NotImplementedError: the call is wrong on any implementation.
     """
-    problem = _problem(args, kwargs)
+    problem, implementation = _problem(args, kwargs)
+    declined = "xla" if implementation == "xla" else None
     if arch is None:
-        plan = make_plan(problem, current_target(), None)
+        plan = make_plan(problem, current_target(), declined)
         return Support(plan.forward_reason or plan.backward_reason)
     if arch not in catalogue.ARCHITECTURES:
         return Support(f"arch {arch}: there are kernels for {', '.join(catalogue.ARCHITECTURES)}")
-    reason = unsupported(problem)
+    reason = "implementation='xla'" if declined else unsupported(problem)
     if reason is None:
         forward, backward = kernel_keys(problem, arch)
         missing = set(forward + backward) - set(catalogue.all_keys())
@@ -133,19 +138,19 @@ def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
     return Support(reason)
 
 
-def explain(*args: Any, **kwargs: Any) -> Explanation:
+def explain(*args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
     """Which kernels, tiles, workspaces and FLOPs a call uses here.
 
     Args:
-      *args, **kwargs: as for `attention`, without return_residual. Arrays may be
-        `jax.ShapeDtypeStruct`s.
+      *args, **kwargs: as for `attention`. Arrays may be `jax.ShapeDtypeStruct`s.
+      arch: as for `attention`: what a program uses that is lowered for such a GPU.
 
     Raises:
       ValueError, NotImplementedError: as `attention`.
     """
-    implementation = kwargs.pop("implementation", None)
-    problem = _problem(args, kwargs)
-    target = current_target()
+    problem, implementation = _problem(args, kwargs)
+    validate.known_sizes(problem, "explain")
+    target = find_target(arch)
     plan = make_plan(problem, target, implementation)
     pairs = visible_pairs(problem, kwargs) * problem.query_heads
     head_dim, value_dim = problem.head_dims
@@ -198,12 +203,15 @@ def visible_pairs(problem: Problem, call: dict[str, Any]) -> int:
 
     def values(name: str, default: int) -> np.ndarray:
         x = call.get(name)
-        known = x is not None and not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+        traced = any(
+            isinstance(y, jax.core.Tracer | jax.ShapeDtypeStruct) for y in jax.tree.leaves(x)
+        )
+        known = x is not None and not traced
         return np.broadcast_to(np.asarray(x if known else default), (problem.batch,))
 
     query_lengths = values("query_seq_lengths", problem.query_length)
     key_lengths = values("key_value_seq_lengths", problem.key_length)
-    offsets = values("query_offset", 0 if problem.query_offset is not None else UNBOUNDED)
+    offsets = values("query_offset", UNBOUNDED if "query_offset" in call else 0)
     left, right = problem.window
     total = 0
     for t, s, offset in zip(query_lengths, key_lengths, offsets, strict=True):

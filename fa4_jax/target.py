@@ -8,6 +8,14 @@ from fa4_jax import runtime
 from fa4_jax.plan import Target
 
 
+def named_target(arch: str) -> Target:
+    """The installed kernels of an architecture, to lower a program for another machine's GPU."""
+    current = current_target()
+    if current.arch == arch:
+        return current
+    return Target(arch, runtime.manifest(), runtime.why_no_kernels() or "")
+
+
 @functools.cache
 def current_target() -> Target:
     """The GPU that JAX uses and the installed kernels. Starts JAX's backends at its first call."""

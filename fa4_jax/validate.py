@@ -13,9 +13,11 @@ import numpy as np
 
 from fa4_jax.problem import UNBOUNDED, Problem
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
 IMPLEMENTATIONS = (None, "kernel", "xla")
 NUMERICS = ("fast", "exact")
+
+_INT32 = np.iinfo(np.int32)
 
 
 def is_static(x: Any) -> bool:
@@ -42,6 +44,12 @@ def arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             raise ValueError(f"{name} must be floating point, got dtype {x.dtype}")
         if x.dtype.name not in DTYPES:
             raise NotImplementedError(f"{name} has dtype {x.dtype}; supported: {', '.join(DTYPES)}")
+        for dimension, size in zip(("heads", "head_dim"), x.shape[-2:], strict=True):
+            if not isinstance(size, int):
+                raise NotImplementedError(
+                    f"{name} has symbolic {dimension}, {size}: only batch and lengths "
+                    "may be symbolic"
+                )
         if x.shape[-1] == 0 or x.shape[-2] == 0:
             raise ValueError(f"{name} must have heads and a head_dim, got shape {x.shape}")
     if value.shape[:-1] != key.shape[:-1]:
@@ -55,7 +63,7 @@ def arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             f"query has {query.shape[-2]} heads, not a multiple of key's {key.shape[-2]}"
         )
     for name, x in operands.items():
-        if x.shape[-3] >= UNBOUNDED:
+        if isinstance(x.shape[-3], int) and x.shape[-3] >= UNBOUNDED:
             raise NotImplementedError(f"{name} has length {x.shape[-3]}, the limit is {UNBOUNDED}")
 
 
@@ -75,61 +83,102 @@ def dense(name: str, x: jax.Array | None, shape: tuple[int, int, int, int]) -> N
         raise ValueError(f"bias must be floating point, got dtype {x.dtype}")
 
 
-def lengths(name: str, lengths: Any, batch: int) -> None:
-    """Per-batch lengths. Traced values cannot be checked: negative ones count as 0.
+def lengths(name: str, x: Any, batch: int) -> Any:
+    """Per-batch lengths as an array. Traced values cannot be checked: negative ones count as 0.
+
+    Returns:
+      [B] of an integer type, of NumPy where no JAX array was given; None for None.
 
     Raises:
-      ValueError: not int32 [B], or negative.
+      ValueError: not integers that fit int32, not [B], or negative.
     """
-    if lengths is None:
-        return
-    is_list = not hasattr(lengths, "dtype")
-    x = np.asarray(lengths) if is_list else lengths
+    if x is None:
+        return None
+    x = _integers(name, x)
     if x.shape != (batch,):
         raise ValueError(f"{name} must have shape [B] = ({batch},), got {x.shape}")
-    if x.dtype != jnp.int32 and not (is_list and x.dtype == np.int64):
-        raise ValueError(f"{name} must be int32, got dtype {x.dtype}")
     if is_static(x) and (np.asarray(x) < 0).any():
         raise ValueError(f"{name} must not be negative, got {np.asarray(x).tolist()}")
+    return x
 
 
-def query_offset(x: Any, batch: int) -> None:
-    """Offset: a Python int, or int32 [] or [B].
+def query_offset(x: Any, batch: int) -> Any:
+    """Offset as an array.
+
+    Returns:
+      [] or [B] of an integer type, of NumPy where no JAX array was given.
 
     Raises:
       ValueError: another type or shape, or beyond the limit.
     """
-    if isinstance(x, numbers.Integral):
-        if isinstance(x, bool) or abs(int(x)) >= UNBOUNDED:
-            raise ValueError(f"query_offset must be an integer within +-{UNBOUNDED}, got {x}")
-        return
-    if not hasattr(x, "shape"):
-        raise ValueError(f"query_offset must be an int or an int32 array, got {x!r}")
+    x = _integers("query_offset", x)
     if x.shape not in ((), (batch,)):
         raise ValueError(f"query_offset must have shape [] or [B] = ({batch},), got {x.shape}")
-    if x.dtype != jnp.int32:
-        raise ValueError(f"query_offset must be int32, got dtype {x.dtype}")
+    if isinstance(x, np.ndarray) and (beyond := x[abs(x) >= UNBOUNDED]).size:
+        raise ValueError(f"query_offset must be within +-{UNBOUNDED}, got {beyond[0]}")
+    return x
 
 
-def scale(x: float | None, head_dim: int) -> float:
-    """Softmax scale as a float; None means 1 / sqrt(head_dim).
+def _integers(name: str, x: Any) -> Any:
+    """A number, an array, or a list of numbers, as an array of an integer type.
 
     Raises:
-      ValueError: not a static, positive, finite number (in float32).
+      ValueError: it is none, or a static one does not fit int32.
+    """
+    if isinstance(x, list | tuple) and any(isinstance(y, jax.Array) for y in x):
+        x = jnp.stack([jnp.asarray(_integers(name, y)) for y in x])
+    elif not isinstance(x, jax.Array):
+        given, x = x, np.asarray(x)
+        if x.dtype == object and all(isinstance(y, numbers.Integral) for y in x.ravel()):
+            raise ValueError(f"{name} must fit int32, got {_largest(x)}")
+        if x.dtype.kind in "OUS":
+            raise ValueError(f"{name} must be an integer or an array of them, got {given!r}")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be of an integer type, got dtype {x.dtype}: {x}")
+    if is_static(x) and x.size and x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+        largest = _largest(np.asarray(x))
+        if not _INT32.min <= largest <= _INT32.max:
+            raise ValueError(f"{name} must fit int32, got {largest}")
+    return x
+
+
+def _largest(x: np.ndarray) -> int:
+    """The element furthest from 0."""
+    return max(int(x.min()), int(x.max()), key=abs)
+
+
+def scale(x: Any, head_dim: int) -> tuple[float | None, jax.Array | None]:
+    """Softmax scale: its value, or what is traced. None means 1 / sqrt(head_dim).
+
+    Raises:
+      ValueError: not a scalar; or static and not positive and finite (in float32).
     """
     if x is None:
-        return 1.0 / math.sqrt(head_dim)
+        return 1.0 / math.sqrt(head_dim), None
     if not is_static(x):
-        raise ValueError(f"scale must be a static number, got the traced {x}")
+        if x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"scale must be one floating-point number, got {x.dtype}{[*x.shape]}")
+        return None, x
     if isinstance(x, bool) or not isinstance(x, numbers.Real | np.ndarray | jax.Array):
         raise ValueError(f"scale must be a number, got {x!r}")
-    if np.shape(x) != ():
-        raise ValueError(f"scale must be a scalar, got shape {np.shape(x)}")
+    if shape := getattr(x, "shape", ()):
+        raise ValueError(f"scale must be a scalar, got shape {shape}")
     with np.errstate(over="ignore", under="ignore"):
         value = float(np.float32(x))
     if not (math.isfinite(value) and value >= np.finfo(np.float32).tiny):
         raise ValueError(f"scale must be positive and finite, got {x}")
-    return float(x)
+    return float(x), None
+
+
+def static_scale(x: float | None) -> float:
+    """The scale of a problem where it has to be static.
+
+    Raises:
+      NotImplementedError: it is traced.
+    """
+    if x is None:
+        raise NotImplementedError("scale is traced; fa4_jax.parallel takes a static one")
+    return x
 
 
 def window(size: Any, is_causal: bool) -> tuple[int, int]:
@@ -175,6 +224,19 @@ def choice(name: str, x: Any, choices: tuple[Any, ...]) -> Any:
     if x not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {x!r}")
     return x
+
+
+def known_sizes(problem: Problem, who: str) -> None:
+    """For what computes with sizes while a program is traced.
+
+    Raises:
+      NotImplementedError: one is symbolic (`jax.export`).
+    """
+    for name in ("batch", "query_length", "key_length"):
+        if not isinstance(size := getattr(problem, name), int):
+            raise NotImplementedError(
+                f"{who} takes no symbolic {name.replace('_', ' ')}, got {size}"
+            )
 
 
 def is_empty(problem: Problem) -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fa4_jax import types
 from fa4_jax.default import Cotangents, Gradients, Operands
 from fa4_jax.parallel import pair
 from fa4_jax.parallel.cut import Cut, Pairs
@@ -72,7 +73,7 @@ def _gathered(work: Work, x: Array) -> Array:
 
 
 def _returned(work: Work, x: Array) -> Array:
-    """Gradients of what was gathered -> the sum of all devices' for the own shard, float32."""
+    """Gradients of what was gathered -> the own shard's, summed in float32 or wider."""
     cut = work.cut
     distances = neighbours(cut)
     b, length, *rest = x.shape
@@ -80,18 +81,18 @@ def _returned(work: Work, x: Array) -> Array:
         x = to_zigzag(x, cut.devices) if cut.layout == "zigzag" else x
         x = x.reshape(b, cut.devices, length // cut.devices, *rest)
         x = lax.all_to_all(x, work.axis, split_axis=1, concat_axis=1, tiled=True)
-        return x.astype(jnp.float32).sum(1)
+        return x.astype(types.wide(x.dtype)).sum(1)
     start = _absent(work, distances) * cut.keys
     joined = lax.dynamic_update_slice_in_dim(
         jnp.concatenate([jnp.zeros_like(x)] * 2, axis=1), x, start, axis=1
     )
-    total = jnp.zeros_like(x[:, : cut.keys], jnp.float32)
+    total = jnp.zeros_like(x[:, : cut.keys], types.wide(x.dtype))
     for i, distance in enumerate(distances):
         shard = lax.slice_in_dim(joined, i * cut.keys, (i + 1) * cut.keys, axis=1)
         if distance:
             home = tuple((d, s) for s, d in transfers(cut, distance))
             shard = lax.ppermute(shard, work.axis, home)
-        total += shard.astype(jnp.float32)
+        total += shard.astype(total.dtype)
     return total
 
 
@@ -141,9 +142,10 @@ def _run_forward(work: Work, operands: Operands) -> Result:
 
 
 def _sum(arrays: tuple[Array, ...]) -> Array:
-    """The sum in float32, rounded to the arrays' type."""
+    """The sum in float32 or wider, rounded to the arrays' type."""
     first, *rest = arrays
-    return sum((x.astype(jnp.float32) for x in rest), first.astype(jnp.float32)).astype(first.dtype)
+    wide = types.wide(first.dtype)
+    return sum((x.astype(wide) for x in rest), first.astype(wide)).astype(first.dtype)
 
 
 def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:

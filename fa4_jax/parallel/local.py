@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
+import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from fa4_jax import api, autodiff, types, validate
+from fa4_jax import api, autodiff, extents, types, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
 from fa4_jax.default import Operands
 from fa4_jax.parallel import gather, ring, ulysses
@@ -42,6 +43,7 @@ def local_attention(
     numerics: Numerics = "fast",
     return_residual: bool = False,
     implementation: Implementation = None,
+    arch: str | None = None,
 ) -> Any:
     """`fa4_jax.attention` on sequences whose shards lie on the devices of a mesh axis.
 
@@ -52,9 +54,10 @@ def local_attention(
       key, value: this device's shards, [B, S / n, K, H] or [S / n, K, H].
       scheme: how the devices work together, and the order of the shards.
       query_offset, query_seq_lengths, key_value_seq_lengths: of the whole sequences, in their
-        natural order; the same on all devices of the scheme's axes.
-      scale, is_causal, local_window_size, numerics, return_residual, implementation: as
-        `fa4_jax.attention`.
+        natural order; the same on all devices of the scheme's axes. An int as query_offset is part
+        of the program: which shards meet follows from it.
+      scale, is_causal, local_window_size, numerics, return_residual, implementation, arch: as
+        `fa4_jax.attention`; scale is static.
       deterministic: output and gradients are bitwise the same in every run on as many devices.
 
     Returns:
@@ -82,22 +85,44 @@ def local_attention(
             "an axis of the mesh is still Explicit inside this shard_map: make all of its axes "
             "manual (leave out axis_names)"
         )
+    validate.known_sizes(problem, "fa4_jax.parallel")
+    validate.static_scale(problem.scale)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
-    extents = _Extents(query_seq_lengths, key_value_seq_lengths, query_offset)
-    extents.check(problem)
-    problem = dataclasses.replace(
-        problem, query_offset=extents.static_offset(problem), has_lengths=extents.has_lengths
-    )
-    operands = _typed(scheme, operands, extents.array(problem, _count(sizes, scheme.axes)))
+    whole = extents.checked(query_seq_lengths, key_value_seq_lengths, query_offset, problem.batch)
+    problem = dataclasses.replace(problem, has_lengths=whole.has_lengths)
+    offset = int(query_offset) if isinstance(query_offset, Integral) else None
+    static = _Static(sizes, offset, implementation, arch)
+    devices = math.prod(sizes[axis] for axis in scheme.axes)
+    t, s = devices * problem.query_length, devices * problem.key_length
+    operands = _typed(scheme, operands, whole.array(problem.batch, t, s))
     if validate.is_empty(problem):
         output, lse = ring.nothing(operands)
         output = output.astype(operands.query.dtype)
     else:
-        output, lse = _attend(scheme, sizes, problem, implementation, operands)
+        output, lse = _attend(scheme, static, problem, operands)
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is known about a call besides its problem.
+
+    Attributes:
+      sizes: of the scheme's mesh axes.
+      offset: the query offset, by which it is decided which shards meet; None if it is an array.
+    """
+
+    sizes: dict[str, int]
+    offset: int | None
+    implementation: Implementation
+    arch: str | None
+
+    def plan(self, problem: Problem) -> Plan:
+        """The launches of a call on one device."""
+        return make_plan(problem, api.find_target(self.arch), self.implementation)
 
 
 def _axis_size(axis: str) -> int:
@@ -117,95 +142,35 @@ def _axis_size(axis: str) -> int:
         ) from None
 
 
-def _count(sizes: dict[str, int], axes: tuple[str, ...]) -> int:
-    count = 1
-    for axis in axes:
-        count *= sizes[axis]
-    return count
-
-
-@dataclasses.dataclass(frozen=True)
-class _Extents:
-    """Lengths and offset of the whole sequences, as the caller gave them."""
-
-    query_lengths: Any
-    key_lengths: Any
-    offset: Any
-
-    def check(self, problem: Problem) -> None:
-        """Raises ValueError if one is wrong."""
-        validate.lengths("query_seq_lengths", self.query_lengths, problem.batch)
-        validate.lengths("key_value_seq_lengths", self.key_lengths, problem.batch)
-        validate.query_offset(self.offset, problem.batch)
-
-    @property
-    def has_lengths(self) -> bool:
-        """Whether there may be padding."""
-        return self.query_lengths is not None or self.key_lengths is not None
-
-    def static_offset(self, problem: Problem) -> int | None:
-        """The offset as far as it is known now; without a band it does not matter."""
-        if not problem.band:
-            return 0
-        return int(self.offset) if isinstance(self.offset, numbers.Integral) else None
-
-    def array(self, problem: Problem, devices: int) -> jax.Array:
-        """int32 [B, 4]: query length, key length, query offset, 0."""
-        t, s = devices * problem.query_length, devices * problem.key_length
-        columns = (
-            (t if self.query_lengths is None else self.query_lengths, 0, t),
-            (s if self.key_lengths is None else self.key_lengths, 0, s),
-            (self.offset, -UNBOUNDED, UNBOUNDED),
-            (0, 0, 0),
-        )
-        clipped = [
-            jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), low, high), (problem.batch,))
-            for x, low, high in columns
-        ]
-        return jnp.stack(clipped, axis=1)
-
-
-def _typed(scheme: Scheme, operands: Operands, extents: jax.Array) -> Operands:
+def _typed(scheme: Scheme, operands: Operands, whole: jax.Array) -> Operands:
     """Operands that all vary over the same axes, the scheme's among them."""
-    operands = operands._replace(extents=extents)
+    operands = operands._replace(extents=whole, offset=None)
     # Where types do not tell (check_vma=False) an index has none, and nothing is cast.
     indices = [lax.axis_index(axis) for axis in scheme.axes]
     axes = types.union_varying([*operands, *indices])
     return jax.tree.map(lambda x: types.cast_varying(x, axes), operands)
 
 
-def _attend(
-    scheme: Scheme,
-    sizes: dict[str, int],
-    problem: Problem,
-    implementation: Implementation,
-    operands: Operands,
-) -> Result:
-    plans = functools.partial(_plan, implementation)
+def _attend(scheme: Scheme, static: _Static, problem: Problem, operands: Operands) -> Result:
+    sizes = static.sizes
     match scheme:
         case Ring(axis, layout):
-            work = _work(axis, sizes[axis], layout, problem, plans)
+            work = _work(axis, layout, static, problem)
             return ring.attend(work, operands)
         case AllGather(axis, layout):
-            work = _work(axis, sizes[axis], layout, problem, plans)
+            work = _work(axis, layout, static, problem)
             return gather.attend(work, operands)
         case Ulysses(axis, layout):
             local = _share_of_heads(problem, axis, sizes[axis])
 
             def whole(operands: Operands) -> Result:
-                return _whole(plans(local), layout, sizes[axis], operands)
+                return _whole(static.plan(local), layout, sizes[axis], operands)
 
             return ulysses.attend(axis, whole, operands)
         case RingUlysses(ring_axis, ulysses_axis, layout):
             local = _share_of_heads(problem, ulysses_axis, sizes[ulysses_axis])
-            work = _work(ring_axis, sizes[ring_axis], layout, local, plans)
+            work = _work(ring_axis, layout, static, local)
             return ulysses.attend(ulysses_axis, functools.partial(ring.attend, work), operands)
-
-
-def _plan(implementation: Implementation, problem: Problem) -> Plan:
-    plan = make_plan(problem, api.current_target(), implementation)
-    api._report(plan)
-    return plan
 
 
 def _share_of_heads(problem: Problem, axis: str, devices: int) -> Problem:
@@ -224,27 +189,25 @@ def _share_of_heads(problem: Problem, axis: str, devices: int) -> Problem:
     )
 
 
-def _work(axis: str, devices: int, layout: Layout, problem: Problem, plans: Any) -> Work:
+def _work(axis: str, layout: Layout, static: _Static, problem: Problem) -> Work:
     """A device's share, given the problem of its shards.
 
     Raises:
       ValueError: the shards cannot be two equal chunks.
     """
-    t, s = problem.query_length, problem.key_length
+    t, s, devices = problem.query_length, problem.key_length, static.sizes[axis]
     if layout == "zigzag" and (t % 2 or s % 2):
         raise ValueError(
             f"zig-zag takes two equal chunks a device, but the shards have {t} rows and {s} keys: "
             f"pad the sequences to multiples of {2 * devices}, and give their lengths"
         )
-    cut = Cut(devices, layout, t, s, problem.window, problem.query_offset)
-    banded = dataclasses.replace(problem, query_offset=None if problem.band else 0)
+    cut = Cut(devices, layout, t, s, problem.window, static.offset)
     dense = dataclasses.replace(
         problem,
         window=(UNBOUNDED, UNBOUNDED),
-        query_offset=0,
         has_lengths=problem.has_lengths or cut.kind == "causal",
     )
-    return Work(axis, cut, plans(banded), plans(dense))
+    return Work(axis, cut, static.plan(problem), static.plan(dense))
 
 
 def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Result:

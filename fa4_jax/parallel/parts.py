@@ -121,7 +121,7 @@ def _causal_part(work: Work, shift: int, whole: Array) -> Part:
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
     if shift == 0:
-        return Part(work.plan.resized(query_offset=0), extents(rows, keys))
+        return Part(work.plan, extents(rows, keys))
     before = work.device >= shift
     # Lengths of rows would not be prefixes here: `rows_used` is for them.
     rows = jnp.where(before, 2 * half, half) + jnp.zeros_like(rows)

@@ -35,18 +35,18 @@ Result = tuple[Array, Array]
 
 
 def _merged(total: Result | None, part: Result) -> Result:
-    """Output and log-sum-exp, float32, over the keys of both."""
+    """Output and log-sum-exp, float32 or wider, over the keys of both."""
     output, lse = part
     if total is None:
-        return output.astype(jnp.float32), lse
+        return output.astype(types.wide(output.dtype)), lse
     return lse_merging.merge(*total, output, lse)
 
 
 def _added(total: Array | None, part: Array | None) -> Array | None:
-    """The sum in float32."""
+    """The sum in float32, or float64 of float64."""
     if part is None:
         return total
-    part = part.astype(jnp.float32)
+    part = part.astype(types.wide(part.dtype))
     return part if total is None else total + part
 
 
@@ -93,8 +93,8 @@ def nothing(operands: Operands) -> Result:
     query, value = operands.query, operands.value
     b, t, n, _ = query.shape
     axes = types.union_varying(operands)
-    output = jnp.zeros((b, t, n, value.shape[-1]), jnp.float32)
-    lse = jnp.full((b, n, t), -jnp.inf, jnp.float32)
+    output = jnp.zeros((b, t, n, value.shape[-1]), types.wide(value.dtype))
+    lse = jnp.full((b, n, t), -jnp.inf, types.wide(value.dtype))
     return types.cast_varying(output, axes), types.cast_varying(lse, axes)
 
 

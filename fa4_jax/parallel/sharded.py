@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -15,12 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from fa4_jax import api, partition, types, validate
+from fa4_jax import api, extents, partition, types, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
 from fa4_jax.parallel.local import local_attention
 from fa4_jax.parallel.schemes import Scheme
 from fa4_jax.partition import Axes, Split
-from fa4_jax.problem import Problem
+from fa4_jax.problem import UNBOUNDED, Problem
 
 Specs = PartitionSpec | Sequence[PartitionSpec] | None
 Dimensions = tuple[Axes, Axes, Axes, Axes]
@@ -47,6 +47,7 @@ def attention(
     numerics: Numerics = "fast",
     return_residual: bool = False,
     implementation: Implementation = None,
+    arch: str | None = None,
 ) -> Any:
     """`fa4_jax.attention` on a mesh whose axes share out the sequences too.
 
@@ -61,7 +62,7 @@ def attention(
         query heads as they suffice for.
       query_offset, query_seq_lengths, key_value_seq_lengths: in the natural order of the sequences.
       scale, is_causal, local_window_size, deterministic, numerics, return_residual,
-        implementation: as `fa4_jax.parallel.local_attention`.
+        implementation, arch: as `fa4_jax.parallel.local_attention`.
 
     Returns:
       As `fa4_jax.attention`, sharded as query. Lengths that are no multiple of the devices are
@@ -86,27 +87,27 @@ def attention(
         numerics=numerics,
     )
     operands, problem = api.canonicalise(call)
-    validate.flag("return_residual", return_residual)
     arrays = operands[:3]
+    validate.known_sizes(problem, "fa4_jax.parallel")
+    validate.flag("return_residual", return_residual)
     mesh = _find_mesh(mesh, arrays)
     split = _find_split(scheme, mesh, problem, arrays, specs, jnp.ndim(query))
-    static = isinstance(query_offset, numbers.Integral)
+    static = isinstance(query_offset, Integral)
     options = {
         "scheme": scheme,
-        "scale": problem.scale,
+        "scale": validate.static_scale(problem.scale),
         "is_causal": is_causal,
         "local_window_size": _hashable(local_window_size),
         "deterministic": deterministic,
         "numerics": numerics,
         "implementation": implementation,
+        "arch": arch,
     }
     if static:
         options["query_offset"] = query_offset
     request = _Request(scheme, mesh, split, problem, tuple(options.items()))
-    values = {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
-    if not static:
-        values["query_offset"] = query_offset
-    given = {name: jnp.asarray(x, jnp.int32) for name, x in values.items() if x is not None}
+    numbers = extents.checked(*lengths, query_offset, problem.batch)
+    given = _given(numbers._replace(query_offset=None) if static else numbers, problem)
     output, lse = _on_mesh(request, *_padded(request, arrays, given))
     output = _cut(output, problem.query_length, axis=1)
     lse = _cut(lse, problem.query_length, axis=2)
@@ -169,6 +170,20 @@ class _Split:
 
 def _spec(*dimensions: Axes) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in dimensions))
+
+
+def _given(numbers: extents.Extents, problem: Problem) -> dict[str, jax.Array]:
+    """The numbers that are no part of the program, by their names as arguments, int32."""
+    limits = {
+        "query_seq_lengths": (numbers.query_lengths, 0, problem.query_length),
+        "key_value_seq_lengths": (numbers.key_lengths, 0, problem.key_length),
+        "query_offset": (numbers.query_offset, -UNBOUNDED, UNBOUNDED),
+    }
+    return {
+        name: jnp.asarray(extents.to_int32(*limit))
+        for name, limit in limits.items()
+        if limit[0] is not None
+    }
 
 
 def _hashable(window: Any) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fa4_jax import types
 from fa4_jax.default import Operands
 
 Array = jax.Array
@@ -43,7 +44,7 @@ def _copies(x: Array, devices: int) -> Array:
     b, length, heads, h = x.shape
     if heads % devices == 0:
         return x
-    wide = x.astype(jnp.float32)[:, :, :, None]
+    wide = x.astype(types.wide(x.dtype))[:, :, :, None]
     wide = jnp.broadcast_to(wide, (b, length, heads, devices // heads, h))
     return wide.reshape(b, length, devices, h).astype(x.dtype)
 

@@ -6,6 +6,8 @@ import argparse
 import fnmatch
 import os
 import pathlib
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,11 +20,19 @@ from fa4_jax import catalogue
 from fa4_jax.key import KernelKey
 from kernels.build import cache, package
 
+ALL, NONE, HERE = "all", "none", "here"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     options = _parse(arguments)
-    keys = catalogue.all_keys()
+    archs = architectures(options.arch)
+    if not archs:
+        if options.arch == NONE:
+            package.remove()
+        print(f"--arch {options.arch}: no kernels are built")
+        return 0
+    keys = [key for key in catalogue.all_keys() if key.arch in archs]
     selected = [key for key in keys if fnmatch.fnmatch(key.name, options.only)]
     if not selected:
         print(f"no key matches {options.only!r}; see --list", file=sys.stderr)
@@ -59,6 +69,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="GLOB",
         help='kernel names to build, e.g. "*_fwd_*"; others stay packaged if they are up to date',
     )
+    parser.add_argument(
+        "--arch",
+        choices=(ALL, NONE, HERE, *catalogue.ARCHITECTURES),
+        default=ALL,
+        help=f"{ALL} of them, {NONE}, one, or that of the GPU that is {HERE} (if there is one); "
+        "kernels of other architectures are not packaged",
+    )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="kernels compiled at a time"
@@ -70,6 +87,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="write the selected kernels' PTX and its manifest there instead, for the emulator",
     )
     return parser.parse_args(arguments)
+
+
+def architectures(choice: str) -> tuple[str, ...]:
+    """The architectures of a choice; none where there is no GPU that kernels run on."""
+    if choice == ALL:
+        return catalogue.ARCHITECTURES
+    found = {NONE: None, HERE: _architecture_here()}.get(choice, choice)
+    return () if found is None else (found,)
+
+
+def _architecture_here() -> str | None:
+    """That of the first GPU that the NVIDIA driver lists."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"]
+    if shutil.which(query[0]) is None:
+        return None
+    answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return catalogue.architecture_of(int(answer.strip().replace(".", "")))
 
 
 def _build(keys: list[KernelKey], jobs: int, console: Console) -> list[cache.Entry]:

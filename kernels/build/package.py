@@ -94,6 +94,12 @@ def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> No
     _remove_others(output, "*.cubin", cubins.values())
 
 
+def remove(output: pathlib.Path = OUTPUT) -> None:
+    """Removes the packaged cubins and their manifest; what was compiled stays in the cache."""
+    (output / "manifest.json").unlink(missing_ok=True)
+    _remove_others(output, "*.cubin", ())
+
+
 def package_ptx(entries: Iterable[cache.Entry], output: pathlib.Path) -> None:
     """Writes the kernels' PTX and its manifest, which replace what was there.
 

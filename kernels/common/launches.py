@@ -71,9 +71,7 @@ def counters(key: KernelKey) -> tuple[str, ...]:
 
     dq_order: additions to each query tile; dq_ticket: CTAs, or pairs, that have started.
     """
-    if not key.deterministic:
-        return ()
-    return ("dq_order", "dq_ticket") if key.arch == "sm_100f" else ("dq_order",)
+    return ("dq_order", "dq_ticket") if key.deterministic else ()
 
 
 def accumulators(rows: int, head_dim: int, key: KernelKey) -> tuple[Result, ...]:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import multiprocessing
 import pathlib
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -158,3 +159,18 @@ def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == ["sm_90a_fwd_bf16_d128", "sm_90a_fwd_bf16_d128_band"]
     assert command.main(["--only", "nothing*"]) == 2
     assert "nothing*" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "archs"),
+    [("9.0\n", ("sm_90a",)), ("10.3\n", ("sm_100f",)), ("8.9\n", ()), (None, ())],
+)
+def test_the_build_finds_the_gpu_at_hand(
+    answer: str | None, archs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=answer or "")
+    monkeypatch.setattr(command.shutil, "which", lambda name: answer and f"/bin/{name}")
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: done)
+    assert command.architectures(command.HERE) == archs
+    assert command.architectures(command.ALL) == catalogue.ARCHITECTURES
+    assert command.architectures(command.NONE) == ()

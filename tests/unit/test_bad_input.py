@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -65,13 +66,26 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"query_offset": 0.5}, r"query_offset .*0\.5"),
     ({"query_offset": True}, "query_offset .*True"),
     ({"query_offset": 2**30}, "query_offset .*1073741824"),
+    ({"query_offset": 2**70}, f"query_offset .*{2**70}"),
+    ({"query_offset": [0, -(2**40)]}, f"query_offset .*-{2**40}"),
+    ({"query_offset": np.uint64(2**63)}, f"query_offset .*{2**63}"),
+    ({"query_offset": np.array([0, 2**31])}, f"query_offset .*{2**31}"),
+    ({"query_offset": None}, "query_offset .*None"),
     ({"query_offset": jnp.zeros(3, jnp.int32)}, r"query_offset .*\(2,\).*\(3,\)"),
     ({"query_offset": jnp.zeros(2)}, "query_offset .*float32"),
     ({"query_seq_lengths": lengths(1)}, r"query_seq_lengths .*\(2,\).*\(1,\)"),
     ({"query_seq_lengths": lengths(1, -2)}, r"query_seq_lengths .*\[1, -2\]"),
     ({"query_seq_lengths": [3, -1]}, r"query_seq_lengths .*\[3, -1\]"),
     ({"key_value_seq_lengths": jnp.asarray(5)}, r"key_value_seq_lengths .*\(\)"),
-    ({"key_value_seq_lengths": lengths(1, 2, dtype=np.int16)}, "key_value_seq_lengths .*int16"),
+    ({"key_value_seq_lengths": np.ones(2, bool)}, "key_value_seq_lengths .*bool"),
+    ({"key_value_seq_lengths": [True, False]}, "key_value_seq_lengths .*bool"),
+    ({"key_value_seq_lengths": [1, 2**31]}, "key_value_seq_lengths .*int32.* 2147483648"),
+    ({"key_value_seq_lengths": [1, 2**70]}, f"key_value_seq_lengths .*int32.* {2**70}"),
+    (
+        {"query_seq_lengths": lengths(1, 2**40, dtype=np.int64)},
+        f"query_seq_lengths .*int32.* {2**40}",
+    ),
+    ({"query_seq_lengths": "all"}, "query_seq_lengths .*all"),
     ({"key_value_seq_lengths": lengths(1, 2, dtype=np.float32)}, "key_value_seq_lengths .*float32"),
     ({"key_value_seq_lengths": [1.0, 2.0]}, "key_value_seq_lengths .*float64"),
     ({"local_window_size": -1}, "local_window_size .*-1"),
@@ -102,10 +116,11 @@ def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
         ({}, "query dtype f32"),
         ({"bias": zeros(1, 1, T, S)}, "bias"),
         ({"mask": zeros(1, 1, T, S, dtype=bool)}, "mask"),
+        ({"scale": "traced", "dtype": jnp.bfloat16}, "scale: it is traced"),
         ({"head_dim": 12, "dtype": jnp.bfloat16}, "head_dim 12"),
         ({"head_dim": 264, "dtype": jnp.float16}, "head_dim 264"),
     ],
-    ids=["float32", "bias", "mask", "head_dim_12", "head_dim_264"],
+    ids=["float32", "bias", "mask", "scale", "head_dim_12", "head_dim_264"],
 )
 def test_what_kernels_do_not_take(kernels_present: None, changes: dict[str, Any], message: str):
     h, dtype = changes.pop("head_dim", H), changes.pop("dtype", jnp.float32)
@@ -114,19 +129,34 @@ def test_what_kernels_do_not_take(kernels_present: None, changes: dict[str, Any]
         "key": zeros(2, S, K, h, dtype=dtype),
         "value": zeros(2, S, K, h, dtype=dtype),
     }
+
+    def run(scale: Any, **options: Any) -> jax.Array:
+        traced = {"scale": scale} if "scale" in changes else {}
+        return call(**operands, **(changes | traced), **options)
+
     with pytest.raises(NotImplementedError, match=f"implementation='kernel': {message}"):
-        call(**operands, **changes, implementation="kernel")
-    assert call(**operands, **changes).shape == (2, T, N, h)
+        jax.jit(functools.partial(run, implementation="kernel"))(1.0)
+    assert jax.jit(run)(1.0).shape == (2, T, N, h)
 
 
-def test_float64_is_not_implemented():
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=r"query .*float64"):
-        call(**{name: zeros(2, 7, 2, H, dtype=jnp.float64) for name in ("query", "key", "value")})
+def test_other_floating_types_are_not_implemented():
+    names = ("query", "key", "value")
+    with pytest.raises(NotImplementedError, match=r"query .*float8_e4m3fn; .*float64"):
+        call(**{name: zeros(2, 7, 2, H, dtype=jnp.float8_e4m3fn) for name in names})
 
 
-def test_a_traced_scale_is_refused():
-    with pytest.raises(ValueError, match="scale must be a static number"):
-        jax.jit(lambda scale: call(scale=scale))(1.0)
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [(np.float32(1), None), (np.ones(2), r"scale .*float32\[2\]"), (2, r"scale .*int32\[\]")],
+    ids=str,
+)
+def test_a_traced_scale_is_one_number(scale: Any, message: str | None):
+    run = jax.jit(lambda scale: call(scale=scale))
+    if message is None:
+        assert run(scale).shape == (2, T, N, H)
+        return
+    with pytest.raises(ValueError, match=message):
+        run(scale)
 
 
 def test_a_traced_flag_is_refused():
@@ -155,15 +185,17 @@ def test_traced_lengths_out_of_range_are_clipped(rng: np.random.Generator):
 @pytest.mark.parametrize(
     ("b", "t", "s"), [(0, T, S), (2, 0, S), (2, T, 0), (0, 0, 0)], ids=lambda x: str(x)
 )
-def test_empty_arrays_have_defined_results(b: int, t: int, s: int):
-    q, k = zeros(b, t, N, H), zeros(b, s, K, H)
+@pytest.mark.parametrize("value_dim", [H, 8])
+def test_empty_arrays_have_defined_results(b: int, t: int, s: int, value_dim: int):
+    q, k, v = zeros(b, t, N, H), zeros(b, s, K, H), zeros(b, s, K, value_dim)
 
-    def run(q: jax.Array, k: jax.Array) -> Any:
-        return attention(q, k, k, is_causal=True, return_residual=True)
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return attention(q, k, v, is_causal=True, return_residual=True)
 
-    output, lse = run(q, k)
-    np.testing.assert_array_equal(output, np.zeros((b, t, N, H)))
+    output, lse = run(q, k, v)
+    np.testing.assert_array_equal(output, np.zeros((b, t, N, value_dim)))
+    assert output.shape == (b, t, N, value_dim) and output.dtype == q.dtype
     np.testing.assert_array_equal(lse, np.full((b, N, t), -np.inf))
-    dq, dk = jax.grad(lambda q, k: run(q, k)[0].sum(), (0, 1))(q, k)
-    np.testing.assert_array_equal(dq, np.zeros(q.shape))
-    np.testing.assert_array_equal(dk, np.zeros(k.shape))
+    gradients = jax.grad(lambda *x: run(*x)[0].sum(), (0, 1, 2))(q, k, v)
+    for gradient, x in zip(gradients, (q, k, v), strict=True):
+        assert gradient.shape == x.shape and not gradient.any()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa4_jax import default
 from fa4_jax.blocks import Side, band_range, block_size, edge_block
-from fa4_jax.problem import UNBOUNDED
+from fa4_jax.default import Operands
+from fa4_jax.problem import UNBOUNDED, Problem
 
-SIDES = st.one_of(st.integers(0, 40), st.just(UNBOUNDED))
+SIDES = st.one_of(st.integers(0, 40), st.sampled_from([UNBOUNDED - 1, UNBOUNDED]))
+LARGE = st.sampled_from([-UNBOUNDED, UNBOUNDED])
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -41,6 +45,47 @@ def test_band_range(first: int, rows: int, below: int, above: int, size: int, le
         for i in range(hi - full_hi + full_lo - lo)
     ]
     assert sorted([*edges, *wholes]) == list(range(lo, hi))
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    offsets=st.lists(st.one_of(st.integers(-250, 250), LARGE), min_size=1, max_size=3),
+    window=st.tuples(SIDES, SIDES),
+    common=st.booleans(),
+)
+def test_blocks_of_a_batch_whose_offsets_are_arrays(
+    lengths: tuple[int, int], offsets: list[int], window: tuple[int, int], common: bool
+):
+    t, s = lengths
+    offsets = offsets[:1] if common else offsets
+    problem = Problem(len(offsets), t, s, 8192, 8192, 8, "f32", 1.0, window)
+    operand = jnp.zeros((len(offsets), 1, 1, 1))
+    extents = jnp.array([[t, s, offset, 0] for offset in offsets], jnp.int32)
+    offset = jnp.int32(offsets[0]) if common else None
+    operands = Operands(operand, operand, operand, extents, offset=offset)
+    steps = default._blockwise(problem, operands)
+    rows, keys = steps.tiling.rows, steps.tiling.keys
+    left, right = window
+    distance = np.arange(keys.size * keys.count)[None, None] - np.array(offsets)[:, None, None]
+    distance = distance - np.arange(rows.size * rows.count)[None, :, None]
+    seen = (left == UNBOUNDED) | (distance >= -left)
+    seen = np.logical_and(seen, (right == UNBOUNDED) | (distance <= right))
+    seen = seen.reshape(len(offsets), rows.count, rows.size, keys.count, keys.size)
+    real = seen & (np.arange(keys.count * keys.size) < s).reshape(keys.count, keys.size)
+    # [row block, key block]
+    some, every = np.any(real, axis=(0, 2, 4)), np.all(seen, axis=(0, 2, 4))
+    for ranges, any_, all_, side in (
+        ([steps.row_range(i) for i in range(rows.count)], some, every, keys),
+        ([steps.key_range(i) for i in range(keys.count)], some.T, every.T, rows),
+    ):
+        for found, any_of, all_of in zip(ranges, any_, all_, strict=True):
+            lo, full_lo, full_hi, hi = map(int, found)
+            blocks = np.arange(side.count)
+            assert not (any_of & ((blocks < lo) | (blocks >= hi))).any()
+            assert all_of[full_lo:full_hi].all() and full_hi <= max(side.whole, full_lo)
+            if common and side is keys:
+                assert any_of[lo:hi].all()  # nothing is visited in vain
 
 
 @settings(max_examples=200, deadline=None, database=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -93,6 +94,62 @@ def test_what_needs_the_weights_is_refused(x: jax.Array):
         layer.init(jax.random.key(0), x)
     with pytest.raises(NotImplementedError, match="precision"):
         nnx_layer(attention_fn=attention_fn, precision=jax.lax.Precision.HIGHEST)(x)
+
+
+@pytest.mark.parametrize("make", [nnx_layer, linen_layer])
+def test_messages_are_one_short_line(x: jax.Array, make: Any):
+    """The module, whose description has a hundred lines, is an argument."""
+    layer = make(attention_fn=attention_fn)
+    with pytest.raises(NotImplementedError, match="sow_weights") as error:
+        if make is nnx_layer:
+            layer(x, sow_weights=True)
+        else:
+            layer.init(jax.random.key(0), x, sow_weights=True)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 120
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("highest", jnp.bfloat16),
+        (jax.lax.Precision.HIGH, jnp.float16),
+        ("default", jnp.float32),
+        ((jax.lax.Precision.DEFAULT,) * 2, jnp.float32),
+    ],
+    ids=str,
+)
+def test_a_precision_that_changes_nothing(x: jax.Array, precision: Any, dtype: Any):
+    heads = x.reshape(2, 10, 4, 8).astype(dtype)
+    found = attention_fn(heads, heads, heads, precision=precision)
+    np.testing.assert_array_equal(found, attention_fn(heads, heads, heads))
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (0, 2)], ids=str)
+def test_any_number_of_leading_axes(leading: tuple[int, ...], rng: np.random.Generator):
+    q, k, v = (jnp.asarray(rng.normal(size=(*leading, n, 4, 8)), jnp.float32) for n in (6, 9, 9))
+    seen = [(*leading, 1, 6, 9), (*leading, 4, 1, 9), (6, 9)]
+    seen += [(*(1,) * len(leading), 1, 6, 9), (*leading[:-1], *(1,) * len(leading[-1:]), 4, 6, 9)]
+    for shape in seen:
+        mask = jnp.asarray(rng.random(shape) < 0.7).at[..., 0].set(True)
+        bias = jnp.asarray(rng.normal(size=shape), jnp.float32)
+        expected = linen.dot_product_attention(q, k, v, bias, mask)
+        found = attention_fn(q, k, v, bias, mask)
+        assert found.shape == q.shape
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    causal = linen.dot_product_attention(q, k, v, mask=jnp.tri(6, 9, dtype=bool))
+    found = attention_fn(q, k, v, is_causal=True)
+    np.testing.assert_allclose(found, causal, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [nnx_layer, linen_layer])
+def test_layers_with_two_batch_axes(rng: np.random.Generator, make: Any):
+    x = jnp.asarray(rng.normal(size=(2, 3, 10, FEATURES)), jnp.float32)
+    mask = linen.make_causal_mask(x[..., 0])
+    plain, ours = make(), make(attention_fn=attention_fn)
+    if make is linen_layer:
+        variables = plain.init(jax.random.key(0), x)
+        plain, ours = (functools.partial(m.apply, variables) for m in (plain, ours))
+    np.testing.assert_allclose(ours(x, mask=mask), plain(x, mask=mask), rtol=1e-4, atol=1e-5)
 
 
 def test_decoding_equals_the_whole_sequence(x: jax.Array):

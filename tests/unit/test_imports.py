@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+
+import fa4_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARY = sorted((ROOT / "fa4_jax").rglob("*.py"))
@@ -47,11 +50,54 @@ def test_what_the_build_reads_imports_no_jax(name: str):
     assert not {x for x in names if x.split(".")[0] in ("jax", "numpy")}
 
 
+def modules_of_the_library(path: pathlib.Path) -> set[str]:
+    """The modules of fa4_jax that a file imports, or from which it imports a name."""
+    found = set()
+    for name in imported(path):
+        place, parts = ROOT, name.split(".")
+        if parts[0] != "fa4_jax":
+            continue
+        while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
+            place /= parts.pop(0)
+        found.add(".".join(place.relative_to(ROOT).parts))
+    return found - {"fa4_jax"}
+
+
+def test_modules_of_the_library_are_told_from_their_names(tmp_path: pathlib.Path):
+    file = tmp_path / "file.py"
+    file.write_text(
+        "import fa4_jax.conformance.cases\n"
+        "from fa4_jax.key import KernelKey\n"
+        "from fa4_jax import plan\n"
+    )
+    expected = {"fa4_jax.conformance.cases", "fa4_jax.key", "fa4_jax.plan"}
+    assert modules_of_the_library(file) == expected
+
+
 def test_kernels_import_only_the_vocabulary():
-    allowed = {"fa4_jax", "fa4_jax.key", "fa4_jax.manifest", "fa4_jax.catalogue"}
+    allowed = {"fa4_jax.key", "fa4_jax.manifest", "fa4_jax.catalogue"}
     for path in (ROOT / "kernels").rglob("*.py"):
-        modules = {name for name in imported(path) if name.split(".")[0] == "fa4_jax"}
-        assert {name for name in modules if name.count(".") < 2} <= allowed, path
+        assert modules_of_the_library(path) <= allowed, path
+
+
+def test_modules_are_reached_by_the_package_alone():
+    script = """
+import sys
+import fa4_jax
+assert "fa4_jax.parallel" not in sys.modules
+assert fa4_jax.parallel.Ring and fa4_jax.flax.make_attention_fn
+assert not {"flax"} & set(sys.modules)
+assert set(fa4_jax.__all__) <= set(dir(fa4_jax))
+assert not hasattr(fa4_jax, "no_such_module")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_says_its_version_and_that_it_is_typed():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fa4_jax.__version__)
+    assert (ROOT / "fa4_jax" / "py.typed").exists()
 
 
 def test_importing_starts_no_backend_and_needs_no_flax():

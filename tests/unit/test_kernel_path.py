@@ -148,6 +148,32 @@ def test_an_unbatched_operand_is_never_as_large_as_a_batch(operands, batched):
             assert all(f"tensor<{copied}xbf16>" not in line for line in calls)
 
 
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 0, 0)], ids=str)
+def test_vmap_over_an_axis_of_size_zero_launches_nothing(operands, mapped):
+    args = [x if axis is None else x[None][:0] for x, axis in zip(operands, mapped, strict=True)]
+    assert launches(jax.vmap(gradient(causal), mapped), *args) == []
+
+
+def test_empty_calls_launch_nothing_and_have_values_head_dim(operands):
+    q, k, v = operands
+    for b, s in ((0, 52), (2, 0)):
+        args = q[:b], k[:b, :s], v[:b, :s, :, :64]
+        run = lambda *x: causal(*x, implementation="kernel")  # noqa: E731
+        assert run(*args)[0].shape == (b, 36, 4, 64)
+        assert launches(gradient(run), *args) == []
+
+
+def test_an_offset_is_no_part_of_the_program(operands):
+    q, k, v = operands
+
+    def text(offset: int) -> str:
+        return program(gradient(lambda *x: causal(*x, query_offset=offset)), *operands)
+
+    found = [api.canonicalise(api.Call(q, k, v, is_causal=True, query_offset=x)) for x in (3, 4)]
+    assert found[0][1] == found[1][1]
+    assert re.sub("dense<.*>", "", text(3)) == re.sub("dense<.*>", "", text(4)) != text(4)
+
+
 def test_kernel_on_another_platform_says_so(operands):
     for run in (causal, jax.jit(causal, static_argnames="implementation")):
         with pytest.raises(NotImplementedError, match="the kernels run on cuda"):
@@ -182,20 +208,17 @@ def test_a_missing_backward_is_an_error_where_kernels_are_insisted_on(operands, 
     assert launches(gradient(causal), *operands) == [FORWARD]  # else the default's backward
 
 
-def test_a_gpu_without_a_kernel_is_told_once(operands, monkeypatch, caplog):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_a_missing_backward_is_told_once(operands, monkeypatch, caplog):
+    keys = tuple(k for k in catalogue.all_keys() if k.kernel is Pass.FORWARD)
+    monkeypatch.setattr(api, "current_target", lambda: fake_target(keys))
     told.once.cache_clear()
-    q, k, v = operands
-    bias = jnp.zeros((1, 1, 1, 52), jnp.bfloat16)
     with caplog.at_level(logging.WARNING, "fa4_jax"):
-        for _ in range(3):
-            jax.eval_shape(lambda: attention(q, k, v, bias))
-        jax.eval_shape(lambda: attention(q, k, v))
-        jax.eval_shape(lambda: attention(q, k, v, bias, implementation="xla"))
-    assert [r.getMessage() for r in caplog.records] == [
-        "attention uses the default path for its forward and backward: "
-        "bias: the kernels take no dense bias"
-    ]
+        for _ in range(2):
+            program(gradient(causal), *operands)
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.startswith(
+        "attention uses the default path for its backward: no kernel sm_90a_bwd"
+    )
 
 
 def test_gradients_under_shard_map_have_the_types_that_it_checks(operands):

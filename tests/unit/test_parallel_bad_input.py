@@ -46,6 +46,17 @@ def test_meshes_and_specs(scheme, specs, message):
         parallel.attention(*operands(), scheme=scheme, mesh=mesh, specs=specs)
 
 
+def test_a_traced_scale():
+    mesh = make_mesh(AUTO, seq=4)
+
+    def run(scale: Any) -> Any:
+        options = {"scheme": Ring("seq"), "mesh": mesh, "specs": SEQ}
+        return parallel.attention(*operands(), **options, scale=scale)
+
+    with pytest.raises(NotImplementedError, match="scale is traced"):
+        jax.jit(run)(0.5)
+
+
 def test_no_mesh():
     with pytest.raises(ValueError, match="there is no mesh: pass mesh="):
         parallel.attention(*operands(), scheme=Ring("seq"), specs=SEQ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fa4_jax import attention, parallel, save_attention_policy
-from fa4_jax.parallel import AllGather, Ring
+from fa4_jax.parallel import AllGather, Ring, Ulysses
 from tests.parallel_cases import make_mesh
 
 SEQ = P(None, "seq")
@@ -173,3 +174,23 @@ def test_launches_and_what_remat_keeps(kernels_present, rng):
     assert plain.count("stablehlo.collective_permute") == 3 * 2 + 3 * 4
     assert launches(program(jax.checkpoint(loss))) == 20
     assert launches(program(jax.checkpoint(loss, policy=save_attention_policy))) == 16
+
+
+@pytest.mark.parametrize("scheme", [Ring("seq"), AllGather("seq"), Ulysses("seq")], ids=str)
+def test_float64_stays_float64(rng, scheme):
+    mesh = make_mesh(AxisType.Auto, seq=2)
+
+    def loss(function: Any) -> Any:
+        def run(*x: jax.Array) -> jax.Array:
+            output, lse = function(*x, is_causal=True, return_residual=True)
+            assert output.dtype == lse.dtype == jnp.float64
+            return (output**2).sum() + (lse**2).sum()
+
+        return jax.jit(jax.value_and_grad(run, (0, 1, 2)))
+
+    ours = functools.partial(parallel.attention, scheme=scheme, mesh=mesh, specs=SEQ)
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(x, jnp.float64) for x in draw(rng, 2, heads=(4, 2))]
+        found, truth = loss(ours)(*arrays), loss(attention)(*arrays)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)

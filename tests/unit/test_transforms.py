@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import pathlib
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 import fa4_jax
 from fa4_jax import attention
+from fa4_jax import lse as lse_merging
 
 SHAPES = ((2, 9, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8))
 OPTIONS: dict[str, Any] = {"is_causal": True, "query_offset": 2}
@@ -37,7 +40,8 @@ def assert_trees_close(actual: Any, expected: Any) -> None:
     """Equal up to float32 rounding of sums whose terms are as large as the largest result."""
 
     def close(a: jax.Array, b: jax.Array) -> None:
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * (1 + np.abs(b).max()))
+        largest = np.abs(np.asarray(b)).max(initial=0, where=np.isfinite(b))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * (1 + largest))
 
     jax.tree.map(close, actual, expected)
 
@@ -70,6 +74,27 @@ def test_vmap_of_any_operands_equals_a_loop(mapped: tuple[int | None, ...], rng)
         for i, axis in enumerate(mapped)
     )
     assert_trees_close(total, summed)
+
+
+@pytest.mark.parametrize("mapped", AXES[:-2], ids=str)
+@pytest.mark.parametrize("dense", [False, True], ids=["", "bias"])
+def test_vmap_over_an_axis_of_size_zero(mapped: tuple[int | None, ...], dense: bool):
+    shapes = ((2, 9, 4, 8), (2, 12, 2, 8), (2, 12, 2, 16))
+    args = [
+        jnp.ones(shape if axis is None else (0, *shape))
+        for shape, axis in zip(shapes, mapped, strict=True)
+    ]
+    bias: Any = jnp.ones((1, 1, 9, 12)) if dense else None
+
+    def run(*args: jax.Array) -> Any:
+        return both(*args, bias), jax.grad(loss, (0, 1, 2))(*args, bias)
+
+    (output, lse), gradients = jax.vmap(run, mapped)(*args)
+    assert output.shape == (0, 2, 9, 4, 16) and lse.shape == (0, 2, 4, 9)
+    assert [x.shape for x in gradients] == [(0, *shape) for shape in shapes]
+    total = jax.grad(lambda *x: jax.vmap(loss, (*mapped, None))(*x, bias).sum(), (0, 1, 2))(*args)
+    for x, y in zip(total, args, strict=True):
+        assert x.shape == y.shape and not x.any()
 
 
 def test_vmap_over_queries_with_values_of_another_head_dim(rng):
@@ -177,6 +202,142 @@ def test_a_traced_offset_equals_a_static_one(rng):
         assert_trees_close(traced(*args, jnp.int32(offset)), expected)
         per_batch = jnp.array([offset, offset], jnp.int32)
         assert_trees_close(traced(*args, per_batch), expected)
+
+
+def test_a_step_of_decoding_compiles_nothing(rng, caplog):
+    q, k, v = (normal(rng, (2, n, 4, 8)) for n in (1, 12, 12))
+    decode = functools.partial(both, is_causal=True)
+
+    def step(offset: Any) -> Any:
+        return decode(q, k, v, query_offset=offset), jax.grad(loss)(q, k, v, query_offset=offset)
+
+    step(0)
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        for offset in (1, 2, 3, np.int64(4)):
+            step(offset)
+        assert not [r.getMessage() for r in caplog.records if "ompiling" in r.getMessage()]
+        attention(q, k[:, :5], v[:, :5])
+        assert [r.getMessage() for r in caplog.records if "ompiling" in r.getMessage()]
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["", "bias"])
+def test_a_traced_scale_and_its_gradient(dense: bool, rng):
+    q, k, v = (normal(rng, shape) for shape in SHAPES)
+    bias: Any = normal(rng, (2, 4, 9, 12)) if dense else None
+    # Rows that see no key, and padding, may hold anything.
+    q, options = q.at[1, 7:].set(jnp.nan), {"query_seq_lengths": jnp.array([9, 7])}
+    options |= {"query_offset": jnp.array([-2, 2])}
+    q = q.at[0, :2].set(jnp.nan)
+
+    def run(scale: Any, q: jax.Array, k: jax.Array) -> Any:
+        return loss(q, k, v, bias, scale=scale, **options)
+
+    value, (scale_bar, q_bar, k_bar) = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(0.3, q, k)
+    expected = jax.value_and_grad(functools.partial(run, 0.3), (0, 1))(q, k)
+    assert_trees_close((value, (q_bar, k_bar)), expected)
+    slope = (run(0.31, q, k) - run(0.29, q, k)) / 0.02
+    np.testing.assert_allclose(scale_bar, slope, rtol=1e-2)
+    # Scaling the query does the same.
+    scaled = jax.grad(lambda scale: run(1.0, scale * jnp.nan_to_num(q), k))(0.3)
+    np.testing.assert_allclose(scale_bar, scaled, rtol=1e-4)
+    scales = jnp.array([0.3, 0.5, -0.2])
+    both_ways = jax.jit(jax.value_and_grad(run, (0, 1)))
+    batched = jax.vmap(both_ways, (0, None, None))(scales, q, k)
+    each = [both_ways(scale, q, k) for scale in scales]
+    assert_trees_close(batched, jax.tree.map(lambda *x: jnp.stack(x), *each))
+
+
+def test_float64(rng):
+    q, k, v = (rng.normal(size=shape) for shape in SHAPES)
+    bias = rng.normal(size=(1, 4, 9, 12))
+
+    def ordinary(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> Any:
+        """As `both`, of whole matrices."""
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        seen = jnp.tri(9, 12, 2, bool)
+        scores = jnp.where(seen, scale * jnp.einsum("btnh,bsnh->bnts", q, k) + bias, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, -1)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.exp(scores - lse[..., None]), v), lse
+
+    def squares(function: Any, *args: Any) -> Any:
+        output, lse = function(*args)
+        return (output**2).sum() + lse.sum() ** 2
+
+    with jax.enable_x64(True):
+        args = tuple(map(jnp.asarray, (q, k, v, bias, np.float64(0.3))))
+        ours = lambda *x: both(*x[:4], scale=x[4])  # noqa: E731
+        output, lse = ours(*args)
+        assert output.dtype == lse.dtype == jnp.float64
+        gradients = [
+            jax.jit(jax.grad(functools.partial(squares, function), (0, 1, 2, 3, 4)))(*args)
+            for function in (ours, ordinary)
+        ]
+        found, expected = (output, lse, *gradients[0]), (*ordinary(*args), *gradients[1])
+        for x, y in zip(found, expected, strict=True):
+            assert x.dtype == jnp.float64
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+        merged = lse_merging.merge(output, lse, output, lse)
+        assert merged[0].dtype == merged[1].dtype == jnp.float64
+        assert both(q[:, :0], k, v)[1].dtype == jnp.float64
+
+
+NUMBERS = {"query_offset": [3, -2], "query_seq_lengths": [9, 5], "key_value_seq_lengths": [4, 12]}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int64", "uint64", "list"])
+def test_integers_of_any_type(name: str, dtype: str, rng):
+    args = [normal(rng, shape) for shape in SHAPES]
+    numbers = [abs(x) for x in NUMBERS[name]]
+    expected = both(*args, **{name: jnp.asarray(numbers, jnp.int32)})
+    given = numbers if dtype == "list" else np.asarray(numbers, dtype)
+    run = jax.jit(lambda numbers: both(*args, **{name: numbers}))
+    assert_trees_close(both(*args, **{name: given}), expected)
+    with jax.enable_x64(True):
+        assert_trees_close(run(given), expected)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_lists_of_traced_and_other_numbers(name: str, rng):
+    args = [normal(rng, shape) for shape in SHAPES]
+    first, second = NUMBERS[name]
+    expected = both(*args, **{name: jnp.asarray([first, second], jnp.int32)})
+    for make in (lambda x: [x, x - first + second], lambda x: (x, np.int64(second))):
+        run = jax.jit(lambda x, make=make: both(*args, **{name: make(x)}))
+        assert_trees_close(run(first), expected)
+        with jax.enable_x64(True):
+            assert_trees_close(run(first), expected)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_index_of_a_loop_is_an_offset(x64: bool, rng):
+    q, k, v = (normal(rng, shape) for shape in SHAPES)
+    expected = sum(both(q, k, v, query_offset=i)[0] for i in range(3))
+
+    @jax.jit
+    def run(q: jax.Array) -> jax.Array:
+        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+            return total + both(q, k, v, query_offset=i)[0]
+
+        return jax.lax.fori_loop(0, 3, step, jnp.zeros_like(q))
+
+    with jax.enable_x64(x64):
+        np.testing.assert_allclose(run(q), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_traced_numbers_beyond_int32_are_clipped_not_wrapped(rng):
+    args = [normal(rng, shape) for shape in SHAPES]
+    expected = both(*args)
+    with jax.enable_x64(True):
+        for name, sign in (("query_offset", 1), ("key_value_seq_lengths", 1), ("query_offset", -1)):
+            run = jax.jit(lambda x, name=name: both(*args, is_causal=False, **{name: x}))
+            found = run(jnp.full(2, sign * (2**32 + 1), jnp.int64))
+            assert_trees_close(found, both(*args, is_causal=False))
+    causal = jax.jit(lambda x: both(*args, query_offset=x))
+    with jax.enable_x64(True):
+        assert not causal(-(2**32))[0].any()
+        assert_trees_close(causal(2**32), both(*args, query_offset=12))
+    assert_trees_close(causal(2), expected)
 
 
 def test_the_gradient_of_the_log_sum_exp_flows(rng):

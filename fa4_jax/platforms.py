@@ -1,0 +1,83 @@
+"""The choice between the kernels and the default path, made when a program is lowered.
+
+Only then is the platform known that it is for: where the operands lie, or what it is exported for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from fa4_jax import told
+from fa4_jax.default import Operands
+from fa4_jax.plan import Plan, unsupported
+
+_zero_lowering = mlir.lower_fun(lambda: jnp.zeros((), jnp.int32), multiple_results=False)
+
+
+def _zero_type(**params: Any) -> Any:
+    del params
+    return jax.core.ShapedArray((), jnp.int32)
+
+
+# Zero, in programs that are never lowered: where implementation="kernel" meets another platform.
+_refuse_p = Primitive("fa4_jax_refuse")
+_refuse_p.def_abstract_eval(_zero_type)
+
+
+def _refuse_lowering(ctx: Any, *, platforms: tuple[str, ...]) -> Any:
+    del ctx
+    raise NotImplementedError(
+        f"implementation='kernel': the kernels run on {' and '.join(platforms)}, but this program "
+        "is compiled for another platform (where the operands lie, or what is exported for)"
+    )
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+# Zero, in programs of the default path: lowered for CUDA it says why there is no kernel.
+_left_out_p = Primitive("fa4_jax_left_out")
+_left_out_p.def_abstract_eval(_zero_type)
+
+
+def _left_out_lowering(ctx: Any, *, message: str) -> Any:
+    told.once(message)
+    return _zero_lowering(ctx)
+
+
+mlir.register_lowering(_left_out_p, lambda ctx, *, message: _zero_lowering(ctx))
+mlir.register_lowering(_left_out_p, _left_out_lowering, platform="cuda")
+
+
+def choose(plan: Plan, kernel: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
+    """Runs `kernel` where the program is lowered for one of the plan's platforms, else `xla`."""
+
+    def otherwise(*args: Any) -> Any:
+        if not plan.insist:
+            return xla(*args)
+        zero = _refuse_p.bind(platforms=plan.platforms)
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), xla(*args))
+
+    branches = dict.fromkeys(plan.platforms, kernel)
+    return jax.lax.platform_dependent(*args, default=otherwise, **branches)
+
+
+def left_out(plan: Plan, part: str, operands: Operands) -> Operands:
+    """The operands of the default path, with a word in the log if it is lowered for CUDA.
+
+    Args:
+      part: of attention that has no kernel.
+    """
+    reason = plan.forward_reason or plan.backward_reason
+    if reason is None or plan.declined:
+        return operands
+    message = f"attention uses the default path for its {part}: {reason}"
+    if plan.arch is None and unsupported(plan.problem) is None:
+        message += "; arch= names the GPU that a program is lowered for elsewhere"
+    return operands._replace(extents=operands.extents + _left_out_p.bind(message=message))

@@ -1,0 +1,19 @@
+"""What type checkers know of `attention`'s result; pyright checks the types, pytest the values."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+
+import fa4_jax
+
+
+def test_return_residual_decides_the_type() -> None:
+    x = jnp.ones((1, 4, 2, 8))
+    output = fa4_jax.attention(x, x, x, is_causal=True)
+    assert_type(output, jax.Array)
+    pair = fa4_jax.attention(x, x, x, return_residual=True)
+    assert_type(pair, tuple[jax.Array, jax.Array])
+    assert output.shape == pair[0].shape == x.shape and pair[1].shape == (1, 2, 4)
