@@ -36,6 +36,7 @@ def _heads_first(x: Array, heads: int, used: Array) -> Array:
 
 def _scores(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:
     """Masked scores and query, key and value by query heads."""
+    assert problem.scale is not None, "kernels take no traced scale"
     seen, heads = _visible(problem, operands), operands.query.shape[2]
     q = _heads_first(operands.query, heads, seen.any(3))
     k, v = (_heads_first(x, heads, seen.any(2)) for x in (operands.key, operands.value))
@@ -54,6 +55,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
     """As `default.backward`: rows with a log-sum-exp of -inf see nothing."""
+    assert problem.scale is not None, "kernels take no traced scale"
     s, q, k, v = _scores(problem, operands)
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
     empty = cotangents.lse == -jnp.inf

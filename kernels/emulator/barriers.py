@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.emulator.clocks import Knowledge
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import Knowledge
 
 MOST_ARRIVALS = (1 << 20) - 1
 MOST_TRANSACTIONS = (1 << 20) - 1

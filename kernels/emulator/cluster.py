@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernels.emulator.barriers import ClusterBarrier
+from kernels.emulator.clocks import Clocks
 from kernels.emulator.cta import RANK_SHIFT, Cta
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import Clocks
 from kernels.emulator.tensor_order import TensorClocks
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Cluster:
         tensor = machine.program.uses_tensor_memory
         self.clocks = self.tensor_clocks = None
         if machine.policy.races:
-            global_races = machine.policy.global_races
-            self.clocks = Clocks(len(places), machine.threads, tensor, global_races)
+            maps = machine.program.fences_tensor_maps
+            self.clocks = Clocks(len(places), machine.threads, tensor, maps)
         if self.clocks is not None and tensor:
             self.tensor_clocks = TensorClocks(self.clocks, machine.policy.tensor_fences)
         self.refused = False

@@ -76,7 +76,8 @@ def settings(text: str) -> Settings:
         name, _, value = word.partition("=")
         holder, known = (own, _OWN) if name in _OWN else (of_policy, _OF_POLICY)
         if name not in known:
-            raise ValueError(f"{SETTINGS_VARIABLE}: {word!r}: no such setting")
+            names = ", ".join((*_OWN, *_OF_POLICY))
+            raise ValueError(f"{SETTINGS_VARIABLE}: {word!r}: no such setting; there are {names}")
         choices = get_args(known[name])
         if choices and value not in choices:
             raise ValueError(f"{SETTINGS_VARIABLE}: {word!r}: one of {', '.join(choices)}")

@@ -5,7 +5,7 @@ learns of the event and of all that its thread knew; sets of events are integers
 threads of other clusters are known by the events that tell of them.
 
 The shadow of global memory has, for every kind of access and every cluster, who came last to every
-two bytes. An agent is a thread, or the mbarrier that ends a copy (see order.Clocks). It is kept
+two bytes. An agent is a thread, or the mbarrier that ends a copy (see clocks.Clocks). It is kept
 only if the policy asks for races in global memory or for one order of reductions.
 """
 
@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from kernels.emulator import tensor_map
+from kernels.emulator.clocks import PENDING
 from kernels.emulator.memory import Fault, Region
-from kernels.emulator.order import LANES, PENDING, Order
+from kernels.emulator.order import Order
+from kernels.emulator.program import LANES
 
 GRAIN = 2
 _GENERIC = ("write", "atomic", "count")
@@ -220,6 +223,33 @@ class GlobalOrder:
         plane.agent[access.granules] = access.agents.reshape(shape)
         plane.moment[access.granules] = access.moments.reshape(shape)
         plane.low, plane.high = min(plane.low, low), max(plane.high, high)
+
+    def check_map(
+        self, cluster: int, order: Order, thread: int, region: Region, address: int
+    ) -> None:
+        """Faults unless a tensor map that the kernel wrote was passed on to TMA's map proxy.
+
+        The writer passes it on by a releasing tensormap fence, `thread` takes it by an acquiring
+        one of the map's address.
+        """
+        planes = self._planes.get(region.base, {})
+        words = granules(region, np.array([address]), tensor_map.BYTES)[0]
+        for kind in (*_GENERIC, *_ASYNC):
+            for writer, plane in planes.get(kind, {}).items():
+                moments, agents = plane.moment[words], plane.agent[words]
+                if not moments.any():
+                    continue
+                if writer != cluster:
+                    message = f"a tensor map ({address:#x}) that another cluster has written"
+                    raise Fault("not implemented", message)
+                if (moments > order.clock[thread, agents]).any():
+                    message = f"uses the tensor map {address:#x}, which another thread wrote"
+                    raise Fault("race", f"{message}, and nothing orders the two", thread % LANES)
+                known = order.clocks.acquired_maps.get((thread, address))
+                if known is None or (moments > known[agents]).any():
+                    message = f"uses the tensor map {address:#x}, which the kernel wrote, without"
+                    missing = "fence.proxy.tensormap: .release after the write, then .acquire"
+                    raise Fault("proxy-fence", f"{message} {missing}", thread % LANES)
 
     def done(self, access: Access, moment: int) -> None:
         """The thread that issued a pending access has waited for it."""

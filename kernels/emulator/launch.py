@@ -16,7 +16,7 @@ from kernels.emulator.memory import GlobalMemory, Region
 from kernels.emulator.parser import parameter_offsets, parse
 from kernels.emulator.policy import Policy
 from kernels.emulator.program import PARAMETER_BASE, Program
-from kernels.emulator.report import Costs, Report, check_roles, costs
+from kernels.emulator.report import Costs, Report, check_roles, costs, executed
 from kernels.emulator.syntax import Kernel
 from kernels.emulator.trace import Trace
 
@@ -86,6 +86,7 @@ def launch(
         roles=roles,
         instructions=tuple(tally.instructions(static) for tally in machine.tallies),
         quantities=tuple(tally.quantities(static) for tally in machine.tallies),
+        executed=executed(program, machine.tallies),
         shared_bytes=static_bytes + dynamic_smem,
         tensor_columns=machine.most_tensor_columns,
         seconds=time.perf_counter() - start,

@@ -1,111 +1,18 @@
-"""Happens-before of a cluster's accesses to shared memory, by vector clocks, thread by thread.
+"""Happens-before of a cluster's accesses to shared memory, thread by thread; see `clocks`.
 
-The CTAs of a cluster share their clocks; each has a shadow of its own shared memory. Threads and
-warps are numbered through the cluster, CTA by CTA. Agents are its threads and its mbarriers:
-clock[t, u] says up to which of its moments thread t knows what thread u did, and which phases of a
-barrier it has seen complete. What one elected lane signals orders only what that lane knew: warps
-are no agents, except that
-
-- a moment lasts until the warp's next release (all lanes of a warp count alike), and
-- what a warp's asynchronous operation reads is known when any lane that waited for it is.
-
-`fenced` is the part of `clock` that a fence.proxy.async has passed on to the asynchronous proxy:
-what threads wrote must be known there before TMA or wgmma may touch it. There is one for every
-CTA's shared memory: a fence of .shared::cta concerns that of the thread's own CTA.
+The CTAs of a cluster share their clocks; each has a shadow of its own shared memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
+from kernels.emulator.clocks import PENDING, Clocks, Knowledge
 from kernels.emulator.memory import Fault
 from kernels.emulator.program import LANES
 from kernels.emulator.readers import Readers
 
-BARRIER_SLOTS = 64
-PIPE_SLOTS = 8
-PENDING = np.iinfo(np.int32).max
 _FINE, _COARSE = 2, 16  # bytes per shadow entry of threads' and of asynchronous accesses
-
-
-@dataclasses.dataclass(frozen=True)
-class Knowledge:
-    """What a releasing thread hands over; `events` are other CTAs' (see device_order).
-
-    fenced: (CTA whose memory it concerns, agent).
-    """
-
-    clock: np.ndarray
-    fenced: np.ndarray
-    events: int = 0
-    fenced_global: np.ndarray | None = None
-    fenced_events: int = 0
-
-    def merged(self, other: Knowledge | None) -> Knowledge:
-        """Both together."""
-        if other is None:
-            return self
-        return Knowledge(
-            np.maximum(self.clock, other.clock),
-            np.maximum(self.fenced, other.fenced),
-            self.events | other.events,
-            _most(self.fenced_global, other.fenced_global),
-            self.fenced_events | other.fenced_events,
-        )
-
-
-def _most(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
-    return a if b is None else b if a is None else np.maximum(a, b)
-
-
-class Clocks:
-    """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts."""
-
-    def __init__(
-        self, ctas: int, threads_per_cta: int, tensor: bool = False, global_races: bool = False
-    ):
-        self.threads = threads = ctas * threads_per_cta
-        self.threads_per_cta = threads_per_cta
-        self.first_slot, self.slots = threads + ctas, 0
-        # Behind the mbarriers comes what tensor_order keeps: pipes, and threads once more.
-        self.first_pipe = self.first_slot + ctas * BARRIER_SLOTS
-        agents = self.first_pipe + (2 * PIPE_SLOTS + threads if tensor else 0)
-        self.clock = np.zeros((threads, agents), np.int32)
-        everyone = np.arange(threads)
-        self.clock[everyone, everyone] = 1
-        self.clock[everyone, threads + everyone // threads_per_cta] = 1
-        self.fenced = np.zeros((ctas, threads, agents), np.int32)
-        # Until a thread knows of a barrier's initialisation, it knows less than phase 0 of it.
-        self.clock[:, self.first_slot :] = self.fenced[:, :, self.first_slot :] = -1
-        # The same for global memory, which has proxy fences of its own.
-        self.global_races = global_races
-        self.fenced_global = self.fenced[0].copy() if global_races else self.fenced[0]
-        self.now = np.ones(threads // LANES, np.int32)
-        self.events: dict[int, int] = {}
-        self.later: dict[int, Knowledge] = {}
-        self.later_events: dict[int, int] = {}
-        self.published_events: dict[int, int] = {}
-        self.fenced_events: dict[int, int] = {}
-        self.fences = False
-        """Whether there has been any fence but fence.mbarrier_init."""
-        self.published: np.ndarray | None = None
-        """What fences have made ready for relaxed operations to carry; none before the first."""
-
-    def new_slot(self) -> int:
-        """An agent for a barrier."""
-        self.slots += 1
-        if self.first_slot + self.slots > self.first_pipe:
-            raise Fault("not implemented", f"more than {BARRIER_SLOTS} mbarriers a CTA")
-        return self.first_slot + self.slots - 1
-
-    def advance(self, threads: np.ndarray) -> None:
-        """The next moments of these threads' warps begin."""
-        for warp in np.unique(threads // LANES):
-            lanes = np.arange(warp * LANES, (warp + 1) * LANES)
-            self.now[warp] += 1
-            self.clock[lanes, lanes] = self.now[warp]
 
 
 class Order:
@@ -142,14 +49,10 @@ class Order:
         for thread in threads.tolist() if self._events else ():
             events |= self._events.get(thread, 0)
             fenced_events |= self.clocks.fenced_events.get(thread, 0)
-        of_global = None
-        if self.clocks.global_races:
-            of_global = self.fenced_global[threads].max(0)
         given = Knowledge(
             self.clock[threads].max(0),
             self.clocks.fenced[:, threads].max(1),
             events,
-            of_global,
             fenced_events,
         )
         self.clocks.advance(threads)
@@ -233,9 +136,6 @@ class Order:
         self.clock[threads] = np.maximum(self.clock[threads], given.clock)
         every = self.clocks.fenced
         every[:, threads] = np.maximum(every[:, threads], given.fenced[:, None])
-        if given.fenced_global is not None:
-            own = self.fenced_global[threads]
-            self.fenced_global[threads] = np.maximum(own, given.fenced_global)
         for thread in threads.tolist() if given.events else ():
             self.learn(thread, given.events, given.fenced_events)
 
@@ -258,15 +158,32 @@ class Order:
         return bool(self.clock[self.own, slot].max() >= phase)
 
     def fence_proxy(self, threads: np.ndarray, space: str = "") -> None:
-        """fence.proxy.async, of one state space or of all."""
+        """fence.proxy.async, of one state space or of all.
+
+        The next moments of the threads' warps begin, so that later stores do not count as fenced.
+        """
+        clocks = self.clocks
         if space == "shared:cta":
             self.fenced[threads] = self.clock[threads]
         elif space != "global":
-            self.clocks.fenced[:, threads] = self.clock[threads]
-        if space in ("", "global") and self.clocks.global_races:
+            clocks.fenced_shared[:, threads] = self.clock[threads]
+        if space in ("", "global"):
             self.fenced_global[threads] = self.clock[threads]
             for thread in threads.tolist() if self._events else ():
-                self.clocks.fenced_events[thread] = self._events.get(thread, 0)
+                clocks.fenced_events[thread] = self._events.get(thread, 0)
+        clocks.advance(threads)
+
+    def release_maps(self, threads: np.ndarray) -> None:
+        """fence.proxy.tensormap::generic.release: passes on what threads wrote into tensor maps."""
+        assert self.clocks.fenced_maps is not None
+        self.clocks.fenced_maps[threads] = self.clock[threads]
+        self.clocks.advance(threads)
+
+    def acquire_maps(self, threads: np.ndarray, addresses: np.ndarray) -> None:
+        """fence.proxy.tensormap::generic.acquire of the map at each thread's address."""
+        assert self.clocks.fenced_maps is not None
+        for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
+            self.clocks.acquired_maps[thread, address] = self.clocks.fenced_maps[thread].copy()
 
     def thread_reads(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> None:
         """Loads of `size` bytes at each address by these threads."""

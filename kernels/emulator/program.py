@@ -111,6 +111,11 @@ class Program:
         """Whether there is any tcgen05 instruction."""
         return any(i.opcode == "tcgen05" for i in self.kernel.instructions)
 
+    @functools.cached_property
+    def fences_tensor_maps(self) -> bool:
+        """Whether there is any fence.proxy.tensormap."""
+        return any("tensormap:generic" in i.words for i in self.kernel.instructions)
+
 
 def make_program(
     kernel: Kernel, symbols: dict[str, int], bind: Callable[[Instruction], Effect | None]

@@ -236,6 +236,18 @@ class Tally:
         return Counter({name: amount for name, amount in total.items() if amount})
 
 
+def executed(program: Program, tallies: Sequence[Tally]) -> frozenset[int]:
+    """Positions in the kernel's text of the instructions that some lane has executed."""
+    lanes = sum(LANES * np.array(tally.counts) - np.array(tally.idle) for tally in tallies)
+    found, position = set(), 0
+    for step, some in zip(program.steps, np.asarray(lanes) > 0, strict=True):
+        size = len(step.instructions) if isinstance(step, Run) else 1
+        if some:
+            found.update(range(position, position + size))
+        position += size
+    return frozenset(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Activity:
     """What a role did: executed warp instructions by class, and `QUANTITIES`."""
@@ -258,6 +270,7 @@ class Report:
       roles: warp indices by name; every warp has one.
       instructions: warp instructions executed, by warp index and mnemonic, summed over CTAs.
       quantities: the rest, by warp index and name of `QUANTITIES`, summed over CTAs.
+      executed: positions in the kernel's `instructions` of those that some lane executed.
       shared_bytes: shared memory of a CTA.
       tensor_columns: most columns of tensor memory that a CTA held at a time.
       seconds: time that the emulation took.
@@ -268,6 +281,7 @@ class Report:
     roles: dict[str, tuple[int, ...]]
     instructions: tuple[Counter[str], ...]
     quantities: tuple[Counter[str], ...]
+    executed: frozenset[int]
     shared_bytes: int
     tensor_columns: int
     seconds: float

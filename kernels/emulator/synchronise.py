@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from kernels.emulator import tensor_map
 from kernels.emulator.barriers import NamedBarrier, TransactionBarrier, uniform
 from kernels.emulator.cta import RANK_SHIFT
 from kernels.emulator.memory import Fault
@@ -33,6 +34,7 @@ _SEMANTICS = {"shared", "shared:cta", "shared:cluster", "b64"} | {
 }
 _PROXY_SPACES = ((), ("shared:cta",), ("shared:cluster",), ("global",))
 _SCOPES = (("cta",), ("cluster",), ("gpu",), ("sys",))
+_MAP_FENCE = ("fence", "proxy", "tensormap:generic")
 _MEMORY_BARRIERS = (("membar", "cta"), ("membar", "gl"), ("membar", "sys"))
 
 
@@ -47,6 +49,8 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return _fence_init
     if words[:3] == ("fence", "proxy", "async") and words[3:] in _PROXY_SPACES:
         return functools.partial(_fence_proxy, "".join(words[3:]))
+    if words[:3] == _MAP_FENCE and words[4:] in _SCOPES and words[3] in ("release", "acquire"):
+        return _fence_map(instruction, symbols)
     if words[0] == "fence" and words[1] in ("acq_rel", "sc") and words[2:] in _SCOPES:
         return _fence
     if words in _MEMORY_BARRIERS:
@@ -323,6 +327,27 @@ def _fence_init(warp: Warp, mask: np.ndarray) -> None:
 def _fence_proxy(space: str, warp: Warp, mask: np.ndarray) -> None:
     if warp.cta.order is not None:
         warp.cta.order.fence_proxy(warp.lanes[mask], space)
+
+
+def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    """fence.proxy.tensormap: .release by who wrote a map, .acquire of its 128 bytes by its user."""
+    if instruction.words[3] == "release":
+
+        def release(warp: Warp, mask: np.ndarray) -> None:
+            if warp.cta.order is not None:
+                warp.cta.order.release_maps(warp.lanes[mask])
+
+        return release
+
+    if instruction.operands[1] != Immediate(tensor_map.BYTES):
+        return None
+    address_of = address_reader(instruction.operands[0], symbols)
+
+    def acquire(warp: Warp, mask: np.ndarray) -> None:
+        if warp.cta.order is not None:
+            warp.cta.order.acquire_maps(warp.lanes[mask], address_of(warp)[mask])
+
+    return acquire
 
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:

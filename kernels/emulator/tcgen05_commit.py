@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kernels.emulator.barriers import TransactionBarrier
+from kernels.emulator.clocks import Knowledge
 from kernels.emulator.cta import OFFSET_MASK, RANK_SHIFT, Cta
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import Knowledge
 from kernels.emulator.program import Effect
 from kernels.emulator.synchronise import barrier_at
 from kernels.emulator.syntax import Instruction

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kernels.emulator.clocks import PENDING, PIPE_SLOTS
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import PENDING, PIPE_SLOTS
 from kernels.emulator.program import LANES
 
 if TYPE_CHECKING:
-    from kernels.emulator.order import Clocks
+    from kernels.emulator.clocks import Clocks
 
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
 COPIED, SHIFTED = -1, -2

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kernels.emulator.clocks import Knowledge
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import Knowledge
 
 if TYPE_CHECKING:
     from kernels.emulator.cta import Cta

@@ -29,6 +29,7 @@ from collections import Counter, defaultdict
 
 from kernels.emulator.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Action, Plan, make_plans
 from kernels.emulator.rates import Rates
+from kernels.emulator.resources import Sm
 from kernels.emulator.syntax import Register
 from kernels.emulator.trace import Event, Trace
 
@@ -92,71 +93,10 @@ def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
     return _Replay(trace, make_plans(trace.program, rates, trace.spread), rates).run(resident_ctas)
 
 
-class _Partition:
-    """A sub-partition: when its issue slot, units and share of the tensor core are free."""
-
-    def __init__(self) -> None:
-        self.issue = 0.0
-        self.units = [0.0] * len(UNITS)
-        self.tensor = 0.0
-        # Cycles of the products under way that do not need shared memory's port, and cycles for
-        # which copies need it: these have time and wait for such.
-        self.idle_port = self.copies = 0.0
-        self.room = 0.0  # when the next product can be issued: one waits behind the one under way
-
-
-class _Sm:
-    """A multiprocessor: its sub-partitions, and when what they share is free."""
-
-    def __init__(self) -> None:
-        self.partitions = [_Partition() for _ in range(PARTITIONS)]
-        self.shared = self.loads = self.stores = self.additions = self.peers = 0.0
-        self.tensor = _Tensor()
-
-    def copied(self, cycles: float) -> None:
-        """Copies need shared memory's port for so long."""
-        for partition in self.partitions:
-            partition.copies += cycles
-        self.tensor.copies += cycles
-
-
-class _Tensor:
-    """The whole SM's tensor core, as tcgen05 uses it: when it is free; for how long its products
-    leave shared memory's port idle, and for how long copies still need it."""
-
-    def __init__(self) -> None:
-        self.free = self.idle_port = self.copies = 0.0
-
-    def idle(self, time: float) -> None:
-        """Copies have had the port since the last product, if it has ended by then."""
-        if self.free < time:
-            self.copies = max(self.copies - (time - self.free), 0.0)
-            self.idle_port = 0.0
-            self.free = time
-
-    def multiply(self, begin: float, flops: float, port: float) -> float:
-        """A product of so many cycles, and of the port; returns its end."""
-        self.idle(begin)
-        taken = max(flops, port)
-        self.idle_port += taken - port
-        copied = min(self.copies, self.idle_port)
-        self.copies -= copied
-        self.idle_port -= copied
-        self.free = begin + taken
-        return self.free
-
-    def interrupt(self, time: float, taken: float) -> None:
-        """An instruction takes the port: the products go on later unless they leave it idle."""
-        if self.free > time:
-            idle = min(self.idle_port, taken)
-            self.idle_port -= idle
-            self.free += taken - idle
-
-
 class _Warp:
     """A warp's place in its trace."""
 
-    def __init__(self, cta: int, rank: int, sm: _Sm, index: int, items: list[int | Event]):
+    def __init__(self, cta: int, rank: int, sm: Sm, index: int, items: list[int | Event]):
         self.cta, self.rank, self.sm, self.index = cta, rank, sm, index
         self.partition = sm.partitions[index % PARTITIONS]
         self.items, self.position = items, 0
@@ -179,7 +119,7 @@ class _Replay:
 
     def __init__(self, trace: Trace, plans: list[Plan], rates: Rates):
         self.trace, self.plans, self.rates = trace, plans, rates
-        self.sms = [_Sm() for _ in range(trace.cluster_size)]
+        self.sms = [Sm() for _ in range(trace.cluster_size)]
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waits: defaultdict[int, float] = defaultdict(float)
         self.intervals: list[Interval] = []
@@ -211,6 +151,9 @@ class _Replay:
         if stuck := [key for key, warps in self.waiting.items() if warps]:
             raise ValueError(f"{len(stuck)} barriers wait for what was not recorded")
         busy = {name: cycles / len(self.sms) for name, cycles in self.busy.items()}
+        drained = max(self.end, *(sm.drained() for sm in self.sms)) * (1 + 1e-9)
+        over = {name: cycles for name, cycles in busy.items() if cycles > drained}
+        assert not over, f"at work for longer than the {drained:.0f} cycles that there are: {over}"
         return Timing(self.end, busy, dict(self.waits), tuple(self.intervals), self.rates)
 
     def _start(self, time: float) -> None:
@@ -294,7 +237,7 @@ class _Replay:
                 ready[register] = end
         return time
 
-    def _share(self, sm: _Sm, time: float, amount: float) -> float:
+    def _share(self, sm: Sm, time: float, amount: float) -> float:
         """Takes shared-memory bandwidth; returns the delay that it adds."""
         taken = amount / self.rates.shared_bytes
         begin = max(time, sm.shared)
@@ -302,7 +245,7 @@ class _Replay:
         self._interrupt(sm, begin, taken)
         return sm.shared - time
 
-    def _interrupt(self, sm: _Sm, time: float, taken: float) -> None:
+    def _interrupt(self, sm: Sm, time: float, taken: float) -> None:
         """Others take shared memory's port: products go on later unless they leave it idle."""
         self.busy["shared"] += taken
         for partition in sm.partitions:
@@ -368,7 +311,7 @@ class _Replay:
                 return self._await(warp, key, time, latency)
         return time
 
-    def _copy(self, sm: _Sm, engine: str, time: float, amount: float, rate: float) -> float:
+    def _copy(self, sm: Sm, engine: str, time: float, amount: float, rate: float) -> float:
         """A bulk copy's turn on its engine; returns when its last byte has left."""
         begin = max(time, getattr(sm, engine))
         end = begin + amount / rate
@@ -384,7 +327,7 @@ class _Replay:
         self.intervals.append(Interval(row, f"{amount / 1024:g} KiB", begin, end))
         return end
 
-    def _named(self, row: str, sm: _Sm) -> str:
+    def _named(self, row: str, sm: Sm) -> str:
         """A row of the timeline; with the SM's number if there are several."""
         return row if len(self.sms) == 1 else f"{row} of SM {self.sms.index(sm)}"
 

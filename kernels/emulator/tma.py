@@ -67,12 +67,16 @@ def _decoded(data: bytes) -> TensorMap:
     return tensor
 
 
-def _fetch_map(warp: Warp, address: int) -> TensorMap:
+def _fetch_map(warp: Warp, lane: int, address: int) -> TensorMap:
     region = warp.cta.machine.memory.holding(address)
     if region is None or address + tensor_map.BYTES > region.end:
         raise Fault("out-of-bounds", f"no tensor map at {address:#x}")
     if address % 64:
         raise Fault("misaligned", f"tensor map at {address:#x}: 64 bytes are expected")
+    device, order = warp.cta.machine.global_order, warp.cta.order
+    if device is not None and order is not None:
+        thread = int(warp.lanes[lane])
+        device.check_map(warp.cta.cluster.number, order, thread, region, address)
     start = address - region.base
     try:
         return _decoded(region.data[start : start + tensor_map.BYTES].tobytes())
@@ -128,7 +132,7 @@ class _Box:
 
     def read(self, warp: Warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
         """The map and the coordinates that a lane gives."""
-        tensor = _fetch_map(warp, int(self.map_of(warp)[lane]))
+        tensor = _fetch_map(warp, lane, int(self.map_of(warp)[lane]))
         if len(tensor.sizes) != len(self.coordinates):
             raise Fault("descriptor", f"{len(self.coordinates)} coordinates of {tensor}")
         at = tuple(int(coordinate(warp)[lane]) for coordinate in self.coordinates)

@@ -28,11 +28,13 @@ write it.
 
 Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
 to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
-before its own, adds, and increments. CTAs start in order of their block index and only ever wait
-for lower ones, which have started: the lowest of those that have not finished never waits, so
-there is no deadlock with any number of resident CTAs. All walk the query blocks from last to first,
-so that under a causal band, too, neighbours start together and follow one another at a distance of
-one addition; from the diagonal, a CTA would first wait for all lower ones to come that far.
+before its own, adds, and increments. A CTA takes a ticket from a counter when it starts, and its
+key tile by the ticket, so it waits only for CTAs with lower tickets, which have started: of those
+that have started and not finished, the one with the lowest ticket never waits. So there is no
+deadlock, whatever the number of resident CTAs and the order in which the hardware starts them (CUDA
+promises none). All walk the query blocks from last to first, so that under a causal band, too,
+neighbours start together and follow one another at a distance of one addition; from the diagonal, a
+CTA would first wait for all lower ones to come that far.
 Waiting and incrementing are the order warp's, so that their latency hides behind the products: it
 opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`.
 Their additions happen before the arrivals, those before the order warp's release; cumulativity
@@ -62,6 +64,7 @@ from kernels.sources import KernelSource
 SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
 FINISHED = 2  # named barrier of both MMA warpgroups
 PADDING = 3  # named barrier of both MMA warpgroups
+ORDER_WARP = 1  # of the load warpgroup
 
 
 class Backward:
@@ -87,6 +90,7 @@ class Backward:
         extents: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer,
+        dq_ticket: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
         batch: Int32,
@@ -123,6 +127,7 @@ class Backward:
             extents,
             dq_acc,
             dq_order if self.deterministic else None,
+            dq_ticket if self.deterministic else None,
             batch,
             query_length,
             key_length,
@@ -153,6 +158,7 @@ class Backward:
         extents: cute.Pointer,
         dq_acc: cute.Pointer,
         dq_order: cute.Pointer | None,
+        dq_ticket: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -179,29 +185,42 @@ class Backward:
                     cute.arch.mbarrier_init(shared.do_full + stage, 1)
                     cute.arch.mbarrier_init(shared.q_empty + stage, mma_warps)
                     cute.arch.mbarrier_init(shared.do_empty + stage, mma_warps)
+        if cutlass.const_expr(self.deterministic):
+            if warp_index == ORDER_WARP:
+                with cute.arch.elect_one():
+                    place = cute.make_tensor(shared.ticket, cute.make_layout(1))
+                    place[0] = ptx.take_ticket(dq_ticket)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         tiles = (query_length + self.tile.m - 1) // self.tile.m
         rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
-        work = self.assign(
-            extents, (batch, query_length, key_length, heads, kv_heads), (window_left, window_right)
-        )
+        sizes = (batch, query_length, key_length, heads, kv_heads)
+        work = self.assign(shared, extents, sizes, (window_left, window_right))
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp_index == 0:
                 self.load(maps, shared, work, rows)
             if cutlass.const_expr(self.deterministic):
-                if warp_index == 1:
+                if warp_index == ORDER_WARP:
                     self.order(shared, work, rows)
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             self.multiply(maps, shared, work, rows, scale_log2, scale)
 
-    def assign(self, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
-        """The key tile of this CTA, within sections of heads whose Q, dO and dQ fill the L2.
+    def start_index(self, shared: Shared) -> Int32:
+        """The CTA's place in the order of work; its first barrier comes before. Note [dq order]."""
+        if self.deterministic:
+            ticket = cute.make_tensor(shared.ticket, cute.make_layout(1))[0]
+            return cute.arch.make_warp_uniform(ticket)
+        cta, _, _ = cute.arch.block_idx()
+        return cta
 
-        Key tiles of a causal band shrink with their index, so the longest start first.
+    def assign(self, shared: Shared, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+        """The key tile of this CTA.
+
+        Heads are taken in sections whose Q, dO and dQ fill the L2. Key tiles of a causal band
+        shrink with their index, so the longest start first.
         """
         batch, query_length, key_length, heads, kv_heads = sizes
         group = heads // kv_heads
@@ -209,7 +228,7 @@ class Backward:
         least = DETERMINISTIC_BAND_HEADS if self.deterministic and self.band else 1
         section = cutlass.max(rows_in_l2 // (query_length * group), least)
         tiles = (key_length + self.tile.n - 1) // self.tile.n
-        index, _, _ = cute.arch.block_idx()
+        index = self.start_index(shared)
         tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
         batch_index = head_and_batch // kv_heads
         kv_head = head_and_batch - batch_index * kv_heads
@@ -574,9 +593,9 @@ def source(key: KernelKey) -> KernelSource:
         block=(tile.threads, 1, 1),
         dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
     )
-    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", "dq_order")
+    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc")
     host_arguments = (
-        *launches.pointers(*buffers, "dk", "dv"),
+        *launches.pointers(*buffers, "dq_order", "dq_ticket", "dk", "dv"),
         *launches.SIZES,
         launches.dim("head_dim", "q", 3),
         launches.dim("value_dim", "v", 3),

@@ -72,6 +72,7 @@ class Shared:
     do_empty: cute.Pointer
     turn: cute.Pointer
     added: cute.Pointer
+    ticket: cute.Pointer  # deterministic: the CTA's place among those that have started
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,7 @@ def allocate(dtype, head_dim: int, tile: BackwardTile) -> Shared:
         q_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
         do_full: cute.struct.MemRange[cutlass.Int64, tile.stages]
         do_empty: cute.struct.MemRange[cutlass.Int64, tile.stages]
+        ticket: cutlass.Int32
         lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, tile.m * tile.stages], 1024]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, tile.m * tile.stages], 128]
         k: cute.struct.Align[cute.struct.MemRange[dtype, key_size], 1024]
@@ -154,4 +156,5 @@ def allocate(dtype, head_dim: int, tile: BackwardTile) -> Shared:
         do_empty=storage.do_empty.data_ptr(),
         turn=storage.turn.data_ptr(),
         added=storage.added.data_ptr(),
+        ticket=storage.ticket.ptr,
     )

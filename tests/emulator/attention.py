@@ -83,6 +83,11 @@ def _compile(key: KernelKey) -> Ptx:
     return Ptx(text, symbol[1], source.launch)
 
 
+def unchanged(key: KernelKey, text: str) -> str:
+    """The text of a kernel as it is."""
+    return text
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Launches of one case, in order, sharing their arrays by name."""
@@ -96,7 +101,7 @@ class Attention:
         self,
         policy: Policy,
         seed: int = 0,
-        text_of: Callable[[KernelKey, str], str] = lambda key, text: text,
+        text_of: Callable[[KernelKey, str], str] = unchanged,
     ) -> dict[str, np.ndarray]:
         """Results by name; `text_of` may replace the text of a kernel."""
         arrays = dict(self.arrays)
@@ -108,7 +113,7 @@ class Attention:
         """The launches that come after a kernel's, on what an ordinary run has left them."""
         arrays, last = dict(self.arrays), [key.kernel for key in self.keys].index(kernel)
         for key in self.keys[: last + 1]:
-            arrays |= self._launch(key, arrays, Policy(), 0, lambda key, text: text)
+            arrays |= self._launch(key, arrays, Policy(), 0, unchanged)
         return dataclasses.replace(self, arrays=arrays, keys=self.keys[last + 1 :])
 
     def only(self, kernel: Pass) -> Attention:

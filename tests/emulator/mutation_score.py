@@ -1,11 +1,11 @@
 """Every change of the kernels' synchronisation, and which of them are noticed.
 
-    python -m tests.emulator.mutation_score [--only "sm_100f_bwd*_d64*"] [--record FILE]
+    python -m tests.emulator.mutation_score [--only "sm_100f_bwd*_d64*"] [--kind moved] [--every 3]
 
-takes all mutations of the kernels in SURVIVORS, a second or two each; test_mutations.py some of
-them. Scores grow from the last key, where the forward begins, to the first, and numerics are exact,
-so that every block rescales; one CTA works on every tile of a persistent kernel. A record keeps
-what has been tried, so that a second run goes on from there.
+takes all mutations of the kernels in survivors.SURVIVORS, a second or two each; test_mutations.py
+some of them. Scores grow from the last key, where the forward begins, to the first, and numerics
+are exact, so that every block rescales; one CTA works on every tile of a persistent kernel. A
+record keeps what has been tried, so that a second run goes on from there.
 """
 
 from __future__ import annotations
@@ -32,55 +32,21 @@ from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator import Policy
 from tests.emulator import attention
-from tests.emulator.mutations import Mutation, Trial, mutations, notices
-
-_REGISTERS = "removed: setmaxnreg.inc.sync.aligned.u32"
-_WAIT = "never waits: mbarrier.try_wait.parity.shared.b64"
-_PRODUCT_FENCE = "removed: wgmma.fence.sync.aligned"
-_PRODUCT_GROUP = "removed: wgmma.commit_group.sync.aligned"
-_MEETING = "removed: bar.warp.sync"
-_STORED = "waits for reads: cp.async.bulk.wait_group"
-_MASKED_FACTOR = Counter(
-    {f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")}
-)
-_OF_PAIR = Counter({_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1})
-SURVIVORS: dict[str, Counter[str]] = {
-    "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, _MEETING: 2}),
-    "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _MEETING: 2}),
-    "sm_100f_fwd_bf16_d256": _MASKED_FACTOR + _OF_PAIR + Counter({_MEETING: 4}),
-    "sm_100f_fwd_bf16_d256_band": _OF_PAIR + Counter({_MEETING: 4}),
-    "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),
-    "sm_100f_bwd_bf16_d64_deterministic": Counter({_REGISTERS: 2}),
-    "sm_100f_bwd_bf16_d128": Counter({_REGISTERS: 2}),
-    "sm_100f_bwd_bf16_d128_band_deterministic": Counter({_REGISTERS: 2}),
-    "sm_100f_bwd_bf16_d192x128": Counter({_REGISTERS: 2}),
-    "sm_100f_bwd_bf16_d192x128_deterministic": Counter({_REGISTERS: 2}),
-    "sm_100f_bwd_bf16_d256": _OF_PAIR,
-    "sm_100f_bwd_bf16_d256_deterministic": Counter({_REGISTERS: 1}),
-    "sm_100f_bwd_post_bf16_d128": Counter(),
-    "sm_100f_bwd_post_bf16_d192x128": Counter(),
-    "sm_100f_bwd_post_bf16_d256": Counter(),
-    "sm_90a_fwd_bf16_d64": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 1, _STORED: 1}),
-    "sm_90a_fwd_bf16_d128_band": Counter(),
-    "sm_90a_bwd_bf16_d64_deterministic": Counter(
-        {_REGISTERS: 1, _WAIT: 1, _PRODUCT_FENCE: 3, _PRODUCT_GROUP: 1, _STORED: 1}
-    ),
-    "sm_90a_bwd_bf16_d128": Counter(),
-    "sm_90a_bwd_post_bf16_d64": Counter({_STORED: 1}),
-}
-"""Kernels, and what is not noticed of their mutations: docs/notes/emulator.md proves each of these
-redundant. The preprocessing kernels synchronise nothing."""
+from tests.emulator.attention import Attention
+from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
+from tests.emulator.survivors import MOVED_SURVIVORS, SURVIVORS
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of a mutation; `rule` is "" if nothing noticed it."""
+    """What came of a mutation; `rule` is "" if nothing noticed it in `trials` trials."""
 
     kernel: str
     digest: str
     line: int
     change: str
     rule: str
+    trials: int
     seconds: float
     commit: str
 
@@ -117,14 +83,22 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
 def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
     """Padded keys: a tile of three blocks, none, one, two, three of one: so many that a barrier of
     four that asks for three is out of step. Then three tiles of four blocks; in a band with a left
-    edge, of three to five: masked on the right, not at all, on the left."""
-    rows, block = 256, 128
+    edge, of three to five: masked on the right, not at all, on the left, there several by an edge
+    off the blocks' corners. Hopper has a loop of its own for blocks that the diagonal crosses after
+    the first, which takes such a diagonal, too; two blocks come after them, so that their ring
+    slots are used again. Blackwell packs the heads of a group into a tile.
+    """
+    rows, block, heads = 256, 128, 2 if key.arch == "sm_100f" else 1
+    diagonal = Case(
+        **common, batch=1, heads=(1, 1), query_length=block, key_length=460, query_offset=326
+    )
     return (
+        *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
             **common,
             batch=7,
-            heads=(1, 1),
-            query_length=rows - 20,
+            heads=(heads, 1),
+            query_length=(rows - 20) // heads,
             key_length=3 * block,
             query_offset=3 * block,
             key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
@@ -136,7 +110,7 @@ def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
             heads=(1, 1),
             query_length=2 * rows + 40,
             key_length=2 * rows + 40 + 3 * block if key.band else 3 * block + 9,
-            window=(3 * block, None) if key.band else None,
+            window=(3 * block - 40, None) if key.band else None,
             query_offset=3 * block if key.band else 0,
         ),
     )
@@ -178,31 +152,51 @@ def _backward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
     )
 
 
-def trials(key: KernelKey, cases: Sequence[Case], policies: Sequence[Policy]) -> list[Trial]:
-    """What every mutation of a kernel is put through, in this order."""
+_SEEDS = (5, 6)
+"""Of runs that starve other warps; in Hopper's banded forward, two of the first warpgroup."""
+
+
+def problems(key: KernelKey) -> list[Attention]:
+    """The launches of a kernel that its mutations are put through, on what those before it left."""
     made = []
-    for case in cases:
+    for case in cases(key):
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
         backward = key.kernel != Pass.FORWARD
         launch = attention.attention(case, inputs, backward, key.arch).only(key.kernel)
         assert launch.keys == (key,), launch.keys
-        launch = dataclasses.replace(launch, multiprocessors=1)
-        expected = launch.run(Policy())
-        made += [Trial(launch, expected, policy, seed) for seed, policy in enumerate(policies)]
+        made.append(dataclasses.replace(launch, multiprocessors=1))
     return made
+
+
+def trials(key: KernelKey) -> list[Trial]:
+    """What every mutation of a kernel is put through, in this order.
+
+    A run starves one warp, by its seed; at last others starve in the problem of most tiles.
+    """
+    made, several = [], policies(key)
+    for launch in problems(key):
+        expected = launch.run(Policy())
+        made += [Trial(launch, expected, policy, seed) for seed, policy in enumerate(several)]
+    (starving,) = (policy for policy in several if policy.schedule == "starve")
+    return [*made, *(dataclasses.replace(made[-1], policy=starving, seed=s) for s in _SEEDS)]
 
 
 _TRIALS: list[Trial] = []
 """What the processes of a pool inherit."""
 
 
-def _notices(mutation: Mutation) -> tuple[str, float]:
+def _notices(mutation: Mutation) -> tuple[str, int, float]:
     start = time.process_time()
-    return notices(_TRIALS, mutation), round(time.process_time() - start, 2)
+    return *notices(_TRIALS, mutation), round(time.process_time() - start, 2)
 
 
-def try_all(key: KernelKey, record: pathlib.Path, processes: int) -> list[Result]:
-    """All results of a kernel: those of a record, and those that it lacks, which it then has."""
+def try_all(
+    key: KernelKey, chosen: Sequence[Mutation], record: pathlib.Path, processes: int
+) -> list[Result]:
+    """Results of the chosen mutations: those of a record, and those that it lacks.
+
+    The record then has these, too.
+    """
     text = attention.ptx(key).text
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     known = {}
@@ -210,20 +204,20 @@ def try_all(key: KernelKey, record: pathlib.Path, processes: int) -> list[Result
         found = (Result(**json.loads(line)) for line in record.read_text().splitlines())
         of_text = (some for some in found if (some.kernel, some.digest) == (key.name, digest))
         known = {(result.line, result.change): result for result in of_text}
-    changed = list(mutations(text))
-    left = [change for change in changed if (change.line, change.change) not in known]
+    left = [change for change in chosen if (change.line, change.change) not in known]
     if left:
-        _TRIALS[:] = trials(key, cases(key), policies(key))
+        _TRIALS[:] = trials(key)
         attention.close()
         context, commit = multiprocessing.get_context("fork"), _commit()
         with ProcessPoolExecutor(processes, context) as pool, record.open("a") as file:
-            for change, (rule, seconds) in zip(
+            for change, (rule, count, seconds) in zip(
                 left, track(pool.map(_notices, left), key.name, len(left)), strict=True
             ):
-                result = Result(key.name, digest, change.line, change.change, rule, seconds, commit)
+                found = (change.line, change.change, rule, count, seconds)
+                result = Result(key.name, digest, *found, commit)
                 print(json.dumps(dataclasses.asdict(result)), file=file, flush=True)
                 known[change.line, change.change] = result
-    return [known[change.line, change.change] for change in changed]
+    return [known[change.line, change.change] for change in chosen]
 
 
 def _commit() -> str:
@@ -233,37 +227,53 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def show(console: Console, results: list[Result]) -> None:
-    """A Markdown row of a kernel, and its survivors."""
+def surviving(results: Sequence[Result]) -> Counter[str]:
+    """Kinds of the mutations that nothing noticed."""
+    return Counter(result.kind for result in results if not result.rule)
+
+
+def show(console: Console, results: list[Result], of: int) -> None:
+    """A Markdown row of a kernel, and its survivors; `of` is how many mutations it has."""
     noticed = [result for result in results if result.rule]
     rules = Counter(result.rule for result in noticed).most_common()
     console.print(
-        f"| {results[0].kernel} | {len(results)} | {len(noticed)} |"
+        f"| {results[0].kernel} | {of} | {len(results)} | {len(noticed)} |"
         f" {100 * len(noticed) / len(results):.1f} % |"
         f" {', '.join(f'{rule} {count}' for rule, count in rules)} |",
         soft_wrap=True,
     )
     for result in results:
         if not result.rule:
-            console.print(f"  survives: line {result.line}, {result.change}", markup=False)
+            text = f"  survives: line {result.line}, {result.change}"
+            console.print(text, markup=False, soft_wrap=True)
+
+
+KINDS = {"changed": (mutations, SURVIVORS), "moved": (moved, MOVED_SURVIVORS)}
+"""What is done to an instruction (it is dropped, weakened or counts otherwise; or it moves), and
+what survives."""
 
 
 def main() -> int:
     """Prints which mutations are noticed; returns 1 if others survive than SURVIVORS says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="pattern of the kernels' names")
-    parser.add_argument(
-        "--record", type=pathlib.Path, default=pathlib.Path("build/mutations.jsonl")
-    )
+    parser.add_argument("--kind", choices=KINDS, help="one kind of mutations, not both")
+    parser.add_argument("--every", type=int, default=1, help="try every nth of a kind alone")
+    default = pathlib.Path("build/mutations.jsonl")
+    parser.add_argument("--record", type=pathlib.Path, default=default, metavar="FILE.jsonl")
     parser.add_argument("--processes", type=int, default=2)
     options, console, others = parser.parse_args(), Console(), False
     options.record.parent.mkdir(parents=True, exist_ok=True)
     keys = {key.name: key for key in catalogue.all_keys()}
-    for name, surviving in SURVIVORS.items():
-        if fnmatch.fnmatchcase(name, options.only):
-            results = try_all(keys[name], options.record, options.processes)
-            show(console, results)
-            others |= Counter(result.kind for result in results if not result.rule) != surviving
+    for name in fnmatch.filter(SURVIVORS, options.only):
+        for kind in [options.kind] if options.kind else KINDS:
+            make, survivors = KINDS[kind]
+            every = list(make(attention.ptx(keys[name]).text))
+            some = every[:: options.every]
+            results = try_all(keys[name], some, options.record, options.processes)
+            show(console, results, len(every))
+            left, known = surviving(results), survivors.get(name, Counter())
+            others |= left != known if len(some) == len(every) else not left <= known
     return int(others)
 
 

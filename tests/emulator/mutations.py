@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels.emulator import EmulationError, Policy
 from tests.emulator.attention import Attention
+from tests.emulator.moves import moves
 
 _REMOVED = (
     r"bar\.sync",
@@ -44,9 +45,10 @@ class Mutation:
 
     @property
     def kind(self) -> str:
-        """The change and the instruction, without its operands."""
+        """The change and the instruction, without its guard and operands."""
         change, code = self.change.split(": ", 1)
-        return f"{change}: {code.split()[0].rstrip(';')}"
+        mnemonic = next(word for word in code.split() if not word.startswith("@"))
+        return f"{change}: {mnemonic.rstrip(';')}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +77,27 @@ def mutations(ptx: str, counts: bool = True) -> Iterator[Mutation]:
                 yield Mutation(number, f"{change}: {code}", text)
 
 
-def notices(trials: Sequence[Trial], mutation: Mutation) -> str:
-    """The rule that a mutation breaks, "result" if it computes something else, or ""."""
-    for trial in trials:
+def moved(ptx: str) -> Iterator[Mutation]:
+    """Every synchronising instruction of a kernel moved over its neighbours, see `moves`."""
+    for move in moves(ptx):
+        change = f"{move.change}: {move.instruction.text}"
+        yield Mutation(move.instruction.line, change, move.text(ptx))
+
+
+def notices(trials: Sequence[Trial], mutation: Mutation) -> tuple[str, int]:
+    """The rule that a mutation breaks, and the number of trials that it takes to see that.
+
+    The rule is "result" if the kernel computes something else, or "" if no trial notices it.
+    """
+    for number, trial in enumerate(trials, 1):
         try:
             results = trial.launch.run(trial.policy, trial.seed, lambda key, text: mutation.text)
         except EmulationError as error:
-            return error.rule
+            return error.rule, number
         for name, expected in trial.expected.items():
             if not np.array_equal(results[name], expected, True):
-                return "result"
-    return ""
+                return "result", number
+    return "", len(trials)
 
 
 def _changes(code: str) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The project's Blackwell kernels on the emulator: right by the oracle, whatever the timing.
 
-`python -m tests.emulator.blackwell_conformance --seeds 20` runs the conformance cases that the
+`python -m tests.emulator.kernel_conformance --seeds 20` runs the conformance cases that the
 kernels take under so many policies; CI runs the cases below. About 40 s.
 """
 
@@ -15,19 +15,20 @@ import pytest
 
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.key import KernelKey, Pass
 from kernels.emulator import Policy
-from tests.emulator.attention import attention
-from tests.emulator.blackwell_conformance import verdicts
+from tests.emulator.attention import attention, ptx, unchanged
+from tests.emulator.kernel_conformance import Problem, judged, key_of, launches_of, verdicts
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
 
 POLICIES = (
-    Policy("starve", "late"),
-    Policy("random", "random"),
+    Policy("starve", "late", start_order="reversed"),
+    Policy("random", "random", start_order="random"),
     Policy("in_order", "early"),
-    Policy("random", "late"),
-    Policy("starve", "random", resident_ctas=1),
+    Policy("random", "late", start_order="reversed"),
+    Policy("starve", "random", resident_ctas=1, start_order="random"),
 )
 
 _ONE = {"batch": 1, "heads": (1, 1)}
@@ -88,7 +89,8 @@ CASES = (
     ids=lambda value: value.id if isinstance(value, Case) else "",
 )
 def test_forward_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> None:
-    assert not [verdict for verdict in verdicts(case, policy, seed, seed) if verdict.failure]
+    problem = Problem(case, Pass.FORWARD, "sm_100f", seed)
+    assert not [verdict for verdict in verdicts(problem, policy, seed) if verdict.failure]
 
 
 def test_forward_ignores_timing(seed: int) -> None:
@@ -98,3 +100,19 @@ def test_forward_ignores_timing(seed: int) -> None:
     first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(POLICIES))
     for other, (name, value) in itertools.product(others, first.items()):
         assert np.array_equal(value, other[name]), name
+
+
+def test_a_wrong_coefficient_of_the_polynomial_exponential_is_noticed(seed: int) -> None:
+    """A third coefficient that is one percent off moves the LSE by more than is allowed."""
+    case = Case(**_ONE, query_length=140, key_length=520)
+    problem = Problem(case, Pass.FORWARD, "sm_100f", seed)
+    right, wrong = (f"0f{np.float32(c).view(np.uint32):08X}" for c in (0.07706705, 0.0778))
+    assert right in ptx(key_of(case, Pass.FORWARD, "sm_100f")).text
+
+    def perturbed(key: KernelKey, text: str) -> str:
+        return text.replace(right, wrong)
+
+    for text_of, names in ((unchanged, []), (perturbed, ["lse"])):
+        results = launches_of(problem).run(Policy(), seed, text_of)
+        failed = [verdict.name for verdict in judged(problem, results) if verdict.failure]
+        assert failed == names

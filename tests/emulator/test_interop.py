@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kernels.emulator import Report
-from kernels.emulator.interop import host_code, run, tables
-from kernels.emulator.interop.host_code import Tensor
-from kernels.emulator.interop.run import Problem
+from tests.emulator.interop import host_code, run, tables
+from tests.emulator.interop.host_code import Tensor
+from tests.emulator.interop.run import Problem
 
 
 def test_arguments_of_the_host_code() -> None:
@@ -74,7 +74,7 @@ def test_growing_inputs_move_the_maximum() -> None:
 def report(*warps: dict[str, int]) -> Report:
     empty = tuple(Counter[str]() for _ in warps)
     counters = tuple(Counter(warp) for warp in warps)
-    return Report("k", (1, 1, 1), {"x": (0, 1), "y": (2,)}, counters, empty, 0, 0, 0.0)
+    return Report("k", (1, 1, 1), {"x": (0, 1), "y": (2,)}, counters, empty, frozenset(), 0, 0, 0.0)
 
 
 def test_counts_per_block() -> None:
@@ -98,7 +98,7 @@ def test_tables() -> None:
 def test_stand_in_for_torch() -> None:
     """In a process of its own: it is there for the whole process."""
     script = """
-from kernels.emulator.interop import torch_stand_in
+from tests.emulator.interop import torch_stand_in
 assert torch_stand_in.install()
 import torch
 from torch._subclasses.fake_tensor import FakeTensor

@@ -19,11 +19,11 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
 
 POLICIES = (
-    Policy("random", "late", global_races=True),
-    Policy("starve", "random", global_races=True),
+    Policy("random", "late", start_order="random", global_races=True),
+    Policy("starve", "random", start_order="reversed", global_races=True),
     Policy("random", "early"),
-    Policy("in_order", "late", resident_ctas=1),
-    Policy("starve", "late"),
+    Policy("in_order", "late", resident_ctas=1, start_order="reversed"),
+    Policy("starve", "late", resident_ctas=1, start_order="random"),
 )
 
 CASES = (
@@ -90,7 +90,8 @@ def test_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> None:
 
 
 def test_deterministic_backward_ignores_timing(seed: int) -> None:
-    """The order in which dQ is summed over key tiles is the kernel's, not the schedule's."""
+    """The order in which dQ is summed over key tiles is the kernel's, not the schedule's, nor that
+    in which CTAs start, one at a time or several."""
     case = Case(
         batch=1,
         heads=(2, 1),

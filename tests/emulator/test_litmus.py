@@ -111,6 +111,24 @@ mbarrier.try_wait.parity.shared.b64 %p7, [%r2+8], 0;
 st.shared.b32 [%r2+1024], %r1;
 END:
 """
+ONE_ARRIVES_FOR_ALL = """
+setp.ne.u32 %p1, %r1, 0; and.b32 %r5, %r1, 31; setp.ne.u32 %p5, %r5, 0;
+@!%p1 mbarrier.init.shared.b64 [%r2], 1;
+@!%p1 mbarrier.init.shared.b64 [%r2+8], 2;
+@!%p1 fence.mbarrier_init.release.cluster;
+bar.sync 0;
+shl.b32 %r10, %r1, 2; add.s32 %r11, %r2, %r10; ld.shared.b32 %r12, [%r11+1024];
+{between}
+@!%p5 mbarrier.arrive.shared.b64 _, [%r2+8];
+@%p1 bra COPIED;
+AGAIN:
+mbarrier.try_wait.parity.shared.b64 %p7, [%r2+8], 0;
+@!%p7 bra AGAIN;
+add.s32 %r9, %r2, 1024;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r9], [%rd1], 256, [%r2];
+COPIED:
+"""
 EVERYBODY = INIT.format(fence="").replace("], 1;", "], 64;")
 STATE = (
     WRITE_COPY
@@ -317,6 +335,16 @@ ROWS = (
         + "bar.sync 0;"
         + COPY_256.replace("COPIED", "TWICE")
         + WAIT.format(parity=1),
+    ),
+    Litmus(
+        "loads by all lanes, barrier, arrival of one, copy over it",
+        None,
+        ONE_ARRIVES_FOR_ALL.format(between="bar.sync 1, 64;") + WAIT_0,
+    ),
+    Litmus(
+        "loads by all lanes, arrival of one, copy over it",
+        "race",
+        ONE_ARRIVES_FOR_ALL.format(between="") + WAIT_0,
     ),
     Litmus("copy, nobody waits", "outstanding", INIT_FENCED + COPY_256),
     Litmus(

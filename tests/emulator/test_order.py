@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kernels.emulator.clocks import Clocks
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import Clocks, Order
+from kernels.emulator.order import Order
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fa4_jax.conformance.oracle import make_inputs
 from kernels import emulator
 from kernels.emulator import Policy, arguments
 from kernels.emulator.rates import BLACKWELL, HOPPER, measured
+from kernels.emulator.resources import TensorCore
 from kernels.emulator.timeline import chrome_trace, plot
 from kernels.emulator.timing import Timing, estimate
 from kernels.emulator.trace import Trace
@@ -124,6 +125,15 @@ def test_bulk_load_takes_latency_and_bandwidth() -> None:
     taken = RATES.tma_latency + 2048 / RATES.tma_load_bytes
     assert taken <= timing.cycles <= taken + 120
     assert timing.busy["TMA load"] == 2048 / RATES.tma_load_bytes
+
+
+def test_instructions_and_copies_share_the_port_between_products() -> None:
+    """Copies that need 100 cycles of the port have 20 left if instructions take 20 of 100."""
+    tensor_core = TensorCore()
+    tensor_core.copies = 100.0
+    tensor_core.interrupt(time=10.0, taken=20.0)
+    tensor_core.idle(100.0)
+    assert tensor_core.copies == 20.0
 
 
 def test_copies_of_threads_arrive_after_the_latency_of_a_load() -> None:

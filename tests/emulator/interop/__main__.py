@@ -1,6 +1,6 @@
 """flash-attn-4's kernels on the emulator, against the float64 oracle.
 
-    python -m kernels.emulator.interop [errors] [gradients] [counts] [timing]
+    python -m tests.emulator.interop [errors] [gradients] [counts] [timing]
 
 Prints Markdown tables. `errors` (the default): relative errors of every forward kernel, and which
 rules it breaks; `gradients`: the same of the Blackwell backward; `counts`: instructions per warp
@@ -25,12 +25,12 @@ import numpy as np
 
 from fa4_jax.conformance.oracle import Inputs
 from kernels.emulator import EmulationError, Policy
-from kernels.emulator.interop import flash_attn4, ours, run, tables, timing
-from kernels.emulator.interop.flash_attn4 import Step, Variant
-from kernels.emulator.interop.host_code import Compiled
-from kernels.emulator.interop.run import Problem, Run
 from kernels.emulator.rates import BLACKWELL
 from kernels.emulator.trace import Trace
+from tests.emulator.interop import flash_attn4, ours, run, tables, timing
+from tests.emulator.interop.flash_attn4 import Step, Variant
+from tests.emulator.interop.host_code import Compiled
+from tests.emulator.interop.run import Problem, Run
 
 WAIVERS = (
     *("clean_exits", "tensor_fences", "tensor_load_waits", "unordered_commits"),
@@ -87,7 +87,7 @@ BACKWARD_TIMED = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.emulator.interop")
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator.interop")
     choices = {
         "errors": _errors,
         "gradients": _gradients,

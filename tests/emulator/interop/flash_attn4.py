@@ -14,8 +14,8 @@ import tempfile
 import types
 from typing import Any, Literal
 
-from kernels.emulator.interop import torch_stand_in
-from kernels.emulator.interop.host_code import Compiled
+from tests.emulator.interop import torch_stand_in
+from tests.emulator.interop.host_code import Compiled
 
 _PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 _TILE = 128
@@ -86,7 +86,7 @@ def _bare_package(name: str) -> None:
 def compile_forward(variant: Variant) -> Compiled:
     """Compiles the forward kernel as flash-attn-4 configures it for long sequences."""
     kernel = _forward(variant)
-    from kernels.emulator.interop import hosts
+    from tests.emulator.interop import hosts
 
     return _compile(hosts.Forward(kernel), variant)
 
@@ -102,7 +102,7 @@ def compile_backward(variant: Variant) -> tuple[Step, ...]:
 
 def _backward(variant: Variant) -> tuple[Step, ...]:
     """What comes before the main kernel, itself, and what comes after."""
-    from kernels.emulator.interop import hosts
+    from tests.emulator.interop import hosts
 
     cutlass = importlib.import_module("cutlass")
     before = importlib.import_module("flash_attn.cute.flash_bwd_preprocess")
@@ -144,7 +144,7 @@ def _backward(variant: Variant) -> tuple[Step, ...]:
 
 def _backward_256(variant: Variant) -> tuple[Step, ...]:
     """What comes before, dQ's kernel, dK's and dV's: both of pairs, neither adds to memory."""
-    from kernels.emulator.interop import hosts
+    from tests.emulator.interop import hosts
 
     cutlass = importlib.import_module("cutlass")
     before = importlib.import_module("flash_attn.cute.flash_bwd_preprocess")
@@ -222,7 +222,7 @@ def _compile(host: Any, variant: Variant) -> Compiled:
     import cutlass
     import cutlass.cute as cute
 
-    from kernels.emulator.interop import hosts
+    from tests.emulator.interop import hosts
 
     hosts.Hardware.multiprocessors = variant.multiprocessors
     schedulers = importlib.import_module("flash_attn.cute.tile_scheduler")

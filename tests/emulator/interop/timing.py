@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
-from kernels.emulator.interop.run import Problem
 from kernels.emulator.rates import BLACKWELL
 from kernels.emulator.timing import Timing, estimate
 from kernels.emulator.trace import Event, Trace
+from tests.emulator.interop.run import Problem
 
 ROWS, KEYS = 512, 128
 """Of a unit of the forward."""
@@ -25,7 +25,10 @@ BACKWARD_ROWS, BACKWARD_KEYS = 128, 256
 LENGTH = 8192
 UNITS = ("tensor core", "special", "shared", "issue", "TMA load", "tensor memory")
 _FEW, _MANY = 4, 16
-_MANY_OF_BACKWARD = 12
+_FEW_OF_BACKWARD, _MANY_OF_BACKWARD = 12, 20
+"""Copies of d = 256 need some ten units until they are as far ahead as they get."""
+_STEADY = 1.01
+"""A busier resource than this share of a unit shows launches too short for a steady state."""
 
 Runner = Callable[[Problem, Trace], object]
 """Launches a kernel with a trace."""
@@ -36,7 +39,7 @@ class Cost:
     """SM cycles.
 
     Attributes:
-      unit: of each unit in the middle of a tile.
+      unit: of each unit in the middle of a tile, at least those of its busiest resource.
       tile: what ROWS queries, or BACKWARD_KEYS keys, take beside their units.
       busy: cycles of each resource in a unit.
     """
@@ -68,10 +71,9 @@ def forward(run: Runner, ctas: int) -> Cost:
         return estimate(trace, BLACKWELL)
 
     few, many, more = total(2, _FEW), total(2, _MANY), total(4, _FEW)
-    units = 2 * (_MANY - _FEW)
-    unit = ctas * (many.cycles - few.cycles) / units
+    unit, busy = _unit(few, many, ctas / (2 * (_MANY - _FEW)))
     tile = ctas * (more.cycles - few.cycles) / 2 - _FEW * unit
-    return Cost(unit, tile, _busy(few, many, ctas / units))
+    return Cost(unit, tile, busy)
 
 
 def backward(
@@ -81,7 +83,7 @@ def backward(
     is_causal: bool,
     stationary: Literal["queries", "keys"] = "keys",
 ) -> Cost:
-    """From 4 and 12 units of the first keys, whose CTAs have most to do under a causal mask.
+    """From 12 and 20 units of the first keys, whose CTAs have most to do under a causal mask.
 
     A kernel that holds queries (dQ's of two main kernels) is measured the other way round, along
     its own inner loop: the last BACKWARD_KEYS queries, past which BACKWARD_ROWS keys go with every
@@ -102,17 +104,27 @@ def backward(
             run(Problem(rows, rows if is_causal else BACKWARD_KEYS), trace)
         return estimate(busiest(trace, seen), BLACKWELL)
 
-    few, many = total(_FEW), total(_MANY_OF_BACKWARD)
-    units = _MANY_OF_BACKWARD - _FEW
+    few, many = total(_FEW_OF_BACKWARD), total(_MANY_OF_BACKWARD)
     factor = ctas * needed / seen
-    unit = factor * (many.cycles - few.cycles) / units
+    unit, busy = _unit(few, many, factor / (_MANY_OF_BACKWARD - _FEW_OF_BACKWARD))
     # A CTA starts when the one before it has ended; estimate counts that between its own.
-    tile = factor * (few.cycles + BLACKWELL.cta_latency) - _FEW * unit
-    return Cost(unit, tile, _busy(few, many, factor / units))
+    tile = factor * (few.cycles + BLACKWELL.cta_latency) - _FEW_OF_BACKWARD * unit
+    return Cost(unit, tile, busy)
 
 
-def _busy(few: Timing, many: Timing, factor: float) -> dict[str, float]:
-    return {name: factor * (many.busy[name] - few.busy.get(name, 0.0)) for name in many.busy}
+def _unit(few: Timing, many: Timing, factor: float) -> tuple[float, dict[str, float]]:
+    """Cycles of a unit, and of each resource in it, from two launches.
+
+    Raises:
+      ValueError: a resource is busier than a unit is long: the launches have no steady state.
+    """
+    cycles = factor * (many.cycles - few.cycles)
+    busy = {name: factor * (many.busy[name] - few.busy.get(name, 0.0)) for name in many.busy}
+    busiest = max(busy, key=busy.__getitem__)
+    if busy[busiest] > _STEADY * cycles:
+        message = f"{busiest}: {busy[busiest]:.0f} cycles in a unit of {cycles:.0f}"
+        raise ValueError(f"{message}; more units are needed for a steady state")
+    return max(cycles, busy[busiest]), busy
 
 
 def busiest(trace: Trace, count: int) -> Trace:

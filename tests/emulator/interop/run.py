@@ -12,10 +12,10 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs, oracle
 from kernels import emulator
 from kernels.emulator import Policy, Report
-from kernels.emulator.interop.flash_attn4 import Step
-from kernels.emulator.interop.host_code import Compiled, Tensor, host_code
 from kernels.emulator.memory import uninitialised
 from kernels.emulator.trace import Trace
+from tests.emulator.interop.flash_attn4 import Step
+from tests.emulator.interop.host_code import Compiled, Tensor, host_code
 
 _FIRST_ADDRESS = 0x1_0000_0000
 _GAP = 1 << 20

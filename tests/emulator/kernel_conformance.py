@@ -1,13 +1,15 @@
-"""The Blackwell kernels on the emulator: each of them, conformance cases, many seeded policies.
+"""The kernels on the emulator: each of both architectures, conformance cases, many seeded policies.
 
-    python -m tests.emulator.blackwell_conformance --seeds 20 [--only "sm_100f_bwd_*"]
+    python -m tests.emulator.kernel_conformance --seeds 20 [--only "sm_100f_bwd_*"]
 
-runs the conformance cases of at most 700 query rows and keys as they are, forward and backward. A
-kernel that fewer than --least of them reach gets smaller others, with its storage type, head dim,
-numerics and order of summation. A backward runs behind one ordinary forward, which has runs of its
-own. Seed by seed, so that what --minutes cuts off are the last seeds of every case. Each outcome is
-added to --record at once, and a second run goes on from there: only runs of the same kernel text
-count. --note writes what a record says, without running anything.
+The command runs the conformance cases of at most 700 query rows and keys as they are, forward and
+backward. A kernel that fewer than --least of them reach gets smaller cases, with its storage type,
+head dim, numerics and order of summation. --covering runs the small problems of mutation_score
+instead, one a seed, which reach every synchronising instruction of a kernel. A backward runs after
+one ordinary forward, which has runs of its own. The order is seed by seed, so that --minutes cuts
+off the last seeds of every case. Each outcome is added to --record at once, and a second run goes
+on from there: it counts runs of the same kernel text under the same emulator. --note prints what a
+record says and runs nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from fa4_jax.conformance.cases import CASES, Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
 from fa4_jax.key import KernelKey, Pass
+from kernels import emulator
 from kernels.emulator import EmulationError, Policy
-from tests.emulator import attention
+from tests.emulator import attention, mutation_score
 
-ARCH = "sm_100f"
 MOST_ROWS = 700
 MOST_SCORES = 200_000  # of all heads, of a case for a kernel that few cases reach
 PROCESSES = 2
@@ -53,6 +55,16 @@ POLICIES = tuple(
 )
 
 START_ORDERS = ("index", "reversed", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A forward, or a backward, of a case with the inputs of a seed."""
+
+    case: Case
+    kernel: Pass
+    arch: str
+    inputs_seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +82,17 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """All of POLICIES in turn, neighbours as different as can be.
-
-        CTAs start in any order where they wait for each other.
-        """
-        policy = POLICIES[7 * self.seed % len(POLICIES)]
-        if not self.key.deterministic:
-            return policy
-        order = START_ORDERS[self.seed % len(START_ORDERS)]
-        return dataclasses.replace(policy, ordered_reductions=True, start_order=order)
+        """All of POLICIES in turn, neighbours as different as can be, with each start order."""
+        return dataclasses.replace(
+            POLICIES[7 * self.seed % len(POLICIES)],
+            ordered_reductions=self.key.deterministic,
+            start_order=START_ORDERS[(self.seed + self.seed // 3) % len(START_ORDERS)],
+        )
 
     @property
-    def inputs_seed(self) -> int:
-        """One of two."""
-        return self.seed // 2 % 2
+    def problem(self) -> Problem:
+        """The inputs are one of two."""
+        return Problem(self.case, self.key.kernel, self.key.arch, self.seed // 2 % 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +102,7 @@ class Outcome:
     Attributes:
       run: Run.name.
       text: digest of the kernel's PTX.
+      emulator: digest of the emulator's sources.
       failure: a broken rule, a wrong result, or "".
       worst: the largest error relative to what is allowed.
       bits: digest of a deterministic kernel's results, which the inputs alone decide.
@@ -102,6 +112,7 @@ class Outcome:
     run: str
     seed: int
     text: str
+    emulator: str
     commit: str
     failure: str
     worst: float
@@ -110,21 +121,26 @@ class Outcome:
 
 
 @functools.cache
-def key_of(case: Case, kernel: Pass) -> KernelKey:
+def key_of(case: Case, kernel: Pass, arch: str) -> KernelKey:
     """The kernel that a case runs."""
-    keys = attention.attention(case, make_inputs(case, 0), kernel != Pass.FORWARD, ARCH).keys
+    keys = attention.attention(case, make_inputs(case, 0), kernel != Pass.FORWARD, arch).keys
     return next(key for key in keys if key.kernel == kernel)
 
 
 def targets(least: int) -> list[tuple[Case, KernelKey]]:
-    """Cases and the kernels that they reach; every kernel at least so often."""
+    """Cases and the kernels that they reach, every kernel at least `least` times."""
     fitting = [
         case
         for case in CASES
         if case.has_kernel and max(case.query_length, case.key_length) <= MOST_ROWS
     ]
-    found = [(case, key_of(case, kernel)) for kernel in QUANTITIES for case in fitting]
-    for key in catalogue.keys(ARCH):
+    found = [
+        (case, key_of(case, kernel, arch))
+        for arch in catalogue.ARCHITECTURES
+        for kernel in QUANTITIES
+        for case in fitting
+    ]
+    for key in itertools.chain.from_iterable(map(catalogue.keys, catalogue.ARCHITECTURES)):
         if key.kernel not in QUANTITIES:
             continue
         reached = sum(used == key for _, used in found)
@@ -132,6 +148,22 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
         small = (case for case in reversed(fitting) if _scores(case) <= MOST_SCORES)
         others = (pair for pair in _retyped(small, key) if pair not in found)
         found += itertools.islice(others, max(0, least - reached))
+    return found
+
+
+def covering(seed: int) -> list[tuple[Case, KernelKey]]:
+    """Every kernel with one of its mutations' problems, which together reach all that synchronises.
+
+    Seeds take the problems of a kernel in turn.
+    """
+    found = []
+    for key in catalogue.all_keys():
+        if key.kernel in QUANTITIES:
+            cases = mutation_score.cases(key)
+            case = cases[seed % len(cases)]
+            if key.polynomial_exp2:
+                case = dataclasses.replace(case, numerics="fast")
+            found.append((case, key))
     return found
 
 
@@ -149,7 +181,7 @@ def _retyped(cases: Iterable[Case], key: KernelKey) -> Iterator[tuple[Case, Kern
             numerics=numerics,
             deterministic=key.deterministic,
         )
-        if key_of(other, key.kernel) == key:
+        if key_of(other, key.kernel, key.arch) == key:
             yield other, key
 
 
@@ -170,35 +202,29 @@ def inputs_of(case: Case, seed: int) -> Inputs:
     return attention.reversed_keys(case, inputs) if case.growing and seed % 2 else inputs
 
 
-def verdicts(
-    case: Case, policy: Policy, seed: int, inputs_seed: int, kernel: Pass = Pass.FORWARD
-) -> list[Verdict]:
+def verdicts(problem: Problem, policy: Policy, seed: int) -> list[Verdict]:
     """How the results of the forward, or of the backward, compare with the oracle.
 
     Raises:
       EmulationError: a kernel broke a rule.
     """
-    return _judged(case, kernel, _results(case, policy, seed, inputs_seed, kernel), inputs_seed)
-
-
-def _results(
-    case: Case, policy: Policy, seed: int, inputs_seed: int, kernel: Pass
-) -> dict[str, np.ndarray]:
-    return _launches(case, inputs_seed, kernel).run(policy, seed)
+    return judged(problem, launches_of(problem).run(policy, seed))
 
 
 @functools.lru_cache(maxsize=256)
-def _launches(case: Case, inputs_seed: int, kernel: Pass) -> attention.Attention:
-    gradients = kernel != Pass.FORWARD
-    launches = attention.attention(case, inputs_of(case, inputs_seed), gradients, ARCH)
+def launches_of(problem: Problem) -> attention.Attention:
+    """The launches of the forward, or those of the backward on what a forward has left."""
+    gradients = problem.kernel != Pass.FORWARD
+    inputs = inputs_of(problem.case, problem.inputs_seed)
+    launches = attention.attention(problem.case, inputs, gradients, problem.arch)
     return launches.behind(Pass.FORWARD) if gradients else launches
 
 
-def _judged(
-    case: Case, kernel: Pass, results: dict[str, np.ndarray], inputs_seed: int
-) -> list[Verdict]:
-    polynomial = key_of(case, Pass.FORWARD).polynomial_exp2
-    expected, *usual = _expected(case, inputs_seed)
+def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:
+    """How results compare with the oracle's."""
+    case = problem.case
+    polynomial = key_of(case, Pass.FORWARD, problem.arch).polynomial_exp2
+    expected, *usual = _expected(case, problem.inputs_seed)
     return [
         compare(
             name,
@@ -208,34 +234,48 @@ def _judged(
             [some[name] for some in usual],
             polynomial,
         )
-        for name in QUANTITIES[kernel]
+        for name in QUANTITIES[problem.kernel]
     ]
 
 
 def perform(run: Run) -> Outcome:
     """One run, whatever comes of it."""
-    start, kernel = time.process_time(), run.key.kernel
+    start = time.process_time()
     failure, worst, bits = "", 0.0, ""
     try:
-        results = _results(run.case, run.policy, run.seed, run.inputs_seed, kernel)
+        results = launches_of(run.problem).run(run.policy, run.seed)
     except EmulationError as error:
         failure = str(error)
     else:
-        found = _judged(run.case, kernel, results, run.inputs_seed)
+        found = judged(run.problem, results)
         failure = "; ".join(f"{v.name}: {v.failure}" for v in found if v.failure)
         worst = max((v.worst / v.worst_allowed for v in found if v.worst_allowed), default=0.0)
         if run.key.deterministic:
-            data = b"".join(results[name].tobytes() for name in QUANTITIES[kernel])
+            data = b"".join(results[name].tobytes() for name in QUANTITIES[run.key.kernel])
             bits = hashlib.sha256(data).hexdigest()[:12]
     seconds = round(time.process_time() - start, 2)
     return Outcome(
-        run.name, run.seed, _digest(run.key), _commit(), failure, round(worst, 3), bits, seconds
+        run=run.name,
+        seed=run.seed,
+        text=_digest(run.key),
+        emulator=_emulator(),
+        commit=_commit(),
+        failure=failure,
+        worst=round(worst, 3),
+        bits=bits,
+        seconds=seconds,
     )
 
 
 @functools.cache
 def _digest(key: KernelKey) -> str:
     return hashlib.sha256(attention.ptx(key).text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _emulator() -> str:
+    sources = sorted(pathlib.Path(emulator.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(map(pathlib.Path.read_bytes, sources))).hexdigest()[:12]
 
 
 @functools.cache
@@ -280,6 +320,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="policies that each case meets")
     parser.add_argument("--least", type=int, default=2, help="cases that reach each kernel")
+    parser.add_argument(
+        "--covering", action="store_true", help="the problems of mutation_score, not the cases"
+    )
     parser.add_argument("--only", default="*", metavar="GLOB", help="kernel/case")
     parser.add_argument("--minutes", type=float, default=1e9, help="no run starts after these")
     parser.add_argument("--processes", type=int, default=PROCESSES)
@@ -295,19 +338,22 @@ def main() -> int:
     if options.note:
         print(note(recorded(options.record)))
         return 0
+    listed = [] if options.covering else targets(options.least)
     chosen = [
         run
         for seed in range(options.seeds)
-        for run in (Run(case, key, seed) for case, key in targets(options.least))
+        for run in (Run(case, key, seed) for case, key in listed or covering(seed))
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
-    for run in chosen:  # The processes inherit the texts.
-        for key in attention.attention(run.case, make_inputs(run.case, 0), True, ARCH).keys:
-            if key.kernel == Pass.FORWARD or run.key.kernel != Pass.FORWARD:
-                attention.ptx(key)
+    for case, main_key in {(run.case, run.key) for run in chosen}:
+        inputs = make_inputs(case, 0)
+        for key in attention.attention(case, inputs, True, main_key.arch).keys:
+            if key.kernel == Pass.FORWARD or main_key.kernel != Pass.FORWARD:
+                attention.ptx(key)  # The processes inherit the texts.
     attention.close()
-    known = {(outcome.run, outcome.seed, outcome.text) for outcome in recorded(options.record)}
-    left = [run for run in chosen if (run.name, run.seed, _digest(run.key)) not in known]
+    known = {(o.run, o.seed, o.text, o.emulator) for o in recorded(options.record)}
+    digest = _emulator()
+    left = [run for run in chosen if (run.name, run.seed, _digest(run.key), digest) not in known]
     options.record.parent.mkdir(parents=True, exist_ok=True)
     failures, end = 0, time.monotonic() + 60 * options.minutes
     context = multiprocessing.get_context("fork")

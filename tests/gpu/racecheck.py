@@ -1,0 +1,181 @@
+"""What compute-sanitizer's racecheck reports of the Hopper kernels: nothing but what is explained.
+
+    python -m tests.gpu.racecheck [--only "sm_90a_bwd_bf16_d64*"]
+
+Each bf16 backward runs in a process of its own, after its forward, under racecheck. A report names
+two machine instructions by kernel and address; the cubin tells which instructions these are. The
+command prints a table of the classes that it found. It returns 1 if one is not in EXPLAINED, or if
+there is none at all: then racecheck has not seen the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from fa4_jax import catalogue
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.conformance.runner import compute
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.target import current_target
+from kernels.build import cubin_info
+
+_OPCODES = {0x3BA: "UBLKCP", 0x984: "LDS", 0x388: "STS", 0x5B4: "UTMALDG", 0x3B5: "UTMASTG"}
+_INSTRUCTION_BYTES = 16
+_SANITIZER = ("compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "analysis")
+_OPTIONS = ("--print-limit", "100000", "--kernel-name", "kns=fa4")
+
+EXPLAINED = {
+    ("bwd", "UBLKCP", "LDS"): (
+        "The load warp's bulk copy of a later step's row statistics (lse_log2, delta) follows the "
+        "MMA warps' loads of the slot. All lanes load; then all warps pass the named barrier "
+        "SCORES_READY; then one lane of each warp arrives on q_empty or do_empty; the load warp "
+        "waits for these arrivals and issues the copy. racecheck does not carry a lane's loads "
+        "over the named barrier to the lane that arrives. The emulator's happens-before does: it "
+        "accepts the kernels, and refuses the same program without the named barrier "
+        "(tests/emulator/test_litmus.py, loads by all lanes and an arrival of one)."
+    ),
+}
+"""(kernel, writing instruction, reading instruction): the order that makes the pair safe."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """One side of a report: "Read" or "Write", the kernel's symbol, the byte offset of its code."""
+
+    kind: str
+    symbol: str
+    offset: int
+
+
+def parse(text: str) -> list[tuple[Access, Access]]:
+    """Pairs of accesses, the first of each report with each of its others.
+
+    Raises:
+      ValueError: the text has no summary: the program ended before its time.
+    """
+    if "RACECHECK SUMMARY" not in text:
+        raise ValueError(f"no summary of racecheck: {text[-500:]}")
+    pairs: list[tuple[Access, Access]] = []
+    first = None
+    for line in text.splitlines():
+        found = re.search(r"(Read|Write) access at (\w+)\+0x([0-9a-f]+)", line)
+        if found is None:
+            continue
+        access = Access(found[1], found[2], int(found[3], 16))
+        if "Race reported between" in line:
+            first = access
+        elif first is not None:
+            pairs.append((first, access))
+    return pairs
+
+
+def hazard(pair: tuple[Access, Access], code: dict[str, list[tuple[int, int]]]) -> tuple[str, ...]:
+    """The class of a pair: kernel, then the instructions, a write first.
+
+    `code` has the machine instructions of each kernel by symbol.
+    """
+    names = []
+    for access in sorted(pair, key=lambda access: access.kind, reverse=True):
+        word = code[access.symbol][access.offset // _INSTRUCTION_BYTES]
+        number = cubin_info.opcode(word)
+        names.append(_OPCODES.get(number, f"opcode {number:#x}"))
+    return pair[0].symbol.removeprefix("fa4_").rsplit("_", 1)[0], *names
+
+
+def case_of(key: KernelKey) -> Case:
+    """Some steps of a CTA, so that every slot of its rings is used again."""
+    return Case(
+        batch=1,
+        heads=(2, 1),
+        query_length=300,
+        key_length=300,
+        head_dim=key.head_dim,
+        is_causal=key.band,
+        deterministic=key.deterministic,
+    )
+
+
+def keys() -> list[KernelKey]:
+    """The backward kernels that are run."""
+    return [
+        key
+        for key in catalogue.keys("sm_90a")
+        if key.kernel is Pass.BACKWARD and key.dtype == "bf16"
+    ]
+
+
+@functools.cache
+def _code(folder: pathlib.Path, file: str, symbol: str) -> list[tuple[int, int]]:
+    return cubin_info.instructions((folder / file).read_bytes(), symbol)
+
+
+def check(key: KernelKey) -> Counter[tuple[str, ...]]:
+    """Classes of what racecheck reports of a backward and the kernels around it, with counts.
+
+    Raises:
+      ValueError: the program did not come to its end.
+    """
+    manifest = current_target().manifest
+    assert manifest is not None
+    code = {}
+    others = (Pass.FORWARD, Pass.BACKWARD_PRE, Pass.BACKWARD_POST)
+    for found, cubin in manifest.cubins.items():
+        same = (found.arch, found.dtype, found.head_dim) == (key.arch, key.dtype, key.head_dim)
+        band = found.kernel is not Pass.FORWARD or found.band == key.band
+        order = found.kernel is not Pass.BACKWARD_PRE or found.deterministic == key.deterministic
+        if found == key or (same and found.kernel in others and band and order):
+            code[cubin.symbol] = _code(manifest.directory, cubin.file, cubin.symbol)
+    command = [*_SANITIZER, *_OPTIONS, sys.executable, "-m", "tests.gpu.racecheck", "--run"]
+    done = subprocess.run([*command, key.name], capture_output=True, text=True, check=False)
+    return Counter(hazard(pair, code) for pair in parse(done.stdout + done.stderr))
+
+
+def main() -> int:
+    """Returns 1 if racecheck reports what is not explained, or nothing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="pattern of the backward kernels' names")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        key = next(key for key in keys() if key.name == options.run)
+        # racecheck prints what it found in a launch when another one follows, not at the end.
+        for _ in range(2):
+            compute(case_of(key), make_inputs(case_of(key), 0), "kernel")
+        return 0
+    if shutil.which(_SANITIZER[0]) is None:
+        raise SystemExit(f"{_SANITIZER[0]} is not on the path")
+    table = Table("kernel", "writer", "reader", "pairs", "explained")
+    classes: set[tuple[str, ...]] = set()
+    for key in keys():
+        if not fnmatch.fnmatchcase(key.name, options.only):
+            continue
+        found = check(key)
+        classes |= set(found)
+        for kind, count in sorted(found.items()):
+            table.add_row(key.name, *kind[1:], str(count), "yes" if kind in EXPLAINED else "NO")
+        if not found:
+            table.add_row(key.name, "", "", "0", "")
+    console = Console(width=120)
+    console.print(table)
+    for kind, reason in EXPLAINED.items():
+        console.print(f"{', '.join(kind)}: {reason}")
+    if not classes:
+        console.print("racecheck reports nothing at all: it has not seen the kernels")
+    return int(not classes or not classes <= set(EXPLAINED))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

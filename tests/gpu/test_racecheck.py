@@ -1,0 +1,48 @@
+"""racecheck on the Hopper kernels reports only what is explained; and how its reports are read."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from fa4_jax.key import KernelKey
+from fa4_jax.target import current_target
+from tests.gpu import racecheck
+from tests.gpu.racecheck import Access
+
+REPORT = """
+========= Error: Race reported between Write access at fa4_bwd_0+0x20
+=========     and Read access at fa4_bwd_0+0x40 [384 hazards]
+=========     and Read access at fa4_bwd_0+0x50 [384 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+COPY, LOAD, OTHER = (0x3BA, 0), (0x984, 0), (0x123, 0)
+
+
+def test_reports_are_read():
+    write = Access("Write", "fa4_bwd_0", 0x20)
+    pairs = racecheck.parse(REPORT)
+    assert pairs == [(write, Access("Read", "fa4_bwd_0", at)) for at in (0x40, 0x50)]
+    code = {"fa4_bwd_0": [OTHER, OTHER, COPY, OTHER, LOAD, OTHER]}
+    explained, other = (racecheck.hazard(pair, code) for pair in pairs)
+    assert explained == ("bwd", "UBLKCP", "LDS") and explained in racecheck.EXPLAINED
+    assert other == ("bwd", "UBLKCP", "opcode 0x123") and other not in racecheck.EXPLAINED
+    first, second = pairs[0]
+    assert racecheck.hazard((second, first), code) == explained
+
+
+def test_a_program_that_ends_early_is_an_error():
+    with pytest.raises(ValueError, match="no summary"):
+        racecheck.parse("========= Error: Target application terminated\n")
+
+
+@pytest.mark.parametrize("key", racecheck.keys(), ids=lambda key: key.name)
+def test_every_report_is_explained(key: KernelKey):
+    if current_target().arch != key.arch:
+        pytest.skip(current_target().unavailable or f"needs {key.arch}")
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not on the path")
+    # It is known to report something of each of them, if it has seen the kernels.
+    assert set(racecheck.check(key)) == set(racecheck.EXPLAINED)

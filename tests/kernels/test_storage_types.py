@@ -1,0 +1,49 @@
+"""The fp16 kernels are the bf16 kernels with another storage type, and nothing else.
+
+Their PTX is the same text but for the names of types, the two type fields of tcgen05.mma's
+instruction descriptor. (In Hopper's postprocessing NVVM numbers registers of the arithmetic another
+way, so that mnemonics are compared there.) So what is proven of the synchronisation of one holds
+for the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.key import KernelKey, Pass
+from kernels.build import cache
+
+_OPERAND_TYPES = 1 << 7 | 1 << 10
+"""Bits of the instruction descriptor of kind::f16: A and B are bfloat16."""
+_MMA = re.compile(r"(tcgen05\.mma\S* [^;]*, )(\d+)(, \w+;)")
+BF16 = [key for key in catalogue.all_keys() if key.dtype == "bf16"]
+
+
+def as_fp16(ptx: str) -> str:
+    """The text of a bf16 kernel with float16 in place of bfloat16."""
+
+    def descriptor(found: re.Match[str]) -> str:
+        assert int(found[2]) & _OPERAND_TYPES == _OPERAND_TYPES
+        return f"{found[1]}{int(found[2]) ^ _OPERAND_TYPES}{found[3]}"
+
+    return _MMA.sub(descriptor, ptx).replace("bf16", "f16")
+
+
+@pytest.mark.parametrize("key", BF16, ids=lambda key: key.name)
+def test_fp16_is_the_same_text(key: KernelKey) -> None:
+    texts = []
+    for dtype in ("bf16", "fp16"):
+        entry = cache.find(dataclasses.replace(key, dtype=dtype))
+        assert entry is not None, "run python -m kernels.build"
+        texts.append(entry.ptx)
+    bf16, fp16 = texts
+    assert bf16 != fp16 or "bf16" not in bf16
+    texts = [as_fp16(bf16), fp16]
+    if (key.arch, key.kernel) == ("sm_90a", Pass.BACKWARD_POST):
+        texts = [re.sub(r"(?m)^\t(\w[\w.:]*) .*$", r"\1", text) for text in texts]
+    same = texts[0] == texts[1]  # no diff of thousands of lines
+    assert same
