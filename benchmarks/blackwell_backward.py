@@ -3,7 +3,7 @@
     python -m kernels.build --only "sm_100f_bwd_bf16_*"
     python -m benchmarks.blackwell_backward
 
-A step costs the difference of CTAs (or pairs) with 4 and 16 of them on one multiprocessor. The
+A step costs the difference of CTAs (or pairs) with 12 and 20 of them on one multiprocessor. The
 grid's CTAs then run on all multiprocessors as in `benchmarks.truth`: they share L2 and DRAM and,
 where dQ is added in order, wait for the key tile before. That grid has a CTA stand still until its
 additions have been made; this kernel goes on, so the price of the order is an upper bound.
@@ -24,7 +24,7 @@ from kernels.sm100.tiles import DETERMINISTIC_BAND_HEADS, L2_BUDGET_BYTES
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 SHAPE = Shape(batch=2, length=8192, heads=16)
-_FEW, _MANY = 4, 16
+_FEW, _MANY = 12, 20
 _AHEAD = 2
 
 

@@ -12,8 +12,10 @@ import numpy as np
 from benchmarks.micro.copies import COLUMNS, DATA_BYTES, ROW_BYTES
 from benchmarks.micro.grids import Spin
 from benchmarks.micro.program import (
+    BLACKWELL,
     ENTRY,
     FIELDS,
+    HOPPER,
     PER_SM,
     Chase,
     Launch,
@@ -60,6 +62,8 @@ class Device:
         self._functions: dict[str, Any] = {}
         attributes = driver.CUdevice_attribute
         self.multiprocessors = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        major = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        self.target = HOPPER if major == 9 else BLACKWELL
         self._l2_bytes = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
 
     def describe(self) -> dict[str, Any]:
@@ -75,7 +79,7 @@ class Device:
     def clock_mhz(self) -> float:
         """Clock of the multiprocessors: cycles that a kernel counts over the time that it takes."""
         launch = Launch(threads=32, repeats=_CLOCK_CYCLES, ctas=PER_SM)
-        function = self._function(Spin().ptx(), 0)
+        function = self._function(Spin().ptx(self.target), 0)
         begin, end = (check(driver.cuEventCreate(0)) for _ in range(2))
         self._run(function, launch)
         tensor = self._encode(_ANY_TENSOR)
@@ -90,7 +94,7 @@ class Device:
     def measure(self, measurement: Measurement, launches: int) -> list[float]:
         """The constant, once for each launch; one more launch goes before them."""
         launch = measurement.launch
-        function = self._function(measurement.program.ptx(), launch.shared_bytes)
+        function = self._function(measurement.program.ptx(self.target), launch.shared_bytes)
         self._prepare(launch.chase)
         values = []
         for number in range(launches + 1):

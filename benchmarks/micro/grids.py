@@ -11,6 +11,7 @@ from benchmarks.micro.program import (
     ALONE_BYTES,
     ENTRY,
     FIELDS,
+    HOPPER,
     PER_SM,
     Launch,
     Measurement,
@@ -24,7 +25,7 @@ _SM = FIELDS - 1
 
 _FRAME = """\
 .version 8.8
-.target sm_90a
+.target {target}
 .address_size 64
 .extern .shared .align 1024 .b8 shared_memory[];
 .visible .entry {entry}(
@@ -72,9 +73,9 @@ ret;
 class Spin:
     """A kernel that waits `repeats` cycles and leaves its first and last clock."""
 
-    def ptx(self) -> str:
-        """The module's text."""
-        return _FRAME.format(entry=ENTRY, bytes=8 * FIELDS, sm=8 * _SM)
+    def ptx(self, target: str = HOPPER) -> str:
+        """The module's text for an architecture."""
+        return _FRAME.format(entry=ENTRY, target=target, bytes=8 * FIELDS, sm=8 * _SM)
 
 
 def between_grids(words: np.ndarray, launch: Launch) -> float:

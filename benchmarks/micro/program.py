@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 ENTRY = "microbenchmark"
+HOPPER, BLACKWELL = "sm_90a", "sm_100f"
 PASSES = 2
 FIELDS = 5
 """Words of 64 bits that a warp leaves: clock before and after both loops, multiprocessor."""
@@ -25,7 +26,7 @@ ALONE_BYTES = 120 * 1024
 
 _FRAME = """\
 .version 8.8
-.target sm_90a
+.target {target}
 .address_size 64
 .extern .shared .align 1024 .b8 shared_memory[];
 .visible .entry {entry}(
@@ -132,8 +133,8 @@ mov.b32 %expected, 0;"""
 class Source(Protocol):
     """What makes a module's text."""
 
-    def ptx(self) -> str:
-        """The text."""
+    def ptx(self, target: str = HOPPER) -> str:
+        """The text for an architecture."""
         ...
 
 
@@ -172,8 +173,8 @@ class Program:
         """Warp instructions of one copy that are counted."""
         return sum(self.counts.values())
 
-    def ptx(self) -> str:
-        """The module's text."""
+    def ptx(self, target: str = HOPPER) -> str:
+        """The module's text for an architecture."""
         loops = "\n".join(
             _LOOP.format(
                 before=2 * i,
@@ -187,6 +188,7 @@ class Program:
         )
         return _FRAME.format(
             entry=ENTRY,
+            target=target,
             threads=self.most_threads,
             cluster=_CLUSTER.format(self.cluster) if self.cluster > 1 else "",
             registers=self.registers,
