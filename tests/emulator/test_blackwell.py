@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import POLYNOMIAL_ERROR
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator import Policy
@@ -103,10 +104,10 @@ def test_forward_ignores_timing(seed: int) -> None:
 
 
 def test_a_wrong_coefficient_of_the_polynomial_exponential_is_noticed(seed: int) -> None:
-    """A third coefficient that is one percent off moves the LSE by more than is allowed."""
+    """A third coefficient that is three percent off moves the LSE by more than is allowed."""
     case = Case(**_ONE, query_length=140, key_length=520)
     problem = Problem(case, Pass.FORWARD, "sm_100f", seed)
-    right, wrong = (f"0f{np.float32(c).view(np.uint32):08X}" for c in (0.07706705, 0.0778))
+    right, wrong = (f"0f{np.float32(c).view(np.uint32):08X}" for c in (0.07706705, 0.07938))
     assert right in ptx(key_of(case, Pass.FORWARD, "sm_100f")).text
 
     def perturbed(key: KernelKey, text: str) -> str:
@@ -116,3 +117,13 @@ def test_a_wrong_coefficient_of_the_polynomial_exponential_is_noticed(seed: int)
         results = launches_of(problem).run(Policy(), seed, text_of)
         failed = [verdict.name for verdict in judged(problem, results) if verdict.failure]
         assert failed == names
+
+
+def test_a_row_of_one_key_may_err_by_all_of_the_cubic() -> None:
+    """With this seed, row 249 sees one key, whose exponent rounding leaves just below 0."""
+    seed = 612771287
+    case = Case(**_ONE, query_length=300, key_length=200, head_dim=96, window=(50, 70))
+    problem = Problem(case, Pass.FORWARD, "sm_100f", seed)
+    (lse,) = (v for v in verdicts(problem, Policy(), seed) if v.name == "lse")
+    assert POLYNOMIAL_ERROR / 4 < lse.worst < lse.worst_allowed
+    assert not lse.failure
