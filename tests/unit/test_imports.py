@@ -15,6 +15,14 @@ import fa4_jax
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARY = sorted((ROOT / "fa4_jax").rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in LIBRARY]
+# What each adapter in fa4_jax/integrations may import beyond the rest of the library.
+ADAPTED = {
+    "ejkernel": {"ejkernel"},
+    "equinox": {"equinox"},
+    "levanter": {"haliax", "levanter"},
+    "maxtext": {"maxtext"},
+    "tokamax": {"tokamax"},
+}
 
 
 def imported(path: pathlib.Path) -> set[str]:
@@ -33,7 +41,15 @@ def imported(path: pathlib.Path) -> set[str]:
 def test_the_library_needs_only_jax_and_numpy(path: pathlib.Path):
     roots = {name.split(".")[0] for name in imported(path)}
     allowed = {"fa4_jax", "jax", "jaxlib", "numpy", "ml_dtypes"} | set(sys.stdlib_module_names)
+    if path.parent.name == "integrations":
+        allowed |= ADAPTED.get(path.stem, set())
     assert roots <= allowed
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=NAMES)
+def test_only_the_user_imports_an_adapter(path: pathlib.Path):
+    adapters = {x for x in imported(path) if x.startswith("fa4_jax.integrations.")}
+    assert not adapters
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=NAMES)
