@@ -39,7 +39,6 @@ class Knowledge:
     clock: np.ndarray
     fenced: np.ndarray
     events: int = 0
-    fenced_events: int = 0
 
     def merged(self, other: Knowledge | None) -> Knowledge:
         """Both together."""
@@ -49,7 +48,6 @@ class Knowledge:
             np.maximum(self.clock, other.clock),
             np.maximum(self.fenced, other.fenced),
             self.events | other.events,
-            self.fenced_events | other.fenced_events,
         )
 
 
@@ -81,7 +79,6 @@ class Clocks:
         self.later: dict[int, Knowledge] = {}
         self.later_events: dict[int, int] = {}
         self.published_events: dict[int, int] = {}
-        self.fenced_events: dict[int, int] = {}
         self.fences = False
         """Whether there has been any fence but fence.mbarrier_init."""
         self.published: np.ndarray | None = None

@@ -65,7 +65,6 @@ class Event:
     cluster: int
     clock: np.ndarray
     fenced: np.ndarray
-    fenced_events: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +110,8 @@ class GlobalOrder:
         if not updates:
             self.overwrite(addresses)
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
-            passed_on = order.clocks.fenced_events.get(thread, 0)
             clock, fenced = order.clock[thread].copy(), order.fenced_global[thread].copy()
-            event = Event(cluster, clock, fenced, passed_on)
-            self._post(address, order.events_of(thread), event)
+            self._post(address, order.events_of(thread), Event(cluster, clock, fenced))
         order.release(threads)
 
     def release_fenced(
@@ -131,8 +128,7 @@ class GlobalOrder:
             fenced = np.minimum(order.fenced_global[thread], clock)
             known = clocks.published_events.get(thread, 0)
             if clock[: order.threads].any() or known:
-                passed_on = clocks.fenced_events.get(thread, 0) & known
-                self._post(address, known, Event(cluster, clock, fenced, passed_on))
+                self._post(address, known, Event(cluster, clock, fenced))
 
     def _post(self, address: int, known: int, event: Event) -> None:
         known |= 1 << len(self._events)
@@ -170,11 +166,7 @@ class GlobalOrder:
                 clocks.published_events[thread] = order.events_of(thread)
 
     def _learn(self, cluster: int, order: Order, thread: int, events: int) -> None:
-        passed_on, left = 0, events
-        while left:
-            passed_on |= self._events[(left & -left).bit_length() - 1].fenced_events
-            left &= left - 1
-        order.learn(thread, events, passed_on)
+        order.learn(thread, events)
         clock, fenced = self._known(events, cluster, order)
         np.maximum(order.clock[thread], clock, out=order.clock[thread])
         np.maximum(order.fenced_global[thread], fenced, out=order.fenced_global[thread])
@@ -280,12 +272,10 @@ class GlobalOrder:
             rows = threads.reshape(-1, *(1,) * (access.granules.ndim - 1))
             yield everything, lambda a: order.clock[rows, a], lambda a: order.fenced_global[rows, a]
             return
-        passed_on = order.clocks.fenced_events
-        told = [(order.events_of(t), passed_on.get(t, 0)) for t in threads.tolist()]
-        for both in set(told):
-            clock, fenced = self._known(both[0], cluster, order)
-            fenced = np.maximum(fenced, self._known(both[1], cluster, order)[0])
-            rows = np.array([i for i, of_thread in enumerate(told) if of_thread == both])
+        told = [order.events_of(thread) for thread in threads.tolist()]
+        for events in set(told):
+            clock, fenced = self._known(events, cluster, order)
+            rows = np.array([i for i, of_thread in enumerate(told) if of_thread == events])
             rows = everything if len(threads) == 1 else rows
             yield rows, clock.__getitem__, fenced.__getitem__
 

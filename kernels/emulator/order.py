@@ -45,15 +45,11 @@ class Order:
 
     def release(self, threads: np.ndarray) -> Knowledge:
         """What these threads know now; their warps' next moments begin."""
-        events = fenced_events = 0
+        events = 0
         for thread in threads.tolist() if self._events else ():
             events |= self._events.get(thread, 0)
-            fenced_events |= self.clocks.fenced_events.get(thread, 0)
         given = Knowledge(
-            self.clock[threads].max(0),
-            self.clocks.fenced[:, threads].max(1),
-            events,
-            fenced_events,
+            self.clock[threads].max(0), self.clocks.fenced[:, threads].max(1), events
         )
         self.clocks.advance(threads)
         return given
@@ -137,13 +133,11 @@ class Order:
         every = self.clocks.fenced
         every[:, threads] = np.maximum(every[:, threads], given.fenced[:, None])
         for thread in threads.tolist() if given.events else ():
-            self.learn(thread, given.events, given.fenced_events)
+            self.learn(thread, given.events)
 
-    def learn(self, thread: int, events: int, fenced: int) -> None:
-        """A thread learns of events, of which proxy fences have passed some on."""
+    def learn(self, thread: int, events: int) -> None:
+        """A thread learns of events."""
         self._events[thread] = self._events.get(thread, 0) | events
-        if fenced:
-            self.clocks.fenced_events[thread] = self.clocks.fenced_events.get(thread, 0) | fenced
 
     def events_of(self, thread: int) -> int:
         """The events that a thread knows of."""
@@ -160,17 +154,19 @@ class Order:
     def fence_proxy(self, threads: np.ndarray, space: str = "") -> None:
         """fence.proxy.async, of one state space or of all.
 
+        It counts for what its own thread wrote: PTX has no rule for a fence of another thread that
+        knows of the store. What no thread wrote, but a barrier's phase completes, any may fence.
         The next moments of the threads' warps begin, so that later stores do not count as fenced.
         """
-        clocks = self.clocks
+        clocks, slots = self.clocks, slice(self.clocks.first_slot, None)
+        concerned = [self.fenced_global] if space in ("", "global") else []
         if space == "shared:cta":
-            self.fenced[threads] = self.clock[threads]
+            concerned.append(self.fenced)
         elif space != "global":
-            clocks.fenced_shared[:, threads] = self.clock[threads]
-        if space in ("", "global"):
-            self.fenced_global[threads] = self.clock[threads]
-            for thread in threads.tolist() if self._events else ():
-                clocks.fenced_events[thread] = self._events.get(thread, 0)
+            concerned.extend(clocks.fenced_shared)
+        for fenced in concerned:
+            fenced[threads, threads] = self.clock[threads, threads]
+            fenced[threads, slots] = self.clock[threads, slots]
         clocks.advance(threads)
 
     def release_maps(self, threads: np.ndarray) -> None:

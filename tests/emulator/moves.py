@@ -69,16 +69,14 @@ _PROXY_FENCE = re.compile(r"fence\.proxy\.async")
 _COMMUTING = (
     (re.compile(r"mbarrier\.init"), re.compile(r"mbarrier\.init")),
     (_WAITS, _WAITS),
-    (_PROXY_FENCE, re.compile(r"bar\.warp\.sync")),
     (
         re.compile(r"wgmma\.fence|(wgmma|cp\.async|cp\.async\.bulk)\.commit_group"),
         re.compile(r"bar\.|mbarrier\.|fence\.|wgmma\.fence|st\.|stmatrix\."),
     ),
 )
 """Neighbours whose order nothing in the emulator can tell: initialisations of two mbarriers; waits,
-after both of which all that either brings is known; a proxy fence of lanes that meet, since it
-counts for all that the fencing thread knows of (PTX does not say who must fence); wgmma.fence is
-about registers alone, a group about what its own thread has issued."""
+after both of which all that either brings is known; wgmma.fence is about registers alone, a group
+about what its own thread has issued."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,14 +136,6 @@ ROWS = (
         "proxy-fence",
     ),
     Litmus(
-        "fence.proxy.async.shared::cta, the CTA fences what the other one stored",
-        two_ctas,
-        PAIR + test_clusters.WRITE_PEER + "{}" + STORE_OWN,
-        test_clusters.SYNC,
-        "fence.proxy.async.shared::cta;\n",
-        "proxy-fence|race|cluster-exit",
-    ),
-    Litmus(
         "fence.proxy.async.global, bulk load of it",
         one_cta,
         "{}" + LOAD_BULK,

@@ -312,7 +312,7 @@ ROWS = (
     ),
     Litmus(
         "store, barrier, fence of the copying thread, copy over it",
-        None,
+        "proxy-fence",
         WRITE_COPY + INIT_FENCED + "fence.proxy.async.shared::cta;" + COPY_256 + WAIT_0,
     ),
     Litmus(

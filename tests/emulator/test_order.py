@@ -15,13 +15,15 @@ from kernels.emulator.order import Order
     [
         (None, None, False),
         ("shared:cta", None, True),
+        ("shared:cluster", None, True),
+        ("", None, True),
+        ("global", None, False),
         (None, "shared:cta", False),
-        (None, "shared:cluster", True),
-        (None, "", True),
-        (None, "global", False),
+        (None, "shared:cluster", False),
+        (None, "", False),
     ],
 )
-def test_a_proxy_fence_of_the_cta_concerns_its_own_memory(
+def test_a_proxy_fence_counts_for_what_its_own_thread_wrote(
     writer_fences: str | None, reader_fences: str | None, legal: bool
 ) -> None:
     """A thread of CTA 1 writes there and tells one of CTA 0, whose pair's product reads it."""
