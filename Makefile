@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CMAKE_BUILD := build/ffi
+WHEEL_TOOLS := build/wheel-tools
 # Tests share out a machine's cores, but several processes would fight over a GPU's memory.
 PYTEST_FLAGS ?= $(if $(shell command -v nvidia-smi),,-n auto)
 DEMO_FLAGS ?=
@@ -13,7 +14,7 @@ export OPENBLAS_NUM_THREADS := 1
 
 BIN := $(VENV)/bin
 LIBRARY := fa4_jax/libfa4_jax.so
-SOURCES := $(wildcard ffi/*.cc ffi/*.h) CMakeLists.txt
+SOURCES := $(wildcard ffi/*.cc ffi/*.h) ffi/exports.map CMakeLists.txt
 FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/testing/*.cc ffi/testing/*.h tests/ffi/*.cc)
 
 # Dependencies and all extras, from pyproject.toml; JAX with CUDA where there is an NVIDIA driver.
@@ -27,7 +28,7 @@ if shutil.which("nvidia-smi"):
 endef
 export REQUIREMENTS
 
-.PHONY: test demo lint format wheel kernels library emulated environment clean
+.PHONY: test demo lint format wheel wheels kernels library emulated environment clean
 
 test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -48,11 +49,17 @@ format: environment
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(FORMATTED)
 
-wheel: kernels
-	rm -rf dist build/dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
-	ls -l dist
+# dist/ gets a wheel for x86_64 and one for aarch64, or with `wheel` this machine's alone.
+wheel: PROCESSORS := $(shell uname -m)
+wheel wheels: kernels $(WHEEL_TOOLS)/.installed
+	$(WHEEL_TOOLS)/bin/python -m kernels.build.wheels $(PROCESSORS)
+
+# An environment of its own: the cross compiler alone takes 400 MB. Groups need pip 25.1.
+$(WHEEL_TOOLS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet --group wheels
+	touch $@
 
 kernels: environment
 	$(BIN)/python -m kernels.build
