@@ -57,7 +57,8 @@ def assert_same(
 
     Args:
       tolerance: largest difference over the largest magnitude of each array of theirs, which
-        counts as 0.05 where it is less: some gradients are zero but for rounding.
+        counts as 0.25 where it is less: gradients that are zero, as where a row sees one key, are
+        differences of numbers of about 5, with their rounding in float32.
     """
     shape = jax.eval_shape(theirs, *operands)
     cotangent = np.random.default_rng(0).normal(size=shape.shape)
@@ -69,5 +70,5 @@ def assert_same(
     for i, (found, expected) in enumerate(pairs):
         assert found.shape == expected.shape
         assert np.isfinite(expected).all()
-        limit = tolerance * max(np.abs(expected).max(), 0.05)
+        limit = tolerance * max(np.abs(expected).max(), 0.25)
         np.testing.assert_allclose(found, expected, rtol=0, atol=limit, err_msg=f"array {i}")

@@ -147,7 +147,7 @@ def test_windows_and_offsets_need_no_dense_mask(
         "segments",
         "segments of the keys",
     }
-    adapter.attention(QPos, Pos, Key, *operands(rng), Mask.causal(sliding_window=4))
+    adapter.attention(QPos, Pos, Key, *operands(rng), mask=Mask.causal(sliding_window=4))
     assert seen[-1][1]["local_window_size"] == (3, 0)
     theirs.dot_product_attention(
         QPos, Pos, Key, *operands(rng), attn_backend=theirs.AttentionBackend.NVTE
