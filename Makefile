@@ -8,6 +8,14 @@ WHEEL_TOOLS := build/wheel-tools
 # Tests share out a machine's cores, but several processes would fight over a GPU's memory.
 PYTEST_FLAGS ?= $(if $(shell command -v nvidia-smi),,-n auto)
 DEMO_FLAGS ?=
+MATRIX := oldest newest
+JAX_oldest := 0.8.0
+JAX_newest := 0.12.*
+PYTHON_oldest ?= $(call runs,python3.11)
+# JAX 0.12 needs Python >= 3.12.
+PYTHON_newest ?= $(call runs,python3.14 python3.13 python3.12)
+# The first of these interpreters that starts; pyenv puts names on PATH that do not.
+runs = $(firstword $(foreach name,$(1),$(shell $(name) -c 'print("$(name)")' 2>/dev/null)) $(lastword $(1)))
 
 # The emulator's small products in numpy: threads of several processes would fight over the cores.
 export OPENBLAS_NUM_THREADS := 1
@@ -17,18 +25,16 @@ LIBRARY := fa4_jax/libfa4_jax.so
 SOURCES := $(wildcard ffi/*.cc ffi/*.h) ffi/exports.map CMakeLists.txt
 FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/testing/*.cc ffi/testing/*.h tests/ffi/*.cc)
 
-# Dependencies and all extras, from pyproject.toml; JAX with CUDA where there is an NVIDIA driver.
+# Dependencies and those of the extras that are its arguments, from pyproject.toml.
 define REQUIREMENTS
-import shutil, tomllib
+import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-for requirement in project["dependencies"] + sum(project["optional-dependencies"].values(), []):
-    print(requirement)
-if shutil.which("nvidia-smi"):
-    print("jax[cuda12]")
+extras = (project["optional-dependencies"][name] for name in sys.argv[1:])
+print(*project["dependencies"], *sum(extras, []), sep="\n")
 endef
 export REQUIREMENTS
 
-.PHONY: test demo lint format wheel wheels kernels library emulated environment clean
+.PHONY: test demo lint format matrix wheel wheels kernels library emulated environment clean
 
 test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -48,6 +54,20 @@ format: environment
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(FORMATTED)
+
+# The oldest and the newest JAX that are supported, on a CPU; `make -k` runs both if the first fails.
+matrix: $(MATRIX:%=matrix-%)
+
+$(MATRIX:%=matrix-%): matrix-%: build/matrix/%/.installed library kernels
+	build/matrix/$*/bin/python -c 'import sys, jax; print("JAX", jax.__version__, sys.version)'
+	JAX_PLATFORMS=cpu build/matrix/$*/bin/python -m pytest -n auto tests/unit tests/ffi
+
+$(MATRIX:%=build/matrix/%/.installed): build/matrix/%/.installed: pyproject.toml
+	$(PYTHON_$*) -m venv build/matrix/$*
+	$(PYTHON_$*) -c "$$REQUIREMENTS" build flax test > build/matrix/$*/requirements.txt
+	build/matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r build/matrix/$*/requirements.txt 'jax==$(JAX_$*)'
+	touch $@
 
 # dist/ gets a wheel for x86_64 and one for aarch64, or with `wheel` this machine's alone.
 wheel: PROCESSORS := $(shell uname -m)
@@ -84,7 +104,8 @@ environment: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(PYTHON) -c "$$REQUIREMENTS" > $(VENV)/requirements.txt
+	$(PYTHON) -c "$$REQUIREMENTS" build dev flax test > $(VENV)/requirements.txt
+	$(if $(shell command -v nvidia-smi),echo 'jax[cuda12]' >> $(VENV)/requirements.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	touch $@
 
