@@ -123,17 +123,14 @@ def apply_attention(
     del segment_positions, lengths
     _refuse(op, model_mode, arguments)
     key, value = (x.dequant() if hasattr(x, "dequant") else x for x in (key, value))
-    output = attention(
-        query,
-        key,
-        value,
-        scale=1.0,
-        is_causal=op.attention_type in _CAUSAL,
-        local_window_size=_window(op),
-        **_restriction(decoder_segment_ids, decoder_segment_ids_kv, packed),
-        **(options or {}),
-    )
-    return output, None, None
+    settings: dict[str, Any] = {
+        "scale": 1.0,
+        "is_causal": op.attention_type in _CAUSAL,
+        "local_window_size": _window(op),
+    }
+    settings |= _restriction(decoder_segment_ids, decoder_segment_ids_kv, packed)
+    settings |= options or {}
+    return attention(query, key, value, **settings), None, None
 
 
 def install(
