@@ -16,11 +16,9 @@ Int = Any  # int or int32[]
 
 
 class Range(NamedTuple):
-    """Block indices, lo <= full_lo <= full_hi <= hi: whole in [full_lo, full_hi), edges around."""
+    """Block indices in [lo, hi), lo <= hi."""
 
     lo: Int
-    full_lo: Int
-    full_hi: Int
     hi: Int
 
 
@@ -39,7 +37,7 @@ def block_size(length: int, target: int) -> int:
 
 
 def band_range(first: Int, last: Int, window: tuple[int, int], side: Side) -> Range:
-    """Blocks that the positions first..last see: some of them in part, some entirely.
+    """Blocks of which the positions first..last see at least a part; ints without a window.
 
     Args:
       first, last: inclusive range of positions, in the coordinates of the other side.
@@ -47,20 +45,11 @@ def band_range(first: Int, last: Int, window: tuple[int, int], side: Side) -> Ra
       side: blocks of the other side.
     """
     below, above = window
-    # Beyond every position of the other side: further would not change the sums, but overflow them.
-    high_first, high_last = (jnp.minimum(x, UNBOUNDED - 1) for x in (first, last))
-    lo = 0 if below >= UNBOUNDED else (first - below) // side.size
-    hi = side.count if above >= UNBOUNDED else (high_last + above) // side.size + 1
-    full_lo = 0 if below >= UNBOUNDED else -((below - last) // side.size)
-    full_hi = side.whole if above >= UNBOUNDED else (high_first + above + 1) // side.size
-    lo = jnp.clip(lo, 0, side.count)
-    hi = jnp.clip(hi, lo, side.count)
-    full_lo = jnp.clip(full_lo, lo, hi)
-    full_hi = jnp.clip(jnp.minimum(full_hi, side.whole), full_lo, hi)
-    return Range(lo, full_lo, full_hi, hi)
-
-
-def edge_block(step: Int, blocks: Range) -> Int:
-    """Index of the step-th edge block: those before the whole ones, then those after."""
-    before = blocks.full_lo - blocks.lo
-    return jnp.where(step < before, blocks.lo + step, blocks.full_hi + step - before)
+    lo, hi = 0, side.count
+    if below < UNBOUNDED:
+        lo = jnp.clip((first - below) // side.size, 0, side.count)
+    if above < UNBOUNDED:
+        # Beyond every position of the other side: further would change nothing, but overflow.
+        last = jnp.minimum(last, UNBOUNDED - 1)
+        hi = jnp.clip((last + above) // side.size + 1, lo, side.count)
+    return Range(lo, hi)

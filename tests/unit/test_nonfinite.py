@@ -10,22 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fa4_jax import attention, default
+from fa4_jax import attention
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import visible
 from fa4_jax.conformance.runner import arguments
+from tests.default_paths import PATHS, forced
 
 T, S, N, H = 70, 90, 2, 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks() -> Iterator[None]:
-    """Many blocks at small sizes."""
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(default, "BLOCK_RANGE", (16, 16))
+@pytest.fixture(autouse=True, scope="module", params=PATHS)
+def small_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One block, or many at small sizes."""
+    with forced(request.param, block=16):
         yield
-    jax.clear_caches()
 
 
 def operands(rng: np.random.Generator) -> list[jax.Array]:

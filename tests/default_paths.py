@@ -1,0 +1,32 @@
+"""The default path's two ways, each forced on every size."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from fa4_jax import blockwise, default
+
+PATHS = ("dense", "blockwise")
+
+
+@contextlib.contextmanager
+def forced(path: str, block: int | None = None) -> Iterator[None]:
+    """All calls run by `path` while this is entered.
+
+    Args:
+      path: one of PATHS.
+      block: target size of the blocks, instead of the measured one.
+    """
+    scores = {"dense": sys.maxsize, "blockwise": 0}[path]
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "SETTINGS", default.Settings(dense_scores=scores))
+        if block is not None:
+            patch.setattr(blockwise, "BLOCK_RANGE", (block, block))
+        yield
+    jax.clear_caches()
