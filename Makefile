@@ -14,6 +14,12 @@ JAX_newest := 0.12.*
 PYTHON_oldest ?= $(call runs,python3.11)
 # JAX 0.12 needs Python >= 3.12.
 PYTHON_newest ?= $(call runs,python3.14 python3.13 python3.12)
+# The extras with packages that fa4_jax/integrations adapts, and those packages.
+INTEGRATIONS := integrations levanter maxtext
+PACKAGES_integrations := ejkernel equinox tokamax
+PACKAGES_levanter := levanter
+PACKAGES_maxtext := maxtext
+PYTHON_packages ?= $(call runs,python3.12 python3.13)
 # The first of these interpreters that starts; pyenv puts names on PATH that do not.
 runs = $(firstword $(foreach name,$(1),$(shell $(name) -c 'print("$(name)")' 2>/dev/null)) $(lastword $(1)))
 
@@ -34,7 +40,7 @@ print(*project["dependencies"], *sum(extras, []), sep="\n")
 endef
 export REQUIREMENTS
 
-.PHONY: test demo lint format matrix wheel wheels kernels library emulated environment clean
+.PHONY: test demo lint format matrix integrations wheel wheels kernels library emulated environment clean
 
 test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -67,6 +73,21 @@ $(MATRIX:%=build/matrix/%/.installed): build/matrix/%/.installed: pyproject.toml
 	$(PYTHON_$*) -c "$$REQUIREMENTS" build flax test > build/matrix/$*/requirements.txt
 	build/matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -r build/matrix/$*/requirements.txt 'jax==$(JAX_$*)'
+	touch $@
+
+# The adapters against the packages themselves, in an environment for each extra, on a CPU.
+integrations: $(INTEGRATIONS:%=integrations-%)
+
+$(INTEGRATIONS:%=integrations-%): integrations-%: build/integrations/%/.installed library
+	FA4_JAX_REQUIRED_PACKAGES='$(PACKAGES_$*)' JAX_PLATFORMS=cpu \
+	  build/integrations/$*/bin/python -m pytest \
+	  $(PACKAGES_$*:%=tests/integrations/test_%.py) tests/integrations/test_docs.py
+
+$(INTEGRATIONS:%=build/integrations/%/.installed): build/integrations/%/.installed: pyproject.toml
+	$(PYTHON_packages) -m venv build/integrations/$*
+	$(PYTHON_packages) -c "$$REQUIREMENTS" $* > build/integrations/$*/requirements.txt
+	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r build/integrations/$*/requirements.txt 'pytest>=8'
 	touch $@
 
 # dist/ gets a wheel for x86_64 and one for aarch64, or with `wheel` this machine's alone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ import pytest
 REQUIRED = "FA4_JAX_REQUIRED_PACKAGES"
 """Environment variable of `make integrations`: packages whose absence is a failure, by spaces."""
 
+REASON = "{} is not installed: `make integrations` tests its adapter"
+
 
 def package(name: str) -> Any:
     """The module, or a skip of the calling test file that says how to install it.
@@ -26,8 +29,14 @@ def package(name: str) -> Any:
         warnings.simplefilter("ignore")
         if name.split(".")[0] in os.environ.get(REQUIRED, "").split():
             return importlib.import_module(name)
-        reason = f"{name} is not installed: `make integrations` tests its adapter"
-        return pytest.importorskip(name, reason=reason)
+        return pytest.importorskip(name, reason=REASON.format(name))
+
+
+def installed(name: str) -> pytest.MarkDecorator:
+    """Skips a test where there is no such package, unless that is a failure; imports nothing."""
+    absent = importlib.util.find_spec(name) is None
+    required = name in os.environ.get(REQUIRED, "").split()
+    return pytest.mark.skipif(absent and not required, reason=REASON.format(name))
 
 
 def normal(

@@ -126,6 +126,14 @@ def test_prefill(rng: np.random.Generator):
     np.testing.assert_allclose(found, out / total, atol=1e-5)
 
 
+def test_negative_ids_are_padding(rng: np.random.Generator):
+    ids = jnp.asarray([[1] * 5 + [-1] * 7, [-1] * 2 + [2] * 10], jnp.int32)
+    valid = (ids >= 0)[..., None, None]
+    own = make_op("dot_product")
+    expected = lambda *x: jnp.where(valid, call(own, ids)(*x), 0)  # noqa: E731
+    assert_same(call(make_op(OURS), ids), expected, operands(rng))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_packed(kind: str, rng: np.random.Generator):
     """Lengths in place of a dense mask: equal where there is no padding, and zero there."""
