@@ -95,6 +95,7 @@ def masks(rng: np.random.Generator, keys: Any = Pos) -> dict[str, Any]:
         "window without causal": Mask(sliding_window=3),
         "two-sided": Mask.bidirectional_sliding_window(3),
         "both windows": Mask.bidirectional_sliding_window(2) & window,
+        "both windows without causal": Mask(sliding_window=4, bidirectional_window=2),
         "offset": Mask.causal(offset=3),
         "offsets": Mask.causal(offset=hax.named(jnp.asarray([0, 5]), (Batch,))),
         "offset and window": Mask.causal(offset=2, sliding_window=4),
