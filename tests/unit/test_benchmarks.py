@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, measure, peers, report, shapes
+from benchmarks import attention, cpu, measure, peers, report, shapes
 from benchmarks.flops import flops, visible_pairs
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol, Timing, interleave
@@ -136,3 +136,26 @@ def test_a_failed_compilation_is_a_value():
     outcomes = measure.compile_all({"good": lambda: good.lower(1.0), "bad": fail})
     assert isinstance(outcomes["bad"], ValueError)
     assert isinstance(outcomes["good"], jax.stages.Compiled)
+
+
+@pytest.mark.parametrize("kind", ["self", "decode-lengths", "mask", "offset"])
+def test_cpu_contenders_compute_the_same(kind):
+    case = cpu.Case(kind, 8, 24, (4, 2), 8, "float32", kind == "offset")
+    record = cpu.measure(case, Protocol(loops=2, burst_s=1e-4), 1)
+    assert set(record["ratios"]) == set(cpu.BOUNDS)
+    assert all(ratio > 0 for ratio in record["ratios"].values())
+    assert all(record[direction]["difference"] < 1e-5 for direction in cpu.PASSES)
+
+
+def test_cpu_table_marks_what_is_beyond_its_bound():
+    def run(forward):
+        ratios = dict.fromkeys(cpu.BOUNDS, 1.0) | {"forward": forward}
+        timed = {name: {"median_s": 0.002} for name in (cpu.OURS, cpu.PEER)}
+        case = {"id": "c", "ratios": ratios, "forward": timed, "gradient": timed}
+        environment = {"date": "2000-01-01", "jax": "1"}
+        return {"environment": environment, "processor": "p", "cores": 2, "cases": [case]}
+
+    text = cpu.markdown(run(2.5), run(1.2))
+    assert "| c | 1.00 -> 1.00 | 1.00 -> 1.00 | 2.50 -> **1.20** | 1.00 -> 1.00 | 2, 2 |" in text
+    assert "forward 1 of 1" in text and "gradient 0 of 1" in text
+    assert len({case.id for case in cpu.CASES}) == len(cpu.CASES)
