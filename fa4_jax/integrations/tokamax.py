@@ -1,8 +1,8 @@
-"""An attention op for tokamax: `tokamax.dot_product_attention(..., implementation=attention_op)`.
+"""An attention op for tokamax: `tokamax.dot_product_attention(..., implementation=[attention_op])`.
 
     from fa4_jax.integrations.tokamax import DotProductAttention, attention_op
 
-    out = tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=attention_op)
+    out = tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=[attention_op])
 
 tokamax gives an op its windows as arrays of limits, which only a dense mask can carry. The field
 `local_window_size` of DotProductAttention keeps them on the kernels.
@@ -26,12 +26,20 @@ from fa4_jax.api import Implementation, Numerics, Window, attention
 
 
 def _check_precision(precision: Any, dtype: Any) -> None:
-    """Raises NotImplementedError unless our products are as precise as those that are asked for."""
-    default = tokamax_precision.to_dot_algorithm_preset(dtype, dtype, jax.lax.Precision.DEFAULT)
-    for preset in precision:
-        exact = dtype.itemsize == 2 and preset.accumulation_type == jnp.float32
-        if not exact and preset != default:
-            raise NotImplementedError(f"precision={preset} of {dtype}; supported: {default}")
+    """Raises NotImplementedError unless our products are as precise as those that are asked for.
+
+    Args:
+      precision: that of each product: presets, or pairs of jax.lax.Precision in newer tokamax.
+    """
+
+    def preset(x: Any) -> jax.lax.DotAlgorithmPreset:
+        return tokamax_precision.to_dot_algorithm_preset(dtype, dtype, x)
+
+    default = preset(jax.lax.Precision.DEFAULT)
+    for found in map(preset, precision):
+        exact = dtype.itemsize == 2 and found.accumulation_type == jnp.float32
+        if not exact and found != default:
+            raise NotImplementedError(f"precision={found} of {dtype}; supported: {default}")
 
 
 def _check(q: jax.Array, features: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def assert_same_calls(
     """tokamax's function with our op and with its own agree; `own` is for its own call alone."""
 
     def ours(*arrays: jax.Array) -> jax.Array:
-        return tokamax.dot_product_attention(*arrays, implementation=op, **kwargs)
+        return tokamax.dot_product_attention(*arrays, implementation=[op], **kwargs)
 
     def theirs(*arrays: jax.Array) -> jax.Array:
         options = kwargs | (own or {})
@@ -85,7 +85,7 @@ def test_lengths(rng: np.random.Generator):
                 *arrays,
                 query_seq_lengths=lengths,
                 key_value_seq_lengths=lengths,
-                implementation=implementation,
+                implementation=[implementation],
             )
             return jnp.where(seen, out, 0)
 
@@ -93,7 +93,7 @@ def test_lengths(rng: np.random.Generator):
 
     assert_same(call(adapter.attention_op), call("xla"), arrays)
     out = tokamax.dot_product_attention(
-        *arrays, query_seq_lengths=lengths, implementation=adapter.attention_op
+        *arrays, query_seq_lengths=lengths, implementation=[adapter.attention_op]
     )
     np.testing.assert_array_equal(out[0, 7:], 0)
 
@@ -122,12 +122,12 @@ def test_lengths_causality_and_the_field_need_no_dense_mask(
     arrays, lengths = operands(rng), jnp.asarray([5, 12])
     op = adapter.DotProductAttention(local_window_size=(3, 0), deterministic=True)
     tokamax.dot_product_attention(
-        *arrays, is_causal=True, key_value_seq_lengths=lengths, implementation=op
+        *arrays, is_causal=True, key_value_seq_lengths=lengths, implementation=[op]
     )
     (dense, is_causal, key_lengths) = seen.pop()
     assert dense == (None, None) and is_causal
     np.testing.assert_array_equal(key_lengths, lengths)
-    tokamax.dot_product_attention(*arrays, local_window_size=(3, 0), implementation=op)
+    tokamax.dot_product_attention(*arrays, local_window_size=(3, 0), implementation=[op])
     assert seen.pop()[0][1] is not None
 
 
@@ -157,7 +157,7 @@ def test_16_bits(dtype: Any, rng: np.random.Generator):
     )
     for precision in (None, "highest"):
         found = tokamax.dot_product_attention(
-            *arrays, is_causal=True, precision=precision, implementation=adapter.attention_op
+            *arrays, is_causal=True, precision=precision, implementation=[adapter.attention_op]
         )
         assert found.dtype == dtype
         np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.02, rtol=0.02)
