@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import re
 import sys
 import tempfile
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 # ptxas's word for products that wait for each other; it costs about half of the speed.
 _SERIALIZED = re.compile(r"wgmma.{0,80}serialized", re.DOTALL)
+_HOST_ENTRY = re.compile(rb"\b_mlir_\w*_mlir_ciface_\w+")
 _SPILL_STORES = re.compile(r"(\d+)\s+bytes\s+spill\s+stores")
 
 
@@ -149,14 +149,12 @@ def _only_kernel(key: KernelKey, source: KernelSource, cubin: bytes) -> cubin_in
 
 
 def _host_code(compiled: Any, source: KernelSource) -> HostCode:
-    with tempfile.TemporaryDirectory() as folder:
-        compiled.export_to_c(folder, "host", function_prefix="host")
-        header = pathlib.Path(folder, "host.h").read_text()
-        entry = re.search(r"void (_mlir_\w*_mlir_ciface_\w+)\(void \*\*args", header)
-        if entry is None:
-            raise ValueError(f"no entry point in the header of {source.symbol_prefix}'s host code")
-        object_file = pathlib.Path(folder, "host.o").read_bytes()
-    return HostCode(object_file, entry[1], type(source.host).__module__, source.host_arguments)
+    object_file: bytes = compiled.dump_to_object("host")
+    entries = {found.decode() for found in _HOST_ENTRY.findall(object_file)}
+    if len(entries) != 1:
+        raise ValueError(f"{source.symbol_prefix}: entries of the host code: {sorted(entries)}")
+    module = type(source.host).__module__
+    return HostCode(object_file, entries.pop(), module, source.host_arguments)
 
 
 @contextlib.contextmanager

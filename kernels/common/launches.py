@@ -1,72 +1,147 @@
-"""Words for describing a kernel's launch, shared by all kernel families."""
+"""How each kernel family is launched: from a description to the manifest's record."""
 
 from __future__ import annotations
 
-import cutlass
-import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_ptr
-
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Param, Result, Size
-from kernels.common.tensors import TYPES
+from fa4_jax.manifest import Factor, Launch, Param, Result, Size
+from kernels import interface
+from kernels.description import Description
 
-BUFFER_TYPES = {"extents": Int32, "dq_order": Int32, "dq_ticket": Int32} | dict.fromkeys(
-    ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32
-)
-"""Element types of the buffers that are not stored in the key's dtype."""
-
-ONE: Size = (Factor(),)
+_ONE: Size = (Factor(),)
 
 
-def buffer_type(buffer: str, dtype: str) -> type[cutlass.Numeric]:
-    """Element type of a buffer of a kernel whose storage type is `dtype`."""
-    return BUFFER_TYPES.get(buffer, TYPES[dtype])
-
-
-def bthd_map(buffer: str, rows: int, span_bytes: int, name: str = "") -> Param:
-    """Tensor map of a [B, length, heads, head_dim] buffer: boxes of `rows` by one swizzle span."""
-    return Param(
-        name or f"{buffer}_map",
-        "tensor_map",
-        buffer=buffer,
-        axes=(3, 1, 2, 0),
-        box=(span_bytes // 2, rows, 1, 1),
-        swizzle_bytes=span_bytes,
+def forward(key: KernelKey, description: Description, rows: int, persistent: bool) -> Launch:
+    """A forward kernel with tiles of `rows` query rows."""
+    whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
+    return Launch(
+        operands=("q", "k", "v", "extents"),
+        results=(
+            Result("o", key.dtype, (*_dims("q", (0, 1, 2)), *_dims("v", (3,)))),
+            Result("lse", "f32", _dims("q", (0, 2, 1))),
+        ),
+        params=(
+            *_maps(description),
+            *_pointers("extents", "lse"),
+            *interface.params(interface.Sizes),
+            *interface.params(interface.ForwardScalars),
+        ),
+        grid=((*_tiles("q", rows), *whole), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
+        cluster=(description.ctas, 1, 1),
+        persistent=persistent,
     )
 
 
-def pointers(*buffers: str) -> tuple[Param, ...]:
-    """A pointer parameter for each buffer."""
+def backward(
+    key: KernelKey,
+    description: Description,
+    keys: int,
+    dq_tile: tuple[int, int],
+    programmatic: bool,
+) -> Launch:
+    """A main backward kernel with tiles of `keys` keys, and of (rows, columns) of dQ."""
+    counters = _counters(key)
+    skipped = () if key.deterministic else ("dq_order", "dq_ticket")
+    rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
+    return Launch(
+        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *counters),
+        results=(
+            Result("dk", key.dtype, _dims("k", (0, 1, 2, 3))),
+            Result("dv", key.dtype, _dims("v", (0, 1, 2, 3))),
+            *_accumulators(*dq_tile, key),
+        ),
+        params=(
+            *_maps(description),
+            *rows,
+            *interface.params(interface.Sizes),
+            *interface.params(interface.BackwardScalars),
+        ),
+        grid=(_tiles("k", keys, description.ctas), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
+        cluster=(description.ctas, 1, 1),
+        programmatic=programmatic,
+    )
+
+
+def backward_pre(key: KernelKey, description: Description, rows: int, columns: int) -> Launch:
+    """The kernel before the main one; dQ's tiles are rows x columns."""
+    tiles = Factor(buffer="do", axis=1, divisor=rows, multiple=rows)
+    padded = (*_dims("do", (0, 2)), (tiles,))
+    skipped = () if key.deterministic else ("dq_order", "dq_ticket")
+    buffers = interface.params(interface.PreBuffers)
+    return Launch(
+        operands=("o", "do", "lse", "dlse", "extents"),
+        results=(
+            Result("lse_log2", "f32", padded),
+            Result("delta", "f32", padded),
+            *_accumulators(rows, columns, key),
+        ),
+        params=(
+            *(param for param in buffers if param.name not in skipped),
+            *interface.params(interface.RowShape, "do")[1:],
+        ),
+        grid=(_tiles("do", rows), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
+    )
+
+
+def backward_post(
+    key: KernelKey, description: Description, rows: int, programmatic: bool
+) -> Launch:
+    """The kernel after the main one; dQ's tiles have `rows` rows."""
+    return Launch(
+        operands=("q", "dq_acc"),
+        results=(Result("dq", key.dtype, _dims("q", (0, 1, 2, 3))),),
+        params=(
+            *_maps(description),
+            *_pointers("dq_acc"),
+            *interface.params(interface.RowSizes, "q"),
+            *interface.params(interface.PostScalars),
+        ),
+        grid=(_tiles("q", rows), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
+        programmatic=programmatic,
+    )
+
+
+def _maps(description: Description) -> tuple[Param, ...]:
+    """Tensor maps of [batch, length, heads, head_dim] buffers: boxes of one swizzle span."""
+    return tuple(
+        Param(
+            f"{wanted.name}_map",
+            "tensor_map",
+            buffer=wanted.buffer,
+            axes=(3, 1, 2, 0),
+            box=(wanted.span_bytes // 2, wanted.rows, 1, 1),
+            swizzle_bytes=wanted.span_bytes,
+        )
+        for wanted in description.maps
+    )
+
+
+def _pointers(*buffers: str) -> tuple[Param, ...]:
     return tuple(Param(buffer, "pointer", buffer=buffer) for buffer in buffers)
 
 
-def dim(name: str, buffer: str, axis: int) -> Param:
-    """A parameter that is one dimension of a buffer."""
-    return Param(name, "dim", buffer=buffer, axes=(axis,))
-
-
-SIZES = (
-    dim("batch", "q", 0),
-    dim("query_length", "q", 1),
-    dim("key_length", "k", 1),
-    dim("heads", "q", 2),
-    dim("kv_heads", "k", 2),
-)
-"""The sizes that the forward and the main backward kernel take, in order."""
-
-
-def scalars(kind: str, *names: str) -> tuple[Param, ...]:
-    """Parameters that are FFI attributes; kind is "i32" or "f32"."""
-    return tuple(Param(name, kind) for name in names)
-
-
-def dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:
+def _dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:
     """A result shape made of dimensions of one operand."""
     return tuple((Factor(buffer=buffer, axis=axis),) for axis in axes)
 
 
-def counters(key: KernelKey) -> tuple[str, ...]:
+def _tiles(buffer: str, rows: int, ctas: int = 1) -> tuple[Factor, ...]:
+    """CTAs: `ctas` for each tile of every head of a [batch, length, heads, columns] buffer."""
+    return (
+        Factor(buffer=buffer, axis=1, divisor=rows, multiple=ctas),
+        Factor(buffer=buffer, axis=2),
+        Factor(buffer=buffer, axis=0),
+    )
+
+
+def _counters(key: KernelKey) -> tuple[str, ...]:
     """What the backward of a key counts in global memory, to add dQ in order.
 
     dq_order: additions to each query tile; dq_ticket: CTAs, or pairs, that have started.
@@ -74,37 +149,13 @@ def counters(key: KernelKey) -> tuple[str, ...]:
     return ("dq_order", "dq_ticket") if key.deterministic else ()
 
 
-def accumulators(rows: int, head_dim: int, key: KernelKey) -> tuple[Result, ...]:
+def _accumulators(rows: int, columns: int, key: KernelKey) -> tuple[Result, ...]:
     """dQ's fp32 accumulators, in tiles of `rows` queries, and the counters of a key.
 
-    The layout inside a tile is the backward kernel's own; `q` must be an operand or `do`, its like.
+    The layout inside a tile is the backward kernel's own.
     """
     heads = ((Factor(buffer="do", axis=0),), (Factor(buffer="do", axis=2),))
     tiles = Factor(buffer="do", axis=1, divisor=rows)
-    dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(rows * head_dim),)))
-    shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (ONE,)}
-    return (dq_acc, *(Result(name, "i32", shapes[name]) for name in counters(key)))
-
-
-def example_arguments(params: tuple[Param, ...], dtype: str) -> tuple:
-    """Arguments of the right types for cute.compile, the stream last."""
-    arguments: list = []
-    for param in params:
-        if param.kind == "pointer":
-            element = buffer_type(param.buffer, dtype)
-            arguments.append(make_ptr(element, 0, cute.AddressSpace.gmem, assumed_align=16))
-        elif param.kind == "f32":
-            arguments.append(Float32(1.0))
-        else:
-            arguments.append(Int32(1))
-    return (*arguments, make_fake_stream())
-
-
-def await_launch_before():
-    """What a programmatic launch does before it touches global memory, by all threads.
-
-    It waits until the launch before it is over and all results of earlier ones are there, and lets
-    the one behind it start: its CTAs take the places that this one's leave.
-    """
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
+    dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(rows * columns),)))
+    shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (_ONE,)}
+    return (dq_acc, *(Result(name, "i32", shapes[name]) for name in _counters(key)))

@@ -63,3 +63,13 @@ def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int
         write_only_types=[Int32],
         read_only_args=[high, low],
     )
+
+
+def await_launch_before():
+    """What a programmatic launch does before it touches global memory, by all threads.
+
+    It waits until the launch before it is over and all results of earlier ones are there, and lets
+    the next one start: its CTAs take the places that this one's leave.
+    """
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()

@@ -7,6 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.common import bands, tensors
+from kernels.interface import Sizes, Window
+
+UNBOUNDED = Window(bands.UNBOUNDED, bands.UNBOUNDED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +21,8 @@ class Schedule:
     """
 
     extents: cute.Pointer
-    sizes: tuple  # batch, query_length, key_length, heads, kv_heads
-    window: tuple  # left, right
+    sizes: Sizes
+    window: Window
     tiles: Int32
     rounds: Int32
     cluster: int = 1  # CTAs that share a tile
@@ -38,10 +41,9 @@ class Schedule:
         return self.rounds - 1 + Int32(last_is_full)
 
 
-def make_schedule(extents: cute.Pointer, sizes: tuple, window: tuple, rows: int) -> Schedule:
-    """The forward's schedule of query tiles of so many rows."""
-    batch, query_length, _, heads, _ = sizes
-    tiles = (query_length + rows - 1) // rows * heads * batch
+def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
+    """The forward's schedule of query tiles of `rows` rows."""
+    tiles = (sizes.query_length + rows - 1) // rows * sizes.heads * sizes.batch
     ctas, _, _ = cute.arch.grid_dim()
     return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
 
@@ -79,20 +81,20 @@ class ForwardShape:
 
 def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     """A tile's work: longest first within sections of heads whose K and V fill the L2."""
-    batch, query_length, key_length, heads, kv_heads = schedule.sizes
-    group = heads // kv_heads
+    sizes = schedule.sizes
+    group = sizes.heads // sizes.kv_heads
     rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
-    section = cutlass.max(rows_in_l2 // key_length, 1) * group
-    tiles = (query_length + shape.m - 1) // shape.m
-    tile, head_and_batch = nth_tile(index, section, heads * batch, tiles)
+    section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
+    tiles = (sizes.query_length + shape.m - 1) // shape.m
+    tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
     tile = tiles - 1 - tile if shape.band else tile
-    batch_index = head_and_batch // heads
-    head = head_and_batch - batch_index * heads
+    batch_index = head_and_batch // sizes.heads
+    head = head_and_batch - batch_index * sizes.heads
     window = schedule.window if shape.band else None
     band = batch_band(schedule.extents, batch_index, window)
     first_row = tile * shape.m
     blocks = bands.visited_blocks(band, first_row, shape.m, shape.n, tensors.INT32)
-    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < key_length)
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
     return Work(first_row, head, head // group, batch_index, band, blocks, padded)
 
 
@@ -111,8 +113,8 @@ def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[
     return tile, first_head + in_section - tile * section
 
 
-def batch_band(extents: cute.Pointer, batch: Int32, window: tuple | None) -> bands.Band:
-    """The band of a batch element; window (left, right) or None for a dense kernel."""
+def batch_band(extents: cute.Pointer, batch: Int32, window: Window | None) -> bands.Band:
+    """The band of a batch element; no window for a dense kernel."""
     limits = cute.make_tensor(extents + batch * 4, cute.make_layout(4))
-    left, right = (bands.UNBOUNDED, bands.UNBOUNDED) if window is None else window
-    return bands.Band(limits[0], limits[1], limits[2], left, right)
+    window = window or UNBOUNDED
+    return bands.Band(limits[0], limits[1], limits[2], window.left, window.right)

@@ -58,6 +58,12 @@ def tile_layout(
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
+def single_layout(dtype, shape: tuple[int, int], span_bytes: int = 128) -> cute.ComposedLayout:
+    """The same of one (rows, cols) tile."""
+    atom = warpgroup.make_smem_layout_atom(SWIZZLES[span_bytes], dtype)
+    return cute.tile_to_shape(atom, shape, order=(0, 1))
+
+
 def smem_tensor(storage, layout: cute.ComposedLayout) -> cute.Tensor:
     """The tensor of a swizzled layout over an operand's storage."""
     return storage.get_tensor(layout.outer, swizzle=layout.inner)

@@ -48,9 +48,7 @@ class Order:
         events = 0
         for thread in threads.tolist() if self._events else ():
             events |= self._events.get(thread, 0)
-        given = Knowledge(
-            self.clock[threads].max(0), self.clocks.fenced[:, threads].max(1), events
-        )
+        given = Knowledge(self.clock[threads].max(0), self.clocks.fenced[:, threads].max(1), events)
         self.clocks.advance(threads)
         return given
 

@@ -49,183 +49,92 @@ step through shared memory would cost 1024 of its cycles a step, and it is what 
 (FlashAttention-4, backward: transposed scores, five products in tensor memory.)
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Launch, Result
-from kernels.common import launches, tensors
 from kernels.common import ptx as common_ptx
+from kernels.common import resources, tensors
+from kernels.common.hosts import BackwardHost, backward_source
+from kernels.common.resources import Maps, Shared
+from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_data import (
-    ARRIVALS,
-    HALVES,
-    WARPS_OF_ROLE,
     Config,
-    Maps,
     Rows,
-    Shared,
     Work,
-    allocate,
     assign,
-    barrier_count,
     take_ticket,
     take_turns,
 )
+from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_rows import RowRoles
 from kernels.sm100.tiles import LANES, TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
 
 
-class Backward:
+class Backward(BackwardHost):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
         self.config = Config(key)
-        self.rows = RowRoles(self.config)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        do: cute.Pointer,
-        lse_log2: cute.Pointer,
-        delta: cute.Pointer,
-        extents: cute.Pointer,
-        dq_acc: cute.Pointer,
-        dq_order: cute.Pointer,
-        dq_ticket: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        head_dim: Int32,
-        value_dim: Int32,
-        scale_log2: Float32,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        stream: cuda.CUstream,
-    ):
+        self.description, self.dtype = self.config.description, self.config.dtype
         tile = self.config.tile
-
-        def make_map(pointer, length, count, box, width=head_dim, store=False):
-            op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
-            tensor = tensors.bthd_tensor(pointer, (batch, length, count, width))
-            layout = tensors.tile_layout(self.config.dtype, *box, 1, tile.span_bytes)
-            layout = cute.slice_(layout, (None, None, 0))
-            return cpasync.make_tiled_tma_atom(op, tensor, layout, box)[0]
-
-        self.kernel(
-            make_map(q, query_length, heads, (tile.m, tile.head_dim)),
-            make_map(k, key_length, kv_heads, (tile.n, tile.head_dim)),
-            make_map(v, key_length, kv_heads, (tile.n, tile.value_dim), value_dim),
-            make_map(do, query_length, heads, (tile.m, tile.value_dim), value_dim),
-            make_map(dk, key_length, kv_heads, (tile.n, tile.head_dim), store=True),
-            make_map(dv, key_length, kv_heads, (tile.n, tile.value_dim), value_dim, store=True),
-            lse_log2,
-            delta,
-            extents,
-            dq_acc,
-            dq_order if self.config.deterministic else None,
-            dq_ticket if self.config.deterministic else None,
-            batch,
-            query_length,
-            key_length,
-            heads,
-            kv_heads,
-            scale_log2,
-            scale,
-            window_left,
-            window_right,
-        ).launch(
-            grid=[cute.ceil_div(key_length, tile.n) * kv_heads * batch, 1, 1],
-            block=[tile.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
-        )
+        self.keys, self.rows, self.columns = tile.n, tile.m, tile.head_dim
+        self.deterministic, self.programmatic = key.deterministic, True
+        self.row_roles = RowRoles(self.config)
 
     @cute.kernel
     def kernel(
         self,
-        q_map: cute.CopyAtom,
-        k_map: cute.CopyAtom,
-        v_map: cute.CopyAtom,
-        do_map: cute.CopyAtom,
-        dk_map: cute.CopyAtom,
-        dv_map: cute.CopyAtom,
-        lse_log2: cute.Pointer,
-        delta: cute.Pointer,
-        extents: cute.Pointer,
-        dq_acc: cute.Pointer,
-        dq_order: cute.Pointer | None,
-        dq_ticket: cute.Pointer | None,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        scale_log2: Float32,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        maps: Maps,
+        buffers: RowBuffers,
+        sizes: Sizes,
+        scalars: BackwardScalars,
     ):
-        maps = Maps(q_map, k_map, v_map, do_map, dk_map, dv_map)
-        tile = self.config.tile
-        shared = allocate(self.config)
+        tile, description = self.config.tile, self.config.description
+        shared = resources.allocate(description, self.config.dtype)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mma_warp, _ = WARPS_OF_ROLE["mma"]
-        if warp == mma_warp:
+        reduce, compute = description.role("reduce"), description.role("compute")
+        mma, load, order = (description.role(name) for name in ("mma", "load", "order"))
+        if warp == mma.first_warp:
             cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base)
             cute.arch.relinquish_tmem_alloc_permit()
-        if warp == WARPS_OF_ROLE["load"][0]:
-            for descriptor in (maps.q, maps.k, maps.v, maps.do, maps.dk, maps.dv):
-                cpasync.prefetch_descriptor(descriptor)
+        if warp == load.first_warp:
+            resources.prefetch(maps, description)
             with cute.arch.elect_one():
-                for name, arrivals in ARRIVALS.items():
-                    for i in cutlass.range_constexpr(barrier_count(name, self.config)):
-                        cute.arch.mbarrier_init(getattr(shared.barriers, name) + i, arrivals)
+                resources.initialise(description, shared.barriers)
         if cutlass.const_expr(self.config.deterministic):
-            if warp == WARPS_OF_ROLE["order"][0]:
-                take_ticket(self.config, shared, dq_ticket)
+            if warp == order.first_warp:
+                take_ticket(self.config, shared, buffers.dq_ticket)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        launches.await_launch_before()
+        common_ptx.await_launch_before()
 
-        tiles = (query_length + tile.m - 1) // tile.m
-        rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
-        sizes = (batch, query_length, key_length, heads, kv_heads)
-        window = (window_left, window_right)
-        budget = tile.registers
+        call = (buffers.extents, sizes, scalars.window)
+        tiles = (sizes.query_length + tile.m - 1) // tile.m
+        rows = Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)
         # Each role makes its work: made once, its values would take registers of all of them.
-        if warp < WARPS_OF_ROLE["compute"][0]:
-            ptx.set_registers(budget.reduce)
-            self.rows.reduce(shared, assign(self.config, shared, extents, sizes, window), rows)
-        elif warp < mma_warp:
-            ptx.set_registers(budget.compute)
-            work = assign(self.config, shared, extents, sizes, window)
-            self.rows.compute(maps, shared, work, (scale_log2, scale))
+        if warp < compute.first_warp:
+            ptx.set_registers(reduce.registers)
+            self.row_roles.reduce(shared, assign(self.config, shared, *call), rows)
+        elif warp < mma.first_warp:
+            ptx.set_registers(compute.registers)
+            work = assign(self.config, shared, *call)
+            self.row_roles.compute(maps, shared, work, scalars)
         else:
-            ptx.set_registers(budget.others)
-            work = assign(self.config, shared, extents, sizes, window)
-            if warp == mma_warp:
+            ptx.set_registers(mma.registers)
+            work = assign(self.config, shared, *call)
+            if warp == mma.first_warp:
                 self.multiply(shared, work)
-            elif warp == WARPS_OF_ROLE["load"][0]:
+            elif warp == load.first_warp:
                 self.load(maps, shared, work, rows)
-            elif warp == WARPS_OF_ROLE["order"][0]:
+            elif warp == order.first_warp:
                 if cutlass.const_expr(self.config.deterministic):
                     take_turns(self.config, shared.barriers, work, rows)
         cute.arch.sync_threads()
-        if warp == mma_warp:
+        if warp == mma.first_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
 
@@ -388,10 +297,10 @@ class Backward:
         columns: (of the scores whose halves begin with those of a, of the accumulator).
         """
         m = self.config.tile.m
-        half = m // HALVES // products.K_STEP
-        for part in range(HALVES):
+        half = m // COMPUTE_GROUPS // products.K_STEP
+        for part in range(COMPUTE_GROUPS):
             # Where a would begin if the columns of its halves were one behind the other.
-            a = columns[0] + part * (m // HALVES - m // HALVES // 2)
+            a = columns[0] + part * (m // COMPUTE_GROUPS - m // COMPUTE_GROUPS // 2)
             steps = (part * half, (part + 1) * half)
             before = accumulate if part == 0 else True
             product.issue(columns[1], a, b, before, steps)
@@ -442,67 +351,9 @@ class Backward:
         cute.arch.sync_warp()
 
 
-Backward.kernel.set_name_prefix("fa4_bwd", remove_cutlass_symbol=True, keep_mangled_name=False)
-Backward.__call__.set_name_prefix(
-    "fa4_bwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
-)
-
-
 def source(key: KernelKey) -> KernelSource:
     """The main backward kernel of a key, with its launch."""
     kernel = Backward(key)
     tile = kernel.config.tile
-    span = tile.span_bytes
-    scalars = (
-        *launches.scalars("f32", "scale_log2", "scale"),
-        *launches.scalars("i32", "window_left", "window_right"),
-    )
-    order = launches.counters(key)
-    accumulators = launches.accumulators(tile.m, tile.head_dim, key)
-    launch = Launch(
-        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
-        results=(
-            Result("dk", key.dtype, launches.dims("k", (0, 1, 2, 3))),
-            Result("dv", key.dtype, launches.dims("v", (0, 1, 2, 3))),
-            *accumulators,
-        ),
-        params=(
-            launches.bthd_map("q", tile.m, span),
-            launches.bthd_map("k", tile.n, span),
-            launches.bthd_map("v", tile.n, span),
-            launches.bthd_map("do", tile.m, span),
-            launches.bthd_map("dk", tile.n, span),
-            launches.bthd_map("dv", tile.n, span),
-            *launches.pointers("lse_log2", "delta", "extents", "dq_acc", *order),
-            *launches.SIZES,
-            *scalars,
-        ),
-        grid=(
-            (
-                Factor(buffer="k", axis=1, divisor=tile.n),
-                Factor(buffer="k", axis=2),
-                Factor(buffer="k", axis=0),
-            ),
-            launches.ONE,
-            launches.ONE,
-        ),
-        block=(tile.threads, 1, 1),
-        dynamic_smem_bytes=tile.smem_bytes(),
-        programmatic=True,
-    )
-    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc")
-    host_arguments = (
-        *launches.pointers(*buffers, "dq_order", "dq_ticket", "dk", "dv"),
-        *launches.SIZES,
-        launches.dim("head_dim", "q", 3),
-        launches.dim("value_dim", "v", 3),
-        *scalars,
-    )
-    return KernelSource(
-        host=kernel,
-        arguments=launches.example_arguments(host_arguments, key.dtype),
-        host_arguments=host_arguments,
-        launch=launch,
-        tile={"m": tile.m, "n": tile.n, "stages": tile.stages, "head_dim": tile.head_dim},
-        symbol_prefix="fa4_bwd",
-    )
+    sizes = {"m": tile.m, "n": tile.n, "stages": tile.stages, "head_dim": tile.head_dim}
+    return backward_source(kernel, key, sizes)

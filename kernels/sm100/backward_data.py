@@ -1,17 +1,20 @@
-"""Data of the Blackwell backward's main kernel: operands, work, shared memory, barriers."""
+"""Data of the Blackwell backward's main kernel: its constants, its operands, a CTA's work."""
 
 import dataclasses
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from fa4_jax.key import KernelKey
 from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
+from kernels.common.resources import Barriers, Shared
 from kernels.common.schedule import batch_band, nth_tile
+from kernels.interface import Sizes, Window
 from kernels.sm100 import products, ptx
+from kernels.sm100.backward_description import description
 from kernels.sm100.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
@@ -19,55 +22,6 @@ from kernels.sm100.tiles import (
     LANES,
     BackwardTile,
 )
-
-WARPS_OF_ROLE = {
-    # role: (first warp, warps). Reduce and compute warps reach the lanes of their place in a
-    # warpgroup, so each of their roles starts at a multiple of four.
-    "reduce": (0, 4),
-    "compute": (4, 8),
-    "mma": (12, 1),
-    "load": (13, 1),
-    "order": (14, 1),
-}
-HALVES = 2  # of the queries of a step, one for each compute warpgroup
-
-ARRIVALS = {
-    # barrier: arrivals that complete a phase. Those of the rings exist once per stage.
-    "kv_full": 1,  # load warp, with the bytes of K and V
-    "q_full": 1,  # load warp, with the bytes of Q, lse_log2 and delta
-    "q_empty": 1,  # commit behind the last product that reads Q
-    "do_full": 1,  # load warp, with the bytes of dO
-    "do_empty": 1,  # commit behind the last product that reads dO
-    "s_full": 1,  # commit behind S
-    "p_full": 8,  # compute warps: P is there
-    "dp_full": 1,  # commit behind dP
-    "ds_full": 8,  # compute warps: dS is there, in tensor and in shared memory
-    "dq_full": 1,  # commit behind dQ
-    "dq_empty": 4,  # reduce warps have read dQ
-    "grads_full": 1,  # commit behind the last product
-    "turn": 1,  # order warp: dQ may be added (deterministic)
-    "added": 4,  # reduce warps: it has been (deterministic)
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Barriers:
-    """The first mbarrier of each name in ARRIVALS."""
-
-    kv_full: cute.Pointer
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    do_full: cute.Pointer
-    do_empty: cute.Pointer
-    s_full: cute.Pointer
-    p_full: cute.Pointer
-    dp_full: cute.Pointer
-    ds_full: cute.Pointer
-    dq_full: cute.Pointer
-    dq_empty: cute.Pointer
-    grads_full: cute.Pointer
-    turn: cute.Pointer
-    added: cute.Pointer
 
 
 class Config:
@@ -80,6 +34,7 @@ class Config:
         tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         assert isinstance(tile, BackwardTile)
         self.tile = tile
+        self.description = description(key.head_dim, key.value_dim, key.deterministic)
         self.columns = self.tile.columns()
         n = self.tile.n
         self.scores = products.Product(self.dtype, n, self.tile.m)
@@ -91,18 +46,6 @@ class Config:
     def dq_takes_dp(self) -> bool:
         """Whether dQ begins with dP's columns."""
         return self.columns.dq == self.columns.dp
-
-
-@dataclasses.dataclass(frozen=True)
-class Maps:
-    """TMA descriptors, boxes (rows, span) of [B, length, heads, head_dim] tensors."""
-
-    q: cute.CopyAtom
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    do: cute.CopyAtom
-    dk: cute.CopyAtom
-    dv: cute.CopyAtom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,82 +88,8 @@ class Work:
         return self.kv_head * self.group + member, block
 
 
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Shared memory. k and v later stage dk and dv."""
-
-    k: cute.Tensor  # (n, head_dim)
-    v: cute.Tensor  # (n, value_dim), right behind k
-    q: cute.Tensor  # (m, head_dim, stage)
-    do: cute.Tensor  # (m, value_dim, stage)
-    ds: cute.Tensor  # (n, m)
-    lse_log2: cute.Tensor  # (m, stage)
-    delta: cute.Tensor  # (m, stage)
-    tmem_base: cute.Pointer
-    ticket: cute.Pointer  # deterministic: the CTA's place among those that have started
-    barriers: Barriers
-
-
-def allocate(config: Config) -> Shared:
-    """Carves shared memory; operand tiles start on 1024 bytes, as 128-byte swizzling asks."""
-    dtype, tile = config.dtype, config.tile
-
-    def layout(rows, columns, stages):
-        return tensors.tile_layout(dtype, rows, columns, stages, tile.span_bytes)
-
-    k_layout, v_layout = layout(tile.n, tile.head_dim, 1), layout(tile.n, tile.value_dim, 1)
-    q_layout = layout(tile.m, tile.head_dim, tile.stages)
-    do_layout = layout(tile.m, tile.value_dim, tile.stages)
-    ds_layout = tensors.tile_layout(dtype, tile.n, tile.m, 1)
-    rows_layout = cute.make_layout((tile.m, tile.stages))
-    counts = {name: barrier_count(name, config) for name in ARRIVALS}
-
-    @cute.struct
-    class Storage:
-        barriers: cute.struct.MemRange[cutlass.Int64, sum(counts.values())]
-        tmem_base: Int32
-        ticket: Int32
-        lse_log2: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
-        delta: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(rows_layout)], 128]
-        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_layout)], 1024]
-        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_layout)], 1024]
-        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
-        do: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(do_layout)], 1024]
-        ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_layout)], 1024]
-
-    storage = cutlass.memory.SmemAllocator().allocate(Storage)
-    barriers, first = {}, 0
-    for name, count in counts.items():
-        barriers[name] = storage.barriers.data_ptr() + first
-        first += count
-
-    def single(memory, layout):
-        return tensors.smem_tensor(memory, layout)[None, None, 0]
-
-    return Shared(
-        k=single(storage.k, k_layout),
-        v=single(storage.v, v_layout),
-        q=tensors.smem_tensor(storage.q, q_layout),
-        do=tensors.smem_tensor(storage.do, do_layout),
-        ds=single(storage.ds, ds_layout),
-        lse_log2=storage.lse_log2.get_tensor(rows_layout),
-        delta=storage.delta.get_tensor(rows_layout),
-        tmem_base=storage.tmem_base.ptr,
-        ticket=storage.ticket.ptr,
-        barriers=Barriers(**barriers),
-    )
-
-
-def barrier_count(name: str, config: Config) -> int:
-    """How many barriers of a name there are."""
-    if name in ("turn", "added"):
-        return int(config.deterministic)
-    rings = ("q_full", "q_empty", "do_full", "do_empty")
-    return config.tile.stages if name in rings else 1
-
-
 @cute.jit
-def take_ticket(config: cutlass.Constexpr, shared: Any, dq_ticket: cute.Pointer):
+def take_ticket(config: cutlass.Constexpr, shared: Shared, dq_ticket: cute.Pointer):
     """Order warp: the place of the CTA, or of the pair, among those that have started.
 
     CTAs wait for additions of those of lower places alone, and these have started, whatever order
@@ -245,24 +114,25 @@ def start_index(config: Any, shared: Any) -> Int32:
     return cta // config.tile.ctas
 
 
-def assign(config: Any, shared: Any, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+def assign(
+    config: Any, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window
+) -> Work:
     """The key tile of this CTA or pair, within sections of heads whose Q, dO and dQ fill the L2.
 
     Key tiles of a causal band shrink with their index, so the longest start first.
     """
-    batch, query_length, key_length, heads, kv_heads = sizes
-    tile, group = config.tile, heads // kv_heads
+    tile, group = config.tile, sizes.heads // sizes.kv_heads
     rows_in_l2 = L2_BUDGET_BYTES // (tile.head_dim * (2 + 4) + tile.value_dim * 2)
     ordered_band = config.deterministic and config.band
     least = DETERMINISTIC_BAND_HEADS // tile.ctas if ordered_band else 1
-    section = cutlass.max(rows_in_l2 // (query_length * group), least)
-    tiles = (key_length + tile.n - 1) // tile.n
+    section = cutlass.max(rows_in_l2 // (sizes.query_length * group), least)
+    tiles = (sizes.key_length + tile.n - 1) // tile.n
     cta, _, _ = cute.arch.block_idx()
     rank = cta % tile.ctas
     index = start_index(config, shared)
-    key_tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
-    batch_index = head_and_batch // kv_heads
-    kv_head = head_and_batch - batch_index * kv_heads
+    key_tile, head_and_batch = nth_tile(index, section, sizes.kv_heads * sizes.batch, tiles)
+    batch_index = head_and_batch // sizes.kv_heads
+    kv_head = head_and_batch - batch_index * sizes.kv_heads
     band = batch_band(extents, batch_index, window if config.band else None)
     first_key = key_tile * tile.n
     blocks = bands.visited_blocks(band.transposed(), first_key, tile.n, tile.m, tensors.INT32)
@@ -273,17 +143,17 @@ def assign(config: Any, shared: Any, extents: cute.Pointer, sizes: tuple, window
         rank,
         kv_head,
         group,
-        heads,
+        sizes.heads,
         batch_index,
         band,
         blocks,
-        padded_keys & (band.key_length < key_length),
-        band.query_length < query_length,
+        padded_keys & (band.key_length < sizes.key_length),
+        band.query_length < sizes.query_length,
     )
 
 
 @cute.jit
-def take_turns(config: cutlass.Constexpr, barriers: Any, work: Work, rows: Rows):
+def take_turns(config: cutlass.Constexpr, barriers: Barriers, work: Work, rows: Rows):
     """Order warp: the key tiles that visit a query tile add their dQ in ascending order.
 
     The CTAs of a pair, which have different columns of dQ, add at the same time.

@@ -4,14 +4,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels.common import bands, tensors
+from kernels.common import bands, resources, tensors
 from kernels.common import ptx as common_ptx
+from kernels.common.resources import Maps, Shared
+from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.backward_data import WARPS_OF_ROLE, Rows, Work
-from kernels.sm100.backward_pair_data import Config, Maps, Shared
+from kernels.sm100.backward_data import Rows, Work
+from kernels.sm100.backward_pair_data import Config
 from kernels.sm100.backward_rows import (
     CHUNK,
-    STORED,
     probabilities,
     rounded_pairs,
     score_gradients,
@@ -28,13 +29,12 @@ class RowRoles:
         self.config = config
 
     @cute.jit
-    def compute(self, maps: Maps, shared: Shared, work: Work, scales: tuple):
+    def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
         """Compute warps: P and dS of all steps, then dV and dK."""
-        scale_log2, scale = scales
+        scale_log2, scale = scalars.scale_log2, scalars.scale
         tile = self.config.tile
-        first_warp, _ = WARPS_OF_ROLE["compute"]
         thread, _, _ = cute.arch.thread_idx()
-        thread = thread - first_warp * 32
+        thread = thread - self.config.description.role("compute").first_warp * 32
         group = cute.arch.make_warp_uniform(thread // LANES)
         half = cute.arch.make_warp_uniform(thread % LANES // tile.keys)
         key_row = work.rank * tile.keys + thread % tile.keys
@@ -89,7 +89,7 @@ class RowRoles:
         rounded = rounded_pairs(self.config.dtype, score_gradients(p, 0, dp, delta))
         self.write_row(shared.ds[own_row, None, buffer], half, rounded)
         # Of the queries whose rows CTA `half` has for dQ.
-        row = shared.dst.toint().to(Int32) + (buffer * tile.n + key_row) * (queries * 2)
+        row = shared.dst.iterator.toint().to(Int32) + (buffer * tile.n + key_row) * (queries * 2)
         ptx.store_swizzled_row(row, key_row, rounded, half)
         ptx.fence_proxy_of_cluster()
         # Of S and dP.
@@ -137,9 +137,9 @@ class RowRoles:
                         fragment, cute.local_tile(staging[key_row, None], (CHUNK,), place)
                     )
         cute.arch.fence_proxy("async.shared", space="cta")
-        first_warp, warps = WARPS_OF_ROLE["compute"]
-        cute.arch.barrier(barrier_id=STORED, number_of_threads=warps * 32)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == first_warp:
+        resources.meet(self.config.description.named_barrier("stored"))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == self.config.description.role("compute").first_warp:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
             place = (work.tile * tile.ctas + work.rank, 0)
             target = cute.local_tile(kv, (tile.keys, tile.head_dim), place)

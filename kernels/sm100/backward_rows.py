@@ -4,15 +4,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from kernels.common import bands, tensors
+from kernels.common import bands, resources, tensors
 from kernels.common import ptx as common_ptx
+from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2
+from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.backward_data import HALVES, WARPS_OF_ROLE, Config, Maps, Rows, Shared, Work
+from kernels.sm100.backward_data import Config, Rows, Work
+from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.tiles import LANES
 
 CHUNK = 32  # columns of tensor memory that a thread takes at a time
-STORED = 1  # named barrier of all compute warps
 
 
 def statistics(tensor: cute.Tensor, slot: Int32, first: Int32, count: int) -> cute.Tensor:
@@ -77,12 +79,11 @@ class RowRoles:
         self.config = config
 
     @cute.jit
-    def compute(self, maps: Maps, shared: Shared, work: Work, scales: tuple):
+    def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
         """Compute warps: P and dS of all steps, then dV and dK."""
-        scale_log2, scale = scales
-        first_warp, _ = WARPS_OF_ROLE["compute"]
+        scale_log2, scale = scalars.scale_log2, scalars.scale
         thread, _, _ = cute.arch.thread_idx()
-        thread = thread - first_warp * 32
+        thread = thread - self.config.description.role("compute").first_warp * 32
         half = cute.arch.make_warp_uniform(thread // self.config.tile.n)
         key_row = thread % self.config.tile.n
         key = work.first_key + key_row
@@ -93,7 +94,7 @@ class RowRoles:
             _, block = work.step(step, self.config.deterministic)
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + self.config.tile.n > work.band.key_length)
-            first_query = block * self.config.tile.m + half * (self.config.tile.m // HALVES)
+            first_query = block * self.config.tile.m + half * (self.config.tile.m // COMPUTE_GROUPS)
             # A block that needs no mask gets bounds that hide nothing.
             first = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             last = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
@@ -115,7 +116,7 @@ class RowRoles:
         """
         half, step, edge = position
         tile, barriers = self.config.tile, shared.barriers
-        count = tile.m // HALVES
+        count = tile.m // COMPUTE_GROUPS
         slot, _ = tensors.ring_slot(step, tile.stages)
         first = half * count
         scores_at = products.lane_base() + self.config.columns.s + first
@@ -138,7 +139,7 @@ class RowRoles:
         """
         half, step, key_row = position
         tile, barriers = self.config.tile, shared.barriers
-        count = tile.m // HALVES
+        count = tile.m // COMPUTE_GROUPS
         slot, _ = tensors.ring_slot(step, tile.stages)
         first = half * count
         dp_at = products.lane_base() + self.config.columns.dp + first
@@ -182,7 +183,7 @@ class RowRoles:
         if steps > 0:
             cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
             ptx.fence_after_sync()
-        for part in cutlass.range_constexpr(HALVES):
+        for part in cutlass.range_constexpr(COMPUTE_GROUPS):
             if half == part:
                 column, staging, d = (
                     (columns.dv, shared.v, tile.value_dim),
@@ -203,10 +204,9 @@ class RowRoles:
                     row = cute.local_tile(staging[key_row, None], (CHUNK,), (start // CHUNK,))
                     cute.autovec_copy(fragment, row)
         cute.arch.fence_proxy("async.shared", space="cta")
-        first_warp, warps = WARPS_OF_ROLE["compute"]
-        cute.arch.barrier(barrier_id=STORED, number_of_threads=warps * 32)
+        resources.meet(self.config.description.named_barrier("stored"))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == first_warp:
+        if warp == self.config.description.role("compute").first_warp:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
             dv = cute.local_tile(kv, (tile.n, tile.value_dim), (work.tile, 0))
             dk = cute.local_tile(kv, (tile.n, tile.head_dim), (work.tile, 0))

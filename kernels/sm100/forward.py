@@ -50,184 +50,76 @@ one S(i) comes before that product, which the correction warps then wait for.
 (FlashAttention-4: ping-pong tiles, conditional rescaling, correction warps, P in parts.)
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Launch, Param, Result
-from kernels.common import launches, tensors
+from kernels.common import resources, tensors
+from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule
+from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import ptx
-from kernels.sm100.forward_data import (
-    ARRIVALS,
-    WARPS_OF_ROLE,
-    WORK_SLOTS,
-    Config,
-    Maps,
-    Shared,
-    allocate,
-    arrivals,
-    barrier_count,
-    take,
-)
+from kernels.sm100.forward_data import Config, take
+from kernels.sm100.forward_description import UNIT, WORK_SLOTS
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import RowRoles
-from kernels.sm100.packing import UNIT, Work, assign, make_schedule, to_words
+from kernels.sm100.packing import Work, assign, make_schedule, to_words
 from kernels.sm100.tiles import TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
 
 
-class Forward:
+class Forward(ForwardHost):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
         self.config = Config(key)
-        self.rows = RowRoles(self.config)
+        self.description, self.dtype = self.config.description, self.config.dtype
+        self.rows, self.persistent = self.config.tile.m, True
+        self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        extents: cute.Pointer,
-        o: cute.Pointer,
-        lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        head_dim: Int32,
-        value_dim: Int32,
-        scale_log2: Float32,
-        rescale_threshold_log2: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        sm_count: Int32,
-        stream: cuda.CUstream,
-    ):
-        tile, d = self.config.tile, self.config.head_dim
-        keys, columns = tile.keys, tile.columns_of_v(d)
-        q_tensor = tensors.bthd_tensor(q, (batch, query_length, heads, head_dim))
-        k_tensor = tensors.bthd_tensor(k, (batch, key_length, kv_heads, head_dim))
-        v_tensor = tensors.bthd_tensor(v, (batch, key_length, kv_heads, value_dim))
-        o_tensor = tensors.bthd_tensor(o, (batch, query_length, heads, value_dim))
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-
-        def layout(rows, columns=d):
-            swizzle = tensors.SWIZZLES[tile.span_bytes]
-            atom = warpgroup.make_smem_layout_atom(swizzle, self.config.dtype)
-            return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
-
-        q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(UNIT), (UNIT, d))
-        k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(keys), (keys, d))
-        v_map, _ = cpasync.make_tiled_tma_atom(
-            load, v_tensor, layout(tile.n, columns), (tile.n, columns)
-        )
-        o_map, _ = cpasync.make_tiled_tma_atom(
-            store, o_tensor, layout(UNIT, tile.span), (UNIT, tile.span)
-        )
-        q_rows_map, _ = cpasync.make_tiled_tma_atom(
-            load, q_tensor, layout(tile.rows), (tile.rows, d)
-        )
-        o_rows_map, _ = cpasync.make_tiled_tma_atom(
-            store, o_tensor, layout(tile.rows, tile.span), (tile.rows, tile.span)
-        )
-        tiles = cute.ceil_div(query_length, tile.m) * heads * batch
-        clusters = cutlass.min(tiles, cutlass.max(sm_count // tile.ctas, 1))
-        self.kernel(
-            q_map,
-            k_map,
-            v_map,
-            o_map,
-            q_rows_map,
-            o_rows_map,
-            extents,
-            lse,
-            batch,
-            query_length,
-            key_length,
-            heads,
-            kv_heads,
-            scale_log2,
-            rescale_threshold_log2,
-            window_left,
-            window_right,
-        ).launch(
-            grid=[clusters * tile.ctas, 1, 1],
-            block=[tile.threads, 1, 1],
-            cluster=[tile.ctas, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
 
     @cute.kernel
     def kernel(
         self,
-        q_map: cute.CopyAtom,
-        k_map: cute.CopyAtom,
-        v_map: cute.CopyAtom,
-        o_map: cute.CopyAtom,
-        q_rows_map: cute.CopyAtom,
-        o_rows_map: cute.CopyAtom,
+        maps: Maps,
         extents: cute.Pointer,
         lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        scale_log2: Float32,
-        rescale_threshold_log2: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        sizes: Sizes,
+        scalars: ForwardScalars,
     ):
-        maps = Maps(q_map, k_map, v_map, o_map, q_rows_map, o_rows_map)
-        tile = self.config.tile
+        tile, description = self.config.tile, self.config.description
         pair = tile.ctas == 2
-        shared = allocate(self.config.dtype, self.config.head_dim, tile)
+        shared = resources.allocate(description, self.config.dtype)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mma_warp, _ = WARPS_OF_ROLE["mma"]
-        if warp == mma_warp:
+        softmax, correction = description.role("softmax"), description.role("correction")
+        mma, load = description.role("mma"), description.role("load")
+        if warp == mma.first_warp:
             cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base, pair)
             cute.arch.relinquish_tmem_alloc_permit(pair)
-        if warp == WARPS_OF_ROLE["load"][0]:
-            for descriptor in (maps.q, maps.k, maps.v, maps.o, maps.q_rows, maps.o_rows):
-                cpasync.prefetch_descriptor(descriptor)
+        if warp == load.first_warp:
+            resources.prefetch(maps, description)
             with cute.arch.elect_one():
-                for name in ARRIVALS:
-                    for i in cutlass.range_constexpr(
-                        barrier_count(name, tile, self.config.head_dim)
-                    ):
-                        barrier = getattr(shared.barriers, name) + i
-                        cute.arch.mbarrier_init(barrier, arrivals(name, tile))
+                resources.initialise(description, shared.barriers)
         cute.arch.mbarrier_init_fence()
         self.synchronise()
 
-        sizes = (batch, query_length, key_length, heads, kv_heads)
-        window = (window_left, window_right)
-        budget = tile.registers
-        first_correction, _ = WARPS_OF_ROLE["correction"]
+        window = scalars.window
         # Each role counts its tiles: counted once, the number would take a register of all of them.
-        if warp < first_correction:
-            ptx.set_registers(budget.softmax)
-            if warp // 4 < tile.query_tiles:
+        if warp < correction.first_warp:
+            ptx.set_registers(softmax.registers)
+            if warp // softmax.warps < softmax.groups:
                 turns = make_schedule(extents, sizes, window, tile).turns()
-                scales = (scale_log2, rescale_threshold_log2)
-                self.rows.soften(shared, turns, (lse, query_length, heads), scales, window)
-        elif warp < mma_warp:
-            ptx.set_registers(budget.correction)
-            self.rows.correct(shared, make_schedule(extents, sizes, window, tile).turns())
+                self.row_roles.soften(shared, turns, lse, sizes, scalars)
+        elif warp < mma.first_warp:
+            ptx.set_registers(correction.registers)
+            self.row_roles.correct(shared, make_schedule(extents, sizes, window, tile).turns())
         else:
-            ptx.set_registers(budget.others)
+            ptx.set_registers(mma.registers)
             schedule = make_schedule(extents, sizes, window, tile)
             turns = schedule.turns()
-            if warp == mma_warp:
+            if warp == mma.first_warp:
                 if cutlass.const_expr(pair):
                     if cute.arch.block_idx_in_cluster() == 0:
                         self.products.multiply(shared, turns)
@@ -235,14 +127,14 @@ class Forward:
                         self.products.pass_on(shared, turns)
                 else:
                     self.products.multiply(shared, turns)
-            elif warp == WARPS_OF_ROLE["load"][0]:
+            elif warp == load.first_warp:
                 self.load(maps, shared, turns)
-            elif warp == WARPS_OF_ROLE["store"][0]:
+            elif warp == description.role("store").first_warp:
                 self.store(maps, shared, turns)
             else:
                 self.assign(shared, schedule, turns)
         self.synchronise()
-        if warp == mma_warp:
+        if warp == mma.first_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS, pair)
 
@@ -401,65 +293,8 @@ class Forward:
                 cute.arch.mbarrier_arrive(shared.barriers.out_empty + span)
 
 
-Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)
-Forward.__call__.set_name_prefix(
-    "fa4_fwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
-)
-
-
 def source(key: KernelKey) -> KernelSource:
     """The forward kernel of a key, with its launch."""
     kernel = Forward(key)
     tile = kernel.config.tile
-    scalars = (
-        *launches.scalars("f32", "scale_log2", "rescale_threshold_log2"),
-        *launches.scalars("i32", "window_left", "window_right"),
-    )
-    launch = Launch(
-        operands=("q", "k", "v", "extents"),
-        results=(
-            Result("o", key.dtype, (*launches.dims("q", (0, 1, 2)), *launches.dims("v", (3,)))),
-            Result("lse", "f32", launches.dims("q", (0, 2, 1))),
-        ),
-        params=(
-            launches.bthd_map("q", UNIT, tile.span_bytes),
-            launches.bthd_map("k", tile.keys, tile.span_bytes),
-            launches.bthd_map("v", tile.n, tile.span_bytes),
-            launches.bthd_map("o", UNIT, tile.span_bytes),
-            launches.bthd_map("q", tile.rows, tile.span_bytes, "q_rows_map"),
-            launches.bthd_map("o", tile.rows, tile.span_bytes, "o_rows_map"),
-            *launches.pointers("extents", "lse"),
-            *launches.SIZES,
-            *scalars,
-        ),
-        grid=(
-            (
-                Factor(buffer="q", axis=1, divisor=tile.m),
-                Factor(buffer="q", axis=2),
-                Factor(buffer="q", axis=0),
-                *([Factor(tile.ctas)] if tile.ctas > 1 else []),
-            ),
-            launches.ONE,
-            launches.ONE,
-        ),
-        block=(tile.threads, 1, 1),
-        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
-        cluster=(tile.ctas, 1, 1),
-        persistent=True,
-    )
-    host_arguments = (
-        *launches.pointers("q", "k", "v", "extents", "o", "lse"),
-        *launches.SIZES,
-        launches.dim("head_dim", "q", 3),
-        launches.dim("value_dim", "v", 3),
-        *scalars,
-        Param("sm_count", "sm_count"),
-    )
-    return KernelSource(
-        host=kernel,
-        arguments=launches.example_arguments(host_arguments, key.dtype),
-        host_arguments=host_arguments,
-        launch=launch,
-        tile={"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages},
-        symbol_prefix="fa4_fwd",
-    )
+    return forward_source(kernel, key, {"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages})

@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from kernels.common import tensors
+from kernels.common.resources import Shared
 from kernels.sm100 import products, ptx
-from kernels.sm100.forward_data import Config, Shared, look, part_barrier, take
+from kernels.sm100.forward_data import Config, look, part_barrier, take
 from kernels.sm100.packing import Work
 
 

@@ -4,11 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels.common import bands, tensors
+from kernels.common import bands, resources, tensors
 from kernels.common import ptx as common_ptx
+from kernels.common.resources import Shared
+from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.forward_data import FACTORS, Config, Shared, part_barrier, take
-from kernels.sm100.packing import UNIT, Work
+from kernels.sm100.forward_data import Config, part_barrier, take
+from kernels.sm100.forward_description import UNIT
+from kernels.sm100.packing import Work
 from kernels.sm100.tiles import SPECULATED
 
 LN_2 = 0.6931471805599453
@@ -22,32 +25,28 @@ class RowRoles:
 
     def __init__(self, config: Config):
         self.config = config
+        self.rescale_barriers = config.description.named_barrier("rescale")
 
     @cute.jit
     def soften(
         self,
         shared: Shared,
         turns: Int32,
-        output: tuple,
-        scales: tuple,
-        window: tuple,
+        lse: cute.Pointer,
+        sizes: Sizes,
+        scalars: ForwardScalars,
     ):
-        """Softmax warps: probabilities of all blocks of all tiles, and the LSE.
-
-        output: (lse, its length, its heads).
-        """
-        scale_log2, rescale_threshold_log2 = scales
-        scales = (scale_log2, rescale_threshold_log2 / scale_log2)
-        lse, query_length, heads = output
+        """Softmax warps: probabilities of all blocks of all tiles, and the LSE."""
+        scales = (scalars.scale_log2, scalars.rescale_threshold_log2 / scalars.scale_log2)
         thread, _, _ = cute.arch.thread_idx()
         used, live = Int32(0), Int32(0)
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn, window if self.config.band else None)
+            work = take(shared, turn, scalars.window if self.config.band else None)
             count = work.blocks.end - work.blocks.begin
             query, head = work.unit(thread // UNIT)
             row_lse = cute.make_tensor(
-                lse + (cutlass.Int64(work.batch) * heads + head) * query_length,
-                cute.make_layout(query_length),
+                lse + (cutlass.Int64(work.batch) * sizes.heads + head) * sizes.query_length,
+                cute.make_layout(sizes.query_length),
             )
             row = query + thread % UNIT
             self.soften_tile(shared, work, row_lse, scales, (row, live, used))
@@ -156,7 +155,8 @@ class RowRoles:
             values += softmax.exponentials(current, self.polynomial_pairs(start), start // 2)
             sums = softmax.accumulate(sums, values[start - PIECE : start])
             if cutlass.const_expr(start == SPECULATED):
-                ptx.arrive_unless(first_block, factor_barrier(buffer), 64)
+                number = self.rescale_barriers.first + self.rescale_index(buffer)
+                ptx.arrive_unless(first_block, number, self.rescale_barriers.threads)
             if cutlass.const_expr(start % CHUNK == 0):
                 self.store_chunk(probabilities_at, values, start - CHUNK)
             if cutlass.const_expr(start - PIECE in parts):
@@ -222,7 +222,7 @@ class RowRoles:
         for step in cutlass.range(1, count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
                 buffer, _ = self.config.buffer(t, used + step)
-                cute.arch.barrier(barrier_id=factor_barrier(buffer), number_of_threads=64)
+                resources.meet(self.rescale_barriers, self.rescale_index(buffer))
                 if cutlass.const_expr(alone):
                     cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
                 ptx.fence_after_sync()
@@ -299,7 +299,6 @@ class RowRoles:
             cute.arch.fence_proxy("async.shared", space="cta")
             products.arrive(shared.barriers.out_full + span)
 
-
-def factor_barrier(buffer: Int32) -> Int32:
-    """Named barrier of the calling warp of softmax or correction and its partner."""
-    return FACTORS + 4 * buffer + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+    def rescale_index(self, buffer: Int32) -> Int32:
+        """Which of the rescale barriers the calling warp and its partner meet at."""
+        return 4 * buffer + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4

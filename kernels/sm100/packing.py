@@ -13,10 +13,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.common import bands, tensors
-from kernels.common.schedule import ForwardShape, Schedule, batch_band, nth_tile
+from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule, batch_band, nth_tile
+from kernels.interface import Sizes, Window
+from kernels.sm100.forward_description import UNIT
 from kernels.sm100.tiles import ForwardTile
-
-UNIT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,8 @@ class Work:
         return queries * UNIT, self.head + head
 
 
-WORDS = 13
-"""What describes one tile's work, apart from the window, which all have."""
-
-
 def to_words(work: Work) -> list[Int32]:
-    """A tile's work as the schedule warp passes it on."""
+    """A tile's work as the schedule warp passes it on, apart from the window, which all have."""
     band, blocks = work.band, work.blocks
     return [
         *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
@@ -53,24 +49,23 @@ def to_words(work: Work) -> list[Int32]:
     ]
 
 
-def from_words(words: list[Int32], window: tuple | None) -> Work:
-    """The inverse of to_words; window: (left, right), or None for who does not look at the mask."""
-    left, right = (bands.UNBOUNDED, bands.UNBOUNDED) if window is None else window
+def from_words(words: list[Int32], window: Window | None) -> Work:
+    """The inverse of to_words; no window for a role that does not look at the mask."""
+    window = window or UNBOUNDED
     return Work(
         *words[:5],
-        bands.Band(*words[5:8], left, right),
+        bands.Band(*words[5:8], window.left, window.right),
         bands.BlockRange(*words[8:12]),
         words[12] != 0,
     )
 
 
 def make_schedule(
-    extents: cute.Pointer, sizes: tuple, window: tuple, tile: ForwardTile
+    extents: cute.Pointer, sizes: Sizes, window: Window, tile: ForwardTile
 ) -> Schedule:
     """The schedule of a CTA's, or a pair's, query rows."""
-    batch, query_length, _, heads, _ = sizes
     pack = _pack(sizes, tile.m)
-    tiles = _tiles(query_length, pack, tile.m) * (heads // pack) * batch
+    tiles = _tiles(sizes.query_length, pack, tile.m) * (sizes.heads // pack) * sizes.batch
     ctas, _, _ = cute.arch.grid_dim()
     takers = ctas // tile.ctas
     return Schedule(extents, sizes, window, tiles, (tiles + takers - 1) // takers, tile.ctas)
@@ -78,12 +73,13 @@ def make_schedule(
 
 def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     """A tile's work: longest first within sections of heads whose K and V fill the L2."""
-    batch, query_length, key_length, heads, kv_heads = schedule.sizes
-    group, pack = heads // kv_heads, _pack(schedule.sizes, shape.m)
+    sizes = schedule.sizes
+    heads, group = sizes.heads, sizes.heads // sizes.kv_heads
+    pack = _pack(sizes, shape.m)
     rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
-    section = cutlass.max(rows_in_l2 // key_length, 1) * (group // pack)
-    tiles = _tiles(query_length, pack, shape.m)
-    tile, packed_head = nth_tile(index, section, heads // pack * batch, tiles)
+    section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * (group // pack)
+    tiles = _tiles(sizes.query_length, pack, shape.m)
+    tile, packed_head = nth_tile(index, section, heads // pack * sizes.batch, tiles)
     tile = tiles - 1 - tile if shape.band else tile
     batch_index, packed_head = _divide(packed_head, heads // pack)
     head = packed_head * pack
@@ -94,16 +90,16 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     last_query = (first_unit + units - 1) // pack * UNIT + UNIT - 1
     rows = last_query - first_query + 1
     blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
-    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < key_length)
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
     if schedule.cluster > 1:
         first_unit += cute.arch.block_idx_in_cluster() * (units // schedule.cluster)
     return Work(first_unit, pack, head, head // group, batch_index, band, blocks, padded)
 
 
-def _pack(sizes: tuple, rows: int) -> Int32:
+def _pack(sizes: Sizes, rows: int) -> Int32:
     """Heads that share a tile."""
-    _, query_length, _, heads, kv_heads = sizes
-    return Int32(cutlass.select_(query_length < rows, heads // kv_heads, Int32(1)))
+    few = sizes.query_length < rows
+    return Int32(cutlass.select_(few, sizes.heads // sizes.kv_heads, Int32(1)))
 
 
 def _tiles(query_length: Int32, pack: Int32, rows: int) -> Int32:

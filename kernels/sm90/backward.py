@@ -41,33 +41,29 @@ Their additions happen before the arrivals, those before the order warp's releas
 does the rest.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Launch, Result
-from kernels.common import bands, launches, ptx, softmax, tensors
+from kernels.common import bands, ptx, resources, softmax, tensors
+from kernels.common.hosts import BackwardHost, backward_source
+from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band, nth_tile
-from kernels.sm90.backward_data import Maps, Rows, Shared, Work, allocate, make_products
+from kernels.interface import BackwardScalars, RowBuffers, Sizes, Window
+from kernels.sm90.backward_data import Rows, Work, make_products
+from kernels.sm90.backward_description import description
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
     L2_BUDGET_BYTES,
-    REGISTER_BUDGETS,
     WARPGROUP,
 )
 from kernels.sources import KernelSource
 
-SCORES_READY = 1  # named barrier of both MMA warpgroups, Note [scores]
-FINISHED = 2  # named barrier of both MMA warpgroups
-PADDING = 3  # named barrier of both MMA warpgroups
-ORDER_WARP = 1  # of the load warpgroup
 
-
-class Backward:
+class Backward(BackwardHost):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -76,137 +72,49 @@ class Backward:
         self.band = key.band
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim]
-        self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        do: cute.Pointer,
-        lse_log2: cute.Pointer,
-        delta: cute.Pointer,
-        extents: cute.Pointer,
-        dq_acc: cute.Pointer,
-        dq_order: cute.Pointer,
-        dq_ticket: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        head_dim: Int32,
-        value_dim: Int32,
-        scale_log2: Float32,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        stream: cuda.CUstream,
-    ):
-        tile, d = self.tile, self.head_dim
-
-        def make_map(pointer, length, count, rows, width=head_dim, store=False):
-            op = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
-            tensor = tensors.bthd_tensor(pointer, (batch, length, count, width))
-            layout = tensors.tile_layout(self.dtype, rows, d, 1, tile.span_bytes)
-            layout = cute.slice_(layout, (None, None, 0))
-            return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, d))[0]
-
-        self.kernel(
-            make_map(q, query_length, heads, tile.m),
-            make_map(k, key_length, kv_heads, tile.n),
-            make_map(v, key_length, kv_heads, tile.n, value_dim),
-            make_map(do, query_length, heads, tile.m, value_dim),
-            make_map(dk, key_length, kv_heads, 64, store=True),
-            make_map(dv, key_length, kv_heads, 64, value_dim, store=True),
-            lse_log2,
-            delta,
-            extents,
-            dq_acc,
-            dq_order if self.deterministic else None,
-            dq_ticket if self.deterministic else None,
-            batch,
-            query_length,
-            key_length,
-            heads,
-            kv_heads,
-            scale_log2,
-            scale,
-            window_left,
-            window_right,
-        ).launch(
-            grid=[cute.ceil_div(key_length, tile.n) * kv_heads * batch, 1, 1],
-            block=[tile.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self.keys, self.rows, self.columns = self.tile.n, self.tile.m, key.head_dim
+        self.programmatic = False
+        self.description = description(key.head_dim, key.deterministic)
+        named = self.description.named_barrier
+        self.scores_ready, self.finished = named("scores_ready"), named("finished")
+        self.padding = named("padding")
 
     @cute.kernel
     def kernel(
         self,
-        q_map: cute.CopyAtom,
-        k_map: cute.CopyAtom,
-        v_map: cute.CopyAtom,
-        do_map: cute.CopyAtom,
-        dk_map: cute.CopyAtom,
-        dv_map: cute.CopyAtom,
-        lse_log2: cute.Pointer,
-        delta: cute.Pointer,
-        extents: cute.Pointer,
-        dq_acc: cute.Pointer,
-        dq_order: cute.Pointer | None,
-        dq_ticket: cute.Pointer | None,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        scale_log2: Float32,
-        scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        maps: Maps,
+        buffers: RowBuffers,
+        sizes: Sizes,
+        scalars: BackwardScalars,
     ):
-        maps = Maps(q_map, k_map, v_map, do_map, dk_map, dv_map)
-        shared = allocate(self.dtype, self.head_dim, self.tile)
+        shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
-            for descriptor in (maps.q, maps.k, maps.v, maps.do, maps.dk, maps.dv):
-                cpasync.prefetch_descriptor(descriptor)
+            resources.prefetch(maps, self.description)
             with cute.arch.elect_one():
-                mma_warps = self.tile.mma_warpgroups * 4
-                cute.arch.mbarrier_init(shared.kv_full, 1)
-                cute.arch.mbarrier_init(shared.turn, 1)
-                cute.arch.mbarrier_init(shared.added, mma_warps)
-                for stage in cutlass.range_constexpr(self.tile.stages):
-                    cute.arch.mbarrier_init(shared.q_full + stage, 1)
-                    cute.arch.mbarrier_init(shared.do_full + stage, 1)
-                    cute.arch.mbarrier_init(shared.q_empty + stage, mma_warps)
-                    cute.arch.mbarrier_init(shared.do_empty + stage, mma_warps)
+                resources.initialise(self.description, shared.barriers)
         if cutlass.const_expr(self.deterministic):
-            if warp_index == ORDER_WARP:
+            if warp_index == self.description.role("order").first_warp:
                 with cute.arch.elect_one():
                     place = cute.make_tensor(shared.ticket, cute.make_layout(1))
-                    place[0] = ptx.take_ticket(dq_ticket)
+                    place[0] = ptx.take_ticket(buffers.dq_ticket)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        tiles = (query_length + self.tile.m - 1) // self.tile.m
-        rows = Rows(lse_log2, delta, dq_acc, dq_order, tiles)
-        sizes = (batch, query_length, key_length, heads, kv_heads)
-        work = self.assign(shared, extents, sizes, (window_left, window_right))
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(self.registers.load)
-            if warp_index == 0:
+        work = self.assign(shared, buffers.extents, sizes, scalars.window)
+        tiles = (sizes.query_length + self.tile.m - 1) // self.tile.m
+        rows = Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)
+        load, mma = self.description.role("load"), self.description.role("mma")
+        if warp_index < mma.first_warp:
+            cute.arch.setmaxregister_decrease(load.registers)
+            if warp_index == load.first_warp:
                 self.load(maps, shared, work, rows)
             if cutlass.const_expr(self.deterministic):
-                if warp_index == ORDER_WARP:
+                if warp_index == self.description.role("order").first_warp:
                     self.order(shared, work, rows)
         else:
-            cute.arch.setmaxregister_increase(self.registers.mma)
-            self.multiply(maps, shared, work, rows, scale_log2, scale)
+            cute.arch.setmaxregister_increase(mma.registers)
+            self.multiply(maps, shared, work, rows, scalars)
 
     def start_index(self, shared: Shared) -> Int32:
         """The CTA's place in the order of work; its first barrier comes before. Note [dq order]."""
@@ -216,22 +124,21 @@ class Backward:
         cta, _, _ = cute.arch.block_idx()
         return cta
 
-    def assign(self, shared: Shared, extents: cute.Pointer, sizes: tuple, window: tuple) -> Work:
+    def assign(self, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window) -> Work:
         """The key tile of this CTA.
 
         Heads are taken in sections whose Q, dO and dQ fill the L2. Key tiles of a causal band
         shrink with their index, so the longest start first.
         """
-        batch, query_length, key_length, heads, kv_heads = sizes
-        group = heads // kv_heads
+        group = sizes.heads // sizes.kv_heads
         rows_in_l2 = L2_BUDGET_BYTES // (self.head_dim * (2 + 2 + 4))
         least = DETERMINISTIC_BAND_HEADS if self.deterministic and self.band else 1
-        section = cutlass.max(rows_in_l2 // (query_length * group), least)
-        tiles = (key_length + self.tile.n - 1) // self.tile.n
+        section = cutlass.max(rows_in_l2 // (sizes.query_length * group), least)
+        tiles = (sizes.key_length + self.tile.n - 1) // self.tile.n
         index = self.start_index(shared)
-        tile, head_and_batch = nth_tile(index, section, kv_heads * batch, tiles)
-        batch_index = head_and_batch // kv_heads
-        kv_head = head_and_batch - batch_index * kv_heads
+        tile, head_and_batch = nth_tile(index, section, sizes.kv_heads * sizes.batch, tiles)
+        batch_index = head_and_batch // sizes.kv_heads
+        kv_head = head_and_batch - batch_index * sizes.kv_heads
         band = batch_band(extents, batch_index, window if self.band else None)
         first_key = tile * self.tile.n
         blocks = bands.visited_blocks(
@@ -243,12 +150,12 @@ class Backward:
             tile,
             kv_head,
             group,
-            heads,
+            sizes.heads,
             batch_index,
             band,
             blocks,
-            padded_keys & (band.key_length < key_length),
-            band.query_length < query_length,
+            padded_keys & (band.key_length < sizes.key_length),
+            band.query_length < sizes.query_length,
         )
 
     def query_block(self, work: Work, index: Int32) -> Int32:
@@ -266,10 +173,10 @@ class Backward:
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_full, 2 * tile.n * d * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.barriers.kv_full, 2 * tile.n * d * 2)
             key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
-            tensors.tma_load(maps.k, key_tile, shared.k, shared.kv_full)
-            tensors.tma_load(maps.v, key_tile, shared.v, shared.kv_full)
+            tensors.tma_load(maps.k, key_tile, shared.k, shared.barriers.kv_full)
+            tensors.tma_load(maps.v, key_tile, shared.v, shared.barriers.kv_full)
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
             block = self.query_block(work, step - member * steps)
@@ -279,8 +186,8 @@ class Backward:
             row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
             slot, phase = tensors.ring_slot(step, tile.stages)
             for operand in cutlass.range_constexpr(2):
-                full = (shared.q_full, shared.do_full)[operand] + slot
-                empty = (shared.q_empty, shared.do_empty)[operand] + slot
+                full = (shared.barriers.q_full, shared.barriers.do_full)[operand] + slot
+                empty = (shared.barriers.q_empty, shared.barriers.do_empty)[operand] + slot
                 target = (shared.q, shared.do)[operand][None, None, slot]
                 source = (rows.lse_log2, rows.delta)[operand] + row
                 statistics = (shared.lse_log2, shared.delta)[operand][None, slot]
@@ -306,11 +213,11 @@ class Backward:
                 )
                 index = work.tile - visiting.begin
             with cute.arch.elect_one():
-                turn = ptx.load_acquire(counter)
-                while turn != index:
-                    turn = ptx.load_acquire(counter)
-                cute.arch.mbarrier_arrive(shared.turn)
-                cute.arch.mbarrier_wait(shared.added, step & 1)
+                added = index - 1
+                while added < index:
+                    added = ptx.load_acquire(counter)
+                cute.arch.mbarrier_arrive(shared.barriers.turn)
+                cute.arch.mbarrier_wait(shared.barriers.added, step & 1)
                 ptx.increment_release(counter)
 
     @cute.jit
@@ -320,8 +227,7 @@ class Backward:
         shared: Shared,
         work: Work,
         rows: Rows,
-        scale_log2: Float32,
-        scale: Float32,
+        scalars: BackwardScalars,
     ):
         """MMA warpgroup: its share of all five products over all steps, then dK and dV."""
         tile, d = self.tile, self.head_dim
@@ -336,7 +242,7 @@ class Backward:
         dv_acc.fill(0.0)
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
-            cute.arch.mbarrier_wait(shared.kv_full, 0)
+            cute.arch.mbarrier_wait(shared.barriers.kv_full, 0)
             if work.padded_keys:
                 first_row = work.band.key_length - work.first_key
                 self.clear_padding((shared.k, shared.v), first_row, thread)
@@ -345,12 +251,17 @@ class Backward:
                 block = self.query_block(work, index)
                 step = member * steps + index
                 self.step(
-                    shared, work, rows, (dk_acc, dv_acc), scale_log2, (member, block, step, group)
+                    shared,
+                    work,
+                    rows,
+                    (dk_acc, dv_acc),
+                    scalars.scale_log2,
+                    (member, block, step, group),
                 )
         for element in cutlass.range_constexpr(cute.size(dk_acc)):
-            dk_acc[element] = dk_acc[element] * scale
+            dk_acc[element] = dk_acc[element] * scalars.scale
         # Both warpgroups have read all of K (dQ) and V: their memory can stage the results.
-        cute.arch.barrier(barrier_id=FINISHED, number_of_threads=2 * WARPGROUP)
+        resources.meet(self.finished)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, grads).get_slice(thread)
         for acc, staging in ((dk_acc, shared.k), (dv_acc, shared.v)):
@@ -358,7 +269,7 @@ class Backward:
             tensors.round_fragment(acc, values)
             cute.copy(atom, copy.retile(values), copy.partition_D(staging))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=FINISHED, number_of_threads=2 * WARPGROUP)
+        resources.meet(self.finished)
         if thread // 32 == 0:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
             for part in cutlass.range_constexpr(tile.n // 64):
@@ -401,14 +312,14 @@ class Backward:
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
         dp = cute.make_rmem_tensor(scores.shape, Float32)
 
-        cute.arch.mbarrier_wait(shared.q_full + slot, phase)
+        cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
         padded = (block + 1) * tile.m > work.band.query_length
         if work.padded_queries & padded:
-            cute.arch.mbarrier_wait(shared.do_full + slot, phase)
+            cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
             tiles = (shared.q[None, None, slot], shared.do[None, None, slot])
             self.clear_padding(tiles, work.band.query_length - block * tile.m, thread)
         products.scores.issue(scores, k, q, accumulate=False)
-        cute.arch.mbarrier_wait(shared.do_full + slot, phase)
+        cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         products.scores.issue(dp, v, do, accumulate=False)
         warpgroup.wait_group(1)
         self.mask(work, scores, block, group)
@@ -422,7 +333,7 @@ class Backward:
         if cutlass.const_expr(tile.split_keys):
             self.to_shared(dp, shared.ds[None, None, buffer])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=2 * WARPGROUP)
+        resources.meet(self.scores_ready)
 
         dq_mma = products.dq.tiled()
         dq_slice = dq_mma.get_slice(uniform)
@@ -434,10 +345,10 @@ class Backward:
         products.dq.issue(dq, dst, kt, accumulate=False)
         products.grads.issue(dk_acc, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
-        self.release(shared.do_empty + slot)
+        self.release(shared.barriers.do_empty + slot)
         self.add_dq(shared, work, rows, dq, member, block, step)
         warpgroup.wait_group(0)
-        self.release(shared.q_empty + slot)
+        self.release(shared.barriers.q_empty + slot)
 
     @cute.jit
     def clear_padding(self, tiles: tuple, first_row: Int32, thread: Int32):
@@ -446,7 +357,7 @@ class Backward:
         for tile in cutlass.range_constexpr(2):
             tensors.zero_rows(tiles[tile], first_row, thread, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=PADDING, number_of_threads=threads)
+        resources.meet(self.padding)
 
     def operand(self, mma, mma_slice, values: cute.Tensor, staging: cute.Tensor) -> cute.Tensor:
         """Scores as operand A of the dV and dK products: in registers, or through shared memory."""
@@ -537,75 +448,17 @@ class Backward:
         target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
         target = target + (thread - WARPGROUP) * 4
         if cutlass.const_expr(self.deterministic):
-            cute.arch.mbarrier_wait(shared.turn, step & 1)
+            cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
         for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
             values = [dq[4 * chunk + i] for i in range(4)]
             ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)
         if cutlass.const_expr(self.deterministic):
             cute.arch.sync_warp()
-            self.release(shared.added)
-
-
-Backward.kernel.set_name_prefix("fa4_bwd", remove_cutlass_symbol=True, keep_mangled_name=False)
-Backward.__call__.set_name_prefix(
-    "fa4_bwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
-)
+            self.release(shared.barriers.added)
 
 
 def source(key: KernelKey) -> KernelSource:
     """The main backward kernel of a key, with its launch."""
     kernel = Backward(key)
     tile = kernel.tile
-    span = tile.span_bytes
-    scalars = (
-        *launches.scalars("f32", "scale_log2", "scale"),
-        *launches.scalars("i32", "window_left", "window_right"),
-    )
-    order = launches.counters(key)
-    accumulators = launches.accumulators(tile.m, key.head_dim, key)
-    launch = Launch(
-        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *order),
-        results=(
-            Result("dk", key.dtype, launches.dims("k", (0, 1, 2, 3))),
-            Result("dv", key.dtype, launches.dims("v", (0, 1, 2, 3))),
-            *accumulators,
-        ),
-        params=(
-            launches.bthd_map("q", tile.m, span),
-            launches.bthd_map("k", tile.n, span),
-            launches.bthd_map("v", tile.n, span),
-            launches.bthd_map("do", tile.m, span),
-            launches.bthd_map("dk", 64, span),
-            launches.bthd_map("dv", 64, span),
-            *launches.pointers("lse_log2", "delta", "extents", "dq_acc", *order),
-            *launches.SIZES,
-            *scalars,
-        ),
-        grid=(
-            (
-                Factor(buffer="k", axis=1, divisor=tile.n),
-                Factor(buffer="k", axis=2),
-                Factor(buffer="k", axis=0),
-            ),
-            launches.ONE,
-            launches.ONE,
-        ),
-        block=(tile.threads, 1, 1),
-        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
-    )
-    buffers = ("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc")
-    host_arguments = (
-        *launches.pointers(*buffers, "dq_order", "dq_ticket", "dk", "dv"),
-        *launches.SIZES,
-        launches.dim("head_dim", "q", 3),
-        launches.dim("value_dim", "v", 3),
-        *scalars,
-    )
-    return KernelSource(
-        host=kernel,
-        arguments=launches.example_arguments(host_arguments, key.dtype),
-        host_arguments=host_arguments,
-        launch=launch,
-        tile={"m": tile.m, "n": tile.n, "stages": tile.stages},
-        symbol_prefix="fa4_bwd",
-    )
+    return backward_source(kernel, key, {"m": tile.m, "n": tile.n, "stages": tile.stages})

@@ -23,26 +23,23 @@ opens the next tile's turns before this one's are closed: it first waits for tha
 loaded only after every warp, and so the first warpgroup past its last turn, has released this one.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Factor, Launch, Param, Result
-from kernels.common import bands, launches, softmax, tensors
+from kernels.common import bands, resources, softmax, tensors
+from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule, Work, assign, make_schedule
-from kernels.sm90.forward_data import Maps, Shared, allocate
-from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, REGISTER_BUDGETS, WARPGROUP
+from kernels.interface import ForwardScalars, Sizes
+from kernels.sm90.forward_description import description
+from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sources import KernelSource
 
-TURN = 1  # first of the named barriers of Note [turns]; 0 is the CTA's own
-EPILOGUE = 8  # first of one named barrier per MMA warpgroup
-PADDING = 12  # named barrier of all MMA warpgroups
 
-
-class Forward:
+class Forward(ForwardHost):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -50,7 +47,11 @@ class Forward:
         self.head_dim = key.head_dim
         self.band = key.band
         self.tile = FORWARD_TILES[key.head_dim, key.band]
-        self.registers = REGISTER_BUDGETS[self.tile.mma_warpgroups]
+        self.description = description(key.head_dim, key.band)
+        named = self.description.named_barrier
+        self.turn, self.epilogue = named("turn"), named("epilogue")
+        self.padding = named("padding")
+        self.rows, self.persistent = self.tile.m, self.tile.persistent
         self.turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -60,116 +61,33 @@ class Forward:
             band=key.band,
         )
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        extents: cute.Pointer,
-        o: cute.Pointer,
-        lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        head_dim: Int32,
-        value_dim: Int32,
-        scale_log2: Float32,
-        rescale_threshold_log2: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        sm_count: Int32,
-        stream: cuda.CUstream,
-    ):
-        tile, d = self.tile, self.head_dim
-        q_tensor = tensors.bthd_tensor(q, (batch, query_length, heads, head_dim))
-        k_tensor = tensors.bthd_tensor(k, (batch, key_length, kv_heads, head_dim))
-        v_tensor = tensors.bthd_tensor(v, (batch, key_length, kv_heads, value_dim))
-        o_tensor = tensors.bthd_tensor(o, (batch, query_length, heads, value_dim))
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-
-        def layout(rows):
-            staged = tensors.tile_layout(self.dtype, rows, d, 1, tile.span_bytes)
-            return cute.slice_(staged, (None, None, 0))
-
-        q_map, _ = cpasync.make_tiled_tma_atom(load, q_tensor, layout(tile.m), (tile.m, d))
-        k_map, _ = cpasync.make_tiled_tma_atom(load, k_tensor, layout(tile.n), (tile.n, d))
-        v_map, _ = cpasync.make_tiled_tma_atom(load, v_tensor, layout(tile.n), (tile.n, d))
-        o_map, _ = cpasync.make_tiled_tma_atom(store, o_tensor, layout(64), (64, d))
-        ctas = cute.ceil_div(query_length, tile.m) * heads * batch
-        if cutlass.const_expr(tile.persistent):
-            ctas = cutlass.min(ctas, sm_count)
-        self.kernel(
-            q_map,
-            k_map,
-            v_map,
-            o_map,
-            extents,
-            lse,
-            batch,
-            query_length,
-            key_length,
-            heads,
-            kv_heads,
-            scale_log2,
-            rescale_threshold_log2,
-            window_left,
-            window_right,
-        ).launch(
-            grid=[ctas, 1, 1],
-            block=[tile.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
     @cute.kernel
     def kernel(
         self,
-        q_map: cute.CopyAtom,
-        k_map: cute.CopyAtom,
-        v_map: cute.CopyAtom,
-        o_map: cute.CopyAtom,
+        maps: Maps,
         extents: cute.Pointer,
         lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        scale_log2: Float32,
-        rescale_threshold_log2: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        sizes: Sizes,
+        scalars: ForwardScalars,
     ):
-        maps = Maps(q_map, k_map, v_map, o_map)
-        shared = allocate(self.dtype, self.head_dim, self.tile)
+        shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
-            for descriptor in (maps.q, maps.k, maps.v, maps.o):
-                cpasync.prefetch_descriptor(descriptor)
+            resources.prefetch(maps, self.description)
             with cute.arch.elect_one():
-                mma_warps = self.tile.mma_warpgroups * 4
-                cute.arch.mbarrier_init(shared.q_full, 1)
-                cute.arch.mbarrier_init(shared.q_empty, mma_warps)
-                for stage in cutlass.range_constexpr(self.tile.kv_stages):
-                    cute.arch.mbarrier_init(shared.k_full + stage, 1)
-                    cute.arch.mbarrier_init(shared.v_full + stage, 1)
-                    cute.arch.mbarrier_init(shared.k_empty + stage, mma_warps)
-                    cute.arch.mbarrier_init(shared.v_empty + stage, mma_warps)
+                resources.initialise(self.description, shared.barriers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        sizes = (batch, query_length, key_length, heads, kv_heads)
-        schedule = make_schedule(extents, sizes, (window_left, window_right), self.tile.m)
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(self.registers.load)
-            if warp_index == 0:
+        schedule = make_schedule(extents, sizes, scalars.window, self.tile.m)
+        load, mma = self.description.role("load"), self.description.role("mma")
+        if warp_index < mma.first_warp:
+            cute.arch.setmaxregister_decrease(load.registers)
+            if warp_index == load.first_warp:
                 self.load(maps, shared, schedule)
         else:
-            cute.arch.setmaxregister_increase(self.registers.mma)
-            self.multiply(maps, shared, schedule, lse, scale_log2, rescale_threshold_log2)
+            cute.arch.setmaxregister_increase(mma.registers)
+            self.multiply(maps, shared, schedule, lse, scalars)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, schedule: Schedule):
@@ -192,16 +110,16 @@ class Forward:
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         block_bytes = tile.n * d * 2
         # The first pass over a ring finds it empty: parity 1 passes on a new barrier.
-        cute.arch.mbarrier_wait(shared.q_empty, (turn & 1) ^ 1)
+        cute.arch.mbarrier_wait(shared.barriers.q_empty, (turn & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, tile.m * d * 2)
-        tensors.tma_load(maps.q, q_tile, shared.q, shared.q_full)
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.barriers.q_full, tile.m * d * 2)
+        tensors.tma_load(maps.q, q_tile, shared.q, shared.barriers.q_full)
         for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.end - 1 - step
             slot, phase = tensors.ring_slot(used + step, tile.kv_stages)
             for operand in cutlass.range_constexpr(2):
-                full = (shared.k_full, shared.v_full)[operand] + slot
-                empty = (shared.k_empty, shared.v_empty)[operand] + slot
+                full = (shared.barriers.k_full, shared.barriers.v_full)[operand] + slot
+                empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand] + slot
                 target = (shared.k, shared.v)[operand]
                 cute.arch.mbarrier_wait(empty, phase ^ 1)
                 with cute.arch.elect_one():
@@ -220,19 +138,19 @@ class Forward:
         shared: Shared,
         schedule: Schedule,
         lse: cute.Pointer,
-        scale_log2: Float32,
-        rescale_threshold_log2: Float32,
+        scalars: ForwardScalars,
     ):
         """MMA warpgroup: all tiles of this CTA."""
-        _, query_length, _, heads, _ = schedule.sizes
-        scales = (scale_log2, rescale_threshold_log2 / scale_log2)
+        sizes = schedule.sizes
+        scales = (scalars.scale_log2, scalars.rescale_threshold_log2 / scalars.scale_log2)
         used = Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(turn) < schedule.tiles:
                 work = assign(schedule.tile(turn), schedule, self.shape)
                 row_lse = cute.make_tensor(
-                    lse + (cutlass.Int64(work.batch) * heads + work.head) * query_length,
-                    cute.make_layout(query_length),
+                    lse
+                    + (cutlass.Int64(work.batch) * sizes.heads + work.head) * sizes.query_length,
+                    cute.make_layout(sizes.query_length),
                 )
                 self.multiply_tile(maps, shared, work, row_lse, scales, (turn, used))
                 used += work.blocks.end - work.blocks.begin
@@ -286,23 +204,23 @@ class Forward:
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        cute.arch.mbarrier_wait(shared.q_full, turn & 1)
+        cute.arch.mbarrier_wait(shared.barriers.q_full, turn & 1)
         if count > 0:
             if cutlass.const_expr(self.turns):
                 if group == tile.mma_warpgroups - 1:
                     self.pass_turn(group)
             # First block: no output yet to multiply under its softmax.
             slot, phase = tensors.ring_slot(used, tile.kv_stages)
-            cute.arch.mbarrier_wait(shared.k_full + slot, phase)
+            cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
             qk_product.issue(scores, q, k[None, None, None, slot], accumulate=False)
             warpgroup.wait_group(0)
-            self.release(shared.k_empty + slot)
+            self.release(shared.barriers.k_empty + slot)
             if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
                 softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
             self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
             tensors.round_fragment(scores, probabilities)
             if work.padded_keys:
-                cute.arch.mbarrier_wait(shared.v_full + slot, phase)
+                cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
                 self.clear_padding(shared.v[None, None, slot], work, thread)
 
             operands = (q, k, vt, scores, probabilities, acc)
@@ -321,17 +239,17 @@ class Forward:
                     self.step(shared, products, operands, rows, scalars, block, masked)
 
             slot, phase = tensors.ring_slot(used + count - 1, tile.kv_stages)
-            cute.arch.mbarrier_wait(shared.v_full + slot, phase)
+            cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
             pv_product.issue(acc, probabilities, vt[None, None, None, slot], accumulate=True)
             if cutlass.const_expr(self.turns):
                 if group == 0:
                     self.await_turn(group)
             if cutlass.const_expr(tile.own_output):
-                self.release(shared.q_empty)
+                self.release(shared.barriers.q_empty)
             warpgroup.wait_group(0)
-            self.release(shared.v_empty + slot)
+            self.release(shared.barriers.v_empty + slot)
         elif cutlass.const_expr(tile.own_output):
-            self.release(shared.q_empty)
+            self.release(shared.barriers.q_empty)
         self.write_output(maps, shared, work, (acc, reference, row_sum), row_lse, scale_log2, pv)
 
     @cute.jit
@@ -353,21 +271,21 @@ class Forward:
         now = ring_end - block
         slot, phase = tensors.ring_slot(now, self.tile.kv_stages)
         last_slot, last_phase = tensors.ring_slot(now - 1, self.tile.kv_stages)
-        cute.arch.mbarrier_wait(shared.k_full + slot, phase)
+        cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
         if cutlass.const_expr(self.turns):
             self.await_turn(group)
         qk_product.issue(scores, q, k[None, None, None, slot], accumulate=False)
-        cute.arch.mbarrier_wait(shared.v_full + last_slot, last_phase)
+        cute.arch.mbarrier_wait(shared.barriers.v_full + last_slot, last_phase)
         pv_product.issue(acc, probabilities, vt[None, None, None, last_slot], accumulate=True)
         if cutlass.const_expr(self.turns):
             self.pass_turn(group)
         warpgroup.wait_group(1)
-        self.release(shared.k_empty + slot)
+        self.release(shared.barriers.k_empty + slot)
         if cutlass.const_expr(masked):
             softmax.mask_band(scores, block * self.tile.n + first_column, low, high)
         factors = self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
         warpgroup.wait_group(0)
-        self.release(shared.v_empty + last_slot)
+        self.release(shared.barriers.v_empty + last_slot)
         self.rescale(acc, factors)
         tensors.round_fragment(scores, probabilities)
 
@@ -378,7 +296,7 @@ class Forward:
         threads = self.tile.mma_warpgroups * WARPGROUP
         tensors.zero_rows(v, first_row, thread, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=PADDING, number_of_threads=threads)
+        resources.meet(self.padding)
 
     def softmax_block(
         self, scores, reference, row_sum, scale_log2: Float32, lag_limit: Float32
@@ -412,14 +330,14 @@ class Forward:
 
     def await_turn(self, group: Int32):
         """Note [turns]."""
-        cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+        resources.meet(self.turn, group)
 
     def pass_turn(self, group: Int32):
         """Note [turns]."""
         following = Int32(
             cutlass.select_(group == self.tile.mma_warpgroups - 1, Int32(0), group + 1)
         )
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
+        resources.arrive(self.turn, following)
 
     @cute.jit
     def write_output(
@@ -461,12 +379,12 @@ class Forward:
         if cutlass.const_expr(self.tile.own_output):
             if first_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=EPILOGUE + group, number_of_threads=WARPGROUP)
+            resources.meet(self.epilogue, group)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
         cute.copy(atom, copy.retile(output), copy.partition_D(shared.o))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=EPILOGUE + group, number_of_threads=WARPGROUP)
+        resources.meet(self.epilogue, group)
         if first_warp:
             o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
             o = cute.domain_offset((work.first_row + group * 64, 0), o)
@@ -477,13 +395,8 @@ class Forward:
             if cutlass.const_expr(not self.tile.own_output):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(not self.tile.own_output):
-            self.release(shared.q_empty)
+            self.release(shared.barriers.q_empty)
 
-
-Forward.kernel.set_name_prefix("fa4_fwd", remove_cutlass_symbol=True, keep_mangled_name=False)
-Forward.__call__.set_name_prefix(
-    "fa4_fwd_host", remove_cutlass_symbol=True, keep_mangled_name=False
-)
 
 LN_2 = 0.6931471805599453
 
@@ -492,51 +405,4 @@ def source(key: KernelKey) -> KernelSource:
     """The forward kernel of a key, with its launch."""
     kernel = Forward(key)
     tile = kernel.tile
-    scalars = (
-        *launches.scalars("f32", "scale_log2", "rescale_threshold_log2"),
-        *launches.scalars("i32", "window_left", "window_right"),
-    )
-    launch = Launch(
-        operands=("q", "k", "v", "extents"),
-        results=(
-            Result("o", key.dtype, (*launches.dims("q", (0, 1, 2)), *launches.dims("v", (3,)))),
-            Result("lse", "f32", launches.dims("q", (0, 2, 1))),
-        ),
-        params=(
-            launches.bthd_map("q", tile.m, tile.span_bytes),
-            launches.bthd_map("k", tile.n, tile.span_bytes),
-            launches.bthd_map("v", tile.n, tile.span_bytes),
-            launches.bthd_map("o", 64, tile.span_bytes),
-            *launches.pointers("extents", "lse"),
-            *launches.SIZES,
-            *scalars,
-        ),
-        grid=(
-            (
-                Factor(buffer="q", axis=1, divisor=tile.m),
-                Factor(buffer="q", axis=2),
-                Factor(buffer="q", axis=0),
-            ),
-            launches.ONE,
-            launches.ONE,
-        ),
-        block=(tile.threads, 1, 1),
-        dynamic_smem_bytes=tile.smem_bytes(key.head_dim),
-        persistent=tile.persistent,
-    )
-    host_arguments = (
-        *launches.pointers("q", "k", "v", "extents", "o", "lse"),
-        *launches.SIZES,
-        launches.dim("head_dim", "q", 3),
-        launches.dim("value_dim", "v", 3),
-        *scalars,
-        Param("sm_count", "sm_count"),
-    )
-    return KernelSource(
-        host=kernel,
-        arguments=launches.example_arguments(host_arguments, key.dtype),
-        host_arguments=host_arguments,
-        launch=launch,
-        tile={"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages},
-        symbol_prefix="fa4_fwd",
-    )
+    return forward_source(kernel, key, {"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 WARPGROUP = 128  # threads
+WARPGROUP_ROWS = 64  # rows of a warpgroup's product
 MAX_DYNAMIC_SMEM_BYTES = 227 * 1024
 REGISTERS_PER_SM = 65536
 L2_BUDGET_BYTES = 40 * 1024 * 1024

@@ -21,9 +21,6 @@ _MASKED_FACTOR = Counter(
     {f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")}
 )
 _OF_PAIR = Counter({_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1})
-_UNUSED_BARRIERS = Counter(
-    {"removed: mbarrier.init.shared.b64": 2, "one arrival more: mbarrier.init.shared.b64": 2}
-) + Counter({"one arrival fewer: mbarrier.init.shared.b64": 1})
 
 SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, _MEETING: 2}),
@@ -48,8 +45,7 @@ SURVIVORS: dict[str, Counter[str]] = {
     ),
     "sm_90a_bwd_bf16_d128": Counter(
         {_REGISTERS: 1, _WAIT: 1, _PRODUCT_FENCE: 3, _PRODUCT_GROUP: 1, _STORED: 1}
-    )
-    + _UNUSED_BARRIERS,
+    ),
     "sm_90a_bwd_post_bf16_d64": Counter({_STORED: 1}),
 }
 """Kernels, and what is not noticed when one of their instructions is dropped, weakened or counts

@@ -15,10 +15,10 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import Pass
 from kernels import emulator
+from kernels.descriptions import describe, warps_of_roles
 from kernels.emulator import Policy, Report, arguments
 from kernels.emulator.parser import parse
 from kernels.emulator.report import QUANTITIES, instruction_class
-from kernels.emulator.roles import roles
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
 from tests.emulator.sm100_programs import GEMM
@@ -103,7 +103,7 @@ def launch(launches: Attention) -> Report:
         code.symbol,
         **packed.keywords,
         policy=Policy(races=False),
-        roles=roles(key, code.launch.block),
+        roles=warps_of_roles(describe(key)),
     )
 
 

@@ -16,6 +16,7 @@ from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, backward_value_d
 from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import compile
+from kernels.descriptions import describe, warps_of_roles
 from kernels.emulator import Policy, Report, arguments
 from kernels.emulator.trace import Trace
 
@@ -68,9 +69,7 @@ def _compile(key: KernelKey) -> Ours:
         text: str = cute.compile(source.host, *source.arguments, options=options).__ptx__
     symbol = re.search(r"\.entry (\w+)", text)
     assert symbol is not None
-    module = "forward_data" if key.kernel is Pass.FORWARD else "backward_data"
-    places = importlib.import_module(f"kernels.sm100.{module}").WARPS_OF_ROLE
-    roles = {name: tuple(range(first, first + n)) for name, (first, n) in places.items()}
+    roles = warps_of_roles(describe(key))
     return Ours(text, symbol[1], source.launch, roles, source.tile)
 
 

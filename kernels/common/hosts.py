@@ -1,0 +1,313 @@
+"""Host functions of the kernels, shared by both architectures, and from a kernel to its source.
+
+A host function makes the tensor maps of a description and launches the kernel. At run time the FFI
+handler does its work from the manifest; the tests compare the two launches byte for byte.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.manifest import Launch
+from kernels import interface
+from kernels.common import launches, tensors
+from kernels.common.resources import Maps, with_fields
+from kernels.description import Description
+from kernels.interface import (
+    BackwardOperands,
+    BackwardResults,
+    BackwardScalars,
+    ForwardBuffers,
+    ForwardScalars,
+    HeadDims,
+    PostBuffers,
+    PostScalars,
+    PreBuffers,
+    RowBuffers,
+    RowShape,
+    RowSizes,
+    Sizes,
+    SmCount,
+)
+from kernels.sources import KernelSource
+
+_ELEMENTS = dict.fromkeys(("extents", "dq_order", "dq_ticket"), Int32) | dict.fromkeys(
+    ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32
+)
+"""Element types of the buffers that are not stored in the key's dtype."""
+_PREFIXES = {
+    Pass.FORWARD: "fa4_fwd",
+    Pass.BACKWARD_PRE: "fa4_bwd_pre",
+    Pass.BACKWARD: "fa4_bwd",
+    Pass.BACKWARD_POST: "fa4_bwd_post",
+}
+"""How the kernels' symbols begin."""
+_NAMED = {"remove_cutlass_symbol": True, "keep_mangled_name": False}
+
+
+def tensor_maps(
+    description: Description, dtype: Any, pointers: dict[str, Any], shapes: dict[str, tuple]
+) -> Maps:
+    """The tensor maps of a description; shapes: [batch, length, heads, columns] by buffer."""
+    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    maps = {}
+    for wanted in description.maps:
+        tensor = tensors.bthd_tensor(pointers[wanted.buffer], shapes[wanted.buffer])
+        box = (wanted.rows, wanted.columns)
+        maps[wanted.name], _ = cpasync.make_tiled_tma_atom(
+            store if wanted.store else load,
+            tensor,
+            tensors.single_layout(dtype, box, wanted.span_bytes),
+            box,
+        )
+    return with_fields(Maps, tuple(maps))(**maps)
+
+
+def _shapes(sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
+    """[batch, length, heads, columns] of the operands, the results and their gradients."""
+    rows, keys = (sizes.query_length, sizes.heads), (sizes.key_length, sizes.kv_heads)
+    return {
+        **dict.fromkeys(("q",), (sizes.batch, *rows, dims.head_dim)),
+        **dict.fromkeys(("o", "do"), (sizes.batch, *rows, dims.value_dim)),
+        **dict.fromkeys(("k", "dk"), (sizes.batch, *keys, dims.head_dim)),
+        **dict.fromkeys(("v", "dv"), (sizes.batch, *keys, dims.value_dim)),
+    }
+
+
+def _pointers(*buffers: Any) -> dict[str, Any]:
+    return {name: value for some in buffers for name, value in vars(some).items()}
+
+
+class ForwardHost:
+    """A forward kernel's launch; a subclass sets the attributes and has `kernel`.
+
+    Attributes:
+      description: of the kernel.
+      dtype: storage type.
+      rows: query rows of a CTA's tile, or a pair's.
+      persistent: one CTA a multiprocessor takes tile after tile.
+    """
+
+    description: Description
+    dtype: Any
+    rows: int
+    persistent: bool
+    kernel: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        buffers: ForwardBuffers,
+        sizes: Sizes,
+        dims: HeadDims,
+        scalars: ForwardScalars,
+        device: SmCount,
+        stream: cuda.CUstream,
+    ):
+        description = self.description
+        maps = tensor_maps(description, self.dtype, _pointers(buffers), _shapes(sizes, dims))
+        tiles = cute.ceil_div(sizes.query_length, self.rows) * sizes.heads * sizes.batch
+        if cutlass.const_expr(self.persistent):
+            tiles = cutlass.min(tiles, cutlass.max(device.sm_count // description.ctas, 1))
+        self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars).launch(
+            grid=[tiles * description.ctas, 1, 1],
+            block=[description.threads, 1, 1],
+            cluster=[description.ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+
+class BackwardHost:
+    """A main backward kernel's launch; a subclass sets the attributes and has `kernel`.
+
+    Attributes:
+      description: of the kernel.
+      dtype: storage type.
+      keys: of a CTA's tile, or a pair's.
+      rows, columns: of a tile of dQ.
+      deterministic: dQ is added in order, by counters.
+      programmatic: it may start while the launch before it ends.
+    """
+
+    description: Description
+    dtype: Any
+    keys: int
+    rows: int
+    columns: int
+    deterministic: bool
+    programmatic: bool
+    kernel: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: BackwardOperands,
+        rows: RowBuffers,
+        results: BackwardResults,
+        sizes: Sizes,
+        dims: HeadDims,
+        scalars: BackwardScalars,
+        stream: cuda.CUstream,
+    ):
+        description = self.description
+        pointers = _pointers(operands, results)
+        maps = tensor_maps(description, self.dtype, pointers, _shapes(sizes, dims))
+        if cutlass.const_expr(not self.deterministic):
+            rows = dataclasses.replace(rows, dq_order=None, dq_ticket=None)
+        tiles = cute.ceil_div(sizes.key_length, self.keys) * description.ctas
+        self.kernel(maps, rows, sizes, scalars).launch(
+            grid=[tiles * sizes.kv_heads * sizes.batch, 1, 1],
+            block=[description.threads, 1, 1],
+            cluster=[description.ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=self.programmatic,
+        )
+
+
+class PreHost:
+    """The launch of a kernel before the main one; a subclass sets the attributes and has `kernel`.
+
+    Attributes:
+      description: of the kernel.
+      rows, columns: of a tile of dQ.
+      deterministic: there are counters.
+    """
+
+    description: Description
+    rows: int
+    columns: int
+    deterministic: bool
+    kernel: Any
+
+    @cute.jit
+    def __call__(self, buffers: PreBuffers, shape: RowShape, stream: cuda.CUstream):
+        if cutlass.const_expr(not self.deterministic):
+            buffers = dataclasses.replace(buffers, dq_order=None, dq_ticket=None)
+        sizes = RowSizes(shape.query_length, shape.heads)
+        tiles = cute.ceil_div(shape.query_length, self.rows)
+        self.kernel(buffers, sizes, shape.head_dim).launch(
+            grid=[tiles * shape.heads * shape.batch, 1, 1],
+            block=[self.description.threads, 1, 1],
+            stream=stream,
+        )
+
+
+class PostHost:
+    """The launch of a kernel after the main one; a subclass sets the attributes and has `kernel`.
+
+    Attributes:
+      description: of the kernel.
+      dtype: storage type.
+      rows: of a tile of dQ.
+      programmatic: it may start while the launch before it ends.
+    """
+
+    description: Description
+    dtype: Any
+    rows: int
+    programmatic: bool
+    kernel: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        buffers: PostBuffers,
+        shape: RowShape,
+        scalars: PostScalars,
+        stream: cuda.CUstream,
+    ):
+        shapes = {"dq": (shape.batch, shape.query_length, shape.heads, shape.head_dim)}
+        maps = tensor_maps(self.description, self.dtype, _pointers(buffers), shapes)
+        tiles = cute.ceil_div(shape.query_length, self.rows)
+        sizes = RowSizes(shape.query_length, shape.heads)
+        self.kernel(maps, buffers.dq_acc, sizes, scalars).launch(
+            grid=[tiles * shape.heads * shape.batch, 1, 1],
+            block=[self.description.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.programmatic,
+        )
+
+
+for _host, _pass in (
+    (ForwardHost, Pass.FORWARD),
+    (BackwardHost, Pass.BACKWARD),
+    (PreHost, Pass.BACKWARD_PRE),
+    (PostHost, Pass.BACKWARD_POST),
+):
+    _host.__call__.set_name_prefix(f"{_PREFIXES[_pass]}_host", **_NAMED)
+
+
+def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
+    """What the compiler needs of a forward kernel; tile: sizes to show a person."""
+    takes = (ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount)
+    launch = launches.forward(key, host.description, host.rows, host.persistent)
+    return _source(host, key, takes, launch, tile)
+
+
+def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
+    """The same of a main backward kernel."""
+    takes = (BackwardOperands, RowBuffers, BackwardResults, Sizes, HeadDims, BackwardScalars)
+    dq_tile = (host.rows, host.columns)
+    launch = launches.backward(key, host.description, host.keys, dq_tile, host.programmatic)
+    return _source(host, key, takes, launch, tile)
+
+
+def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
+    """The same of a kernel before the main one."""
+    tile = {"m": host.rows}
+    launch = launches.backward_pre(key, host.description, host.rows, host.columns)
+    return _source(host, key, (PreBuffers, RowShape), launch, tile, of="do")
+
+
+def post_source(host: PostHost, key: KernelKey) -> KernelSource:
+    """The same of a kernel after the main one."""
+    tile = {"m": host.rows}
+    takes = (PostBuffers, RowShape, PostScalars)
+    launch = launches.backward_post(key, host.description, host.rows, host.programmatic)
+    return _source(host, key, takes, launch, tile, of="q")
+
+
+def _source(
+    host: Any,
+    key: KernelKey,
+    takes: tuple[type, ...],
+    launch: Launch,
+    tile: dict[str, int],
+    of: str = "",
+) -> KernelSource:
+    type(host).kernel.set_name_prefix(_PREFIXES[key.kernel], **_NAMED)
+    return KernelSource(
+        host=host,
+        arguments=(*(_example(some, key.dtype) for some in takes), make_fake_stream()),
+        host_arguments=tuple(param for some in takes for param in interface.params(some, of)),
+        launch=launch,
+        tile=tile,
+        symbol_prefix=_PREFIXES[key.kernel],
+    )
+
+
+def _example(parameters: Any, dtype: str) -> Any:
+    """A value of a dataclass of `interface` with which a host function can be compiled."""
+    hints = typing.get_type_hints(parameters, include_extras=True)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(parameters):
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _example(hints[field.name], dtype)
+            continue
+        (kind,) = hints[field.name].__metadata__
+        if kind == "pointer":
+            element = _ELEMENTS.get(field.name, tensors.TYPES[dtype])
+            values[field.name] = make_ptr(element, 0, cute.AddressSpace.gmem, assumed_align=16)
+        else:
+            values[field.name] = Float32(1.0) if kind == "f32" else Int32(1)
+    return parameters(**values)

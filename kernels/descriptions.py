@@ -1,0 +1,51 @@
+"""From a kernel key to its description: the one door to the descriptions of all kernels."""
+
+from __future__ import annotations
+
+from fa4_jax.key import KernelKey, Pass
+from kernels.common import ends_description
+from kernels.description import Description
+from kernels.sm90 import backward_description as sm90_backward
+from kernels.sm90 import forward_description as sm90_forward
+from kernels.sm90.tiles import BACKWARD_TILES as SM90_BACKWARD_TILES
+from kernels.sm90.tiles import WARPGROUP_ROWS
+from kernels.sm100 import backward_description as sm100_backward
+from kernels.sm100 import forward_description as sm100_forward
+from kernels.sm100.tiles import BACKWARD_TILES as SM100_BACKWARD_TILES
+
+
+def describe(key: KernelKey) -> Description:
+    """The description of a key's kernel.
+
+    Raises:
+      NotImplementedError: no kernel family has this key.
+    """
+    if key.arch not in ("sm_90a", "sm_100f"):
+        raise NotImplementedError(f"no kernel description for {key.name}")
+    hopper = key.arch == "sm_90a"
+    if key.kernel is Pass.BACKWARD_PRE:
+        return ends_description.pre()
+    if key.kernel is Pass.BACKWARD_POST and hopper:
+        tile = SM90_BACKWARD_TILES[key.head_dim]
+        return ends_description.post(tile.m, WARPGROUP_ROWS, key.head_dim, tile.span_bytes)
+    if key.kernel is Pass.BACKWARD_POST:
+        tile = SM100_BACKWARD_TILES[key.head_dim, key.value_dim]
+        return ends_description.post(tile.m, tile.m, tile.head_dim, tile.span_bytes)
+    if key.kernel is Pass.BACKWARD and hopper:
+        return sm90_backward.description(key.head_dim, key.deterministic)
+    if key.kernel is Pass.BACKWARD:
+        return sm100_backward.description(key.head_dim, key.value_dim, key.deterministic)
+    if hopper:
+        return sm90_forward.description(key.head_dim, key.band)
+    return sm100_forward.description(key.head_dim)
+
+
+def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:
+    """Warp indices by role, and by group, "mma0", "mma1", where a role has several."""
+    named = dict[str, tuple[int, ...]]()
+    for role in description.roles:
+        for group in range(role.groups):
+            name = role.name if role.groups == 1 else f"{role.name}{group}"
+            first = group * role.warps
+            named[name] = tuple(role.all_warps[first : first + role.warps])
+    return named

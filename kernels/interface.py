@@ -1,0 +1,200 @@
+"""What kernels take: parameters that travel together, as data without CuTe-DSL.
+
+Host functions and kernels take these dataclasses, and CuTe-DSL makes a parameter of every field, in
+order. `params` lists the same fields for the manifest. So a parameter's name, type and place stand
+here alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Annotated, Any
+
+from fa4_jax.manifest import Param
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A parameter that is one dimension of a buffer; without a name, of `params`' buffer `of`."""
+
+    axis: int
+    buffer: str = ""
+
+
+F32 = Annotated[Any, "f32"]
+"""An fp32 value that the FFI call has as an attribute."""
+I32 = Annotated[Any, "i32"]
+"""The same of 32-bit integers."""
+Pointer = Annotated[Any, "pointer"]
+"""The address of a buffer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of q [batch, query_length, heads, ...] and k [batch, key_length, kv_heads, ...]."""
+
+    batch: Annotated[Any, Dim(0, "q")]
+    query_length: Annotated[Any, Dim(1, "q")]
+    key_length: Annotated[Any, Dim(1, "k")]
+    heads: Annotated[Any, Dim(2, "q")]
+    kv_heads: Annotated[Any, Dim(2, "k")]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDims:
+    """Columns of q and k, and of v."""
+
+    head_dim: Annotated[Any, Dim(3, "q")]
+    value_dim: Annotated[Any, Dim(3, "v")]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """Shape of one buffer of query rows."""
+
+    batch: Annotated[Any, Dim(0)]
+    query_length: Annotated[Any, Dim(1)]
+    heads: Annotated[Any, Dim(2)]
+    head_dim: Annotated[Any, Dim(3)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSizes:
+    """What a kernel that works row by row needs of it."""
+
+    query_length: Annotated[Any, Dim(1)]
+    heads: Annotated[Any, Dim(2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SmCount:
+    """The number of multiprocessors of the device."""
+
+    sm_count: Annotated[Any, "sm_count"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Keys that a row sees on either side of its diagonal; `bands.UNBOUNDED` is no bound."""
+
+    left: I32
+    right: I32
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardScalars:
+    """Scalars of the forward; both scales are in units of log2."""
+
+    scale_log2: F32
+    rescale_threshold_log2: F32
+    window: Window
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardScalars:
+    """Scalars of the main backward kernel."""
+
+    scale_log2: F32
+    scale: F32
+    window: Window
+
+
+@dataclasses.dataclass(frozen=True)
+class PostScalars:
+    """Scalars of the kernel after the main backward kernel."""
+
+    scale: F32
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardBuffers:
+    """Operands and results of the forward."""
+
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    extents: Pointer
+    o: Pointer
+    lse: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBuffers:
+    """What the main backward kernel reads and adds to row by row; counters only if deterministic.
+
+    All but `extents` are in query tiles of the kernel's `m` rows.
+    """
+
+    lse_log2: Pointer
+    delta: Pointer
+    extents: Pointer
+    dq_acc: Pointer
+    dq_order: Pointer
+    dq_ticket: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardOperands:
+    """What the main backward kernel loads by tensor maps."""
+
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    do: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardResults:
+    """What the main backward kernel stores by tensor maps."""
+
+    dk: Pointer
+    dv: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class PreBuffers:
+    """Operands and results of the kernel before the main backward kernel."""
+
+    o: Pointer
+    do: Pointer
+    lse: Pointer
+    dlse: Pointer
+    extents: Pointer
+    lse_log2: Pointer
+    delta: Pointer
+    dq_acc: Pointer
+    dq_order: Pointer
+    dq_ticket: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class PostBuffers:
+    """Operands and results of the kernel after the main backward kernel; q gives the sizes."""
+
+    q: Pointer
+    dq_acc: Pointer
+    dq: Pointer
+
+
+def params(parameters: Any, of: str = "", prefix: str = "") -> tuple[Param, ...]:
+    """The parameters of a dataclass of this module, in order.
+
+    Args:
+      parameters: the class.
+      of: the buffer that a `Dim` without one belongs to.
+      prefix: put before every name; a field that is a dataclass is one for its own fields.
+    """
+    hints = typing.get_type_hints(parameters, include_extras=True)
+    listed: list[Param] = []
+    for field in dataclasses.fields(parameters):
+        name, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            listed += params(hint, of, f"{name}_")
+            continue
+        (kind,) = hint.__metadata__
+        if isinstance(kind, Dim):
+            listed.append(Param(name, "dim", buffer=kind.buffer or of, axes=(kind.axis,)))
+        else:
+            listed.append(Param(name, kind, buffer=name if kind == "pointer" else ""))
+    return tuple(listed)

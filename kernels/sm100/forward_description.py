@@ -1,0 +1,150 @@
+"""What the Blackwell forward consists of: roles, barriers, shared memory; see `forward`."""
+
+from __future__ import annotations
+
+import functools
+
+from kernels.description import (
+    LANES,
+    Barrier,
+    Description,
+    NamedBarrier,
+    Region,
+    Role,
+    TensorMap,
+    committed,
+    copied,
+    group,
+    one,
+    operand,
+    warps,
+)
+from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, ForwardTile
+
+WORK_WORDS = 13  # what describes one query tile's work
+WORK_SLOTS = 2  # tiles whose work is known at a time
+SOFTMAX_GROUPS = 2
+UNIT = 8  # query rows that tiles which several heads share move by: an atom of the swizzle
+
+
+@functools.cache
+def description(head_dim: int) -> Description:
+    """The forward kernel of a head dim."""
+    tile = FORWARD_TILES[head_dim]
+    roles = _roles(tile)
+    return Description(
+        roles=roles,
+        barriers=_barriers(tile, head_dim, roles),
+        named_barriers=(
+            NamedBarrier(
+                "rescale",
+                first=1,
+                count=BUFFERS * 4,
+                threads=2 * LANES,
+                roles=("softmax", "correction"),
+                meaning="the factors by which a warp's rows of O are rescaled are there; "
+                "by score buffer and warp",
+            ),
+        ),
+        regions=_regions(tile, head_dim),
+        maps=_maps(tile, head_dim),
+        ctas=tile.ctas,
+    )
+
+
+def _roles(tile: ForwardTile) -> tuple[Role, ...]:
+    """Softmax and correction warps reach the lanes of tensor memory of their place in a warpgroup,
+    so each of their groups starts at a multiple of four."""
+    budget = tile.registers
+    roles = [
+        Role(
+            "softmax",
+            first_warp=0,
+            warps=4,
+            groups=tile.query_tiles,
+            registers=budget.softmax,
+            job="P and row sums from S, one row a thread; a group for each query tile",
+        )
+    ]
+    idle = SOFTMAX_GROUPS - tile.query_tiles
+    if idle:
+        job = "none: a single query tile has one softmax group"
+        roles.append(Role("idle", 4 * tile.query_tiles, 4 * idle, job, registers=budget.softmax))
+    others = {
+        "mma": "issues all products; in a pair's odd CTA relays the completion of loads",
+        "load": "TMA: Q of the query tiles, K and V blocks into one ring, last block first",
+        "store": "TMA: output tiles to global memory",
+        "schedule": "works out which tile comes next, one ahead of all other roles",
+    }
+    job = "rescales O where a row's reference moved; at the end O / sum to shared memory"
+    return (
+        *roles,
+        Role("correction", 4 * SOFTMAX_GROUPS, 4, job, registers=budget.correction),
+        *(
+            Role(name, 4 * SOFTMAX_GROUPS + 4 + i, 1, job, registers=budget.others)
+            for i, (name, job) in enumerate(others.items())
+        ),
+    )
+
+
+def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tuple[Barrier, ...]:
+    """A pair's MMA warp is the even CTA's: it waits for what both CTAs have loaded and computed.
+
+    The odd CTA's loads come to its own barriers, and from there as an arrival of its MMA warp,
+    which has nothing else to do.
+    """
+    workers = tuple(role.name for role in roles if role.name not in ("schedule", "idle"))
+    tiles, ring, spans = tile.query_tiles, tile.kv_stages, head_dim // tile.span
+    later_parts = BUFFERS * (len(tile.parts) - 1)
+    scored = (group("softmax"), warps("correction"))
+    pair = tile.ctas > 1
+    per_o = "query tile" if tiles > 1 else "block"
+    return (
+        Barrier("work_full", (one("schedule"),), workers, "query tile", WORK_SLOTS),
+        Barrier("work_empty", tuple(map(warps, workers)), ("schedule",), "query tile", WORK_SLOTS),
+        Barrier("q_full", (copied("load"),), ("mma",), "query tile", tiles, pair),
+        Barrier("q_empty", (committed("mma"),), ("load",), "query tile", tiles),
+        Barrier("kv_full", (copied("load"),), ("mma",), "block of K or V", ring, pair),
+        Barrier("kv_empty", (committed("mma"),), ("load",), "block of K or V", ring),
+        Barrier("s_full", (committed("mma"),), ("softmax",), "block", BUFFERS),
+        # The first part of P is there, and O may be changed.
+        Barrier("p_early", scored, ("mma",), "block: first part of P", BUFFERS, pair),
+        Barrier(
+            "p_late", (group("softmax"),), ("mma",), "block: another part of P", later_parts, pair
+        ),
+        Barrier("o_full", (committed("mma"),), ("correction",), per_o, tiles),
+        Barrier("sums_full", (group("softmax"),), ("correction",), "query tile", tiles),
+        Barrier("sums_empty", (warps("correction"),), ("softmax",), "query tile", tiles),
+        Barrier("out_full", (warps("correction"),), ("store",), "span of output columns", spans),
+        Barrier("out_empty", (one("store"),), ("correction",), "span of output columns", spans),
+    )
+
+
+def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
+    span, rows = tile.span_bytes, tile.rows
+    ring, columns_of_v = tile.kv_stages, tile.columns_of_v(head_dim)
+    kv = "one ring: K(0), V(0), K(1), V(1), ... of the blocks"
+    return (
+        Region("tmem_base", (), "where this CTA's tensor memory begins", "i32"),
+        Region("work", (WORK_WORDS, WORK_SLOTS), "what the schedule warp says of a tile", "i32"),
+        Region("factors", (rows, BUFFERS), "by what O is rescaled before the block", "f32"),
+        # A single query tile leaves half of it unused.
+        Region("inverse_sums", (rows, BUFFERS), "negative where there is no output", "f32"),
+        operand("q", (rows, head_dim, tile.query_tiles), span, "query tiles"),
+        operand("k", (tile.keys, head_dim, ring), span, kv),
+        operand("v", (tile.n, columns_of_v, ring), span, "the same ring", shares="k"),
+        operand("o", (rows, head_dim), span, "a query tile's output on its way"),
+    )
+
+
+def _maps(tile: ForwardTile, head_dim: int) -> tuple[TensorMap, ...]:
+    """q and o move by whole tiles where a tile has one head's rows, else by units."""
+    span, d, rows = tile.span_bytes, head_dim, tile.rows
+    return (
+        TensorMap("q", "q", UNIT, d, span),
+        TensorMap("k", "k", tile.keys, d, span),
+        TensorMap("v", "v", tile.n, tile.columns_of_v(d), span),
+        TensorMap("o", "o", UNIT, tile.span, span, store=True),
+        TensorMap("q_rows", "q", rows, d, span),
+        TensorMap("o_rows", "o", rows, tile.span, span, store=True),
+    )

@@ -1,0 +1,98 @@
+"""What the Hopper forward consists of: roles, barriers, shared memory; see `forward`."""
+
+from __future__ import annotations
+
+import functools
+
+from kernels.description import (
+    Barrier,
+    Description,
+    NamedBarrier,
+    Region,
+    Role,
+    TensorMap,
+    copied,
+    operand,
+    warps,
+)
+from kernels.sm90.tiles import (
+    FORWARD_TILES,
+    REGISTER_BUDGETS,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    ForwardTile,
+)
+
+_FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
+
+
+@functools.cache
+def description(head_dim: int, band: bool) -> Description:
+    """The forward kernel of a head dim, with or without a band."""
+    tile = FORWARD_TILES[head_dim, band]
+    budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
+    mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
+    return Description(
+        roles=(
+            Role("load", 0, 1, "TMA: Q, then K and V blocks", registers=budget.load),
+            Role("idle", 1, 3, "none", registers=budget.load),
+            Role("mma", 4, 4, mma, groups, budget.mma),
+        ),
+        barriers=_barriers(tile.kv_stages),
+        named_barriers=(
+            NamedBarrier(
+                "turn",
+                first=_FIRST_TURN,
+                count=groups,
+                threads=2 * WARPGROUP,
+                roles=("mma",),
+                meaning="the warpgroup may issue the products of a block; forward, Note [turns]",
+            ),
+            NamedBarrier(
+                "epilogue",
+                first=_FIRST_EPILOGUE,
+                count=groups,
+                threads=WARPGROUP,
+                roles=("mma",),
+                meaning="a warpgroup's output memory is free, or its output is there",
+            ),
+            NamedBarrier(
+                "padding",
+                first=_PADDING,
+                threads=groups * WARPGROUP,
+                roles=("mma",),
+                meaning="values past the key length are cleared",
+            ),
+        ),
+        regions=_regions(tile, head_dim),
+        maps=(
+            TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
+            TensorMap("k", "k", tile.n, head_dim, tile.span_bytes),
+            TensorMap("v", "v", tile.n, head_dim, tile.span_bytes),
+            TensorMap("o", "o", WARPGROUP_ROWS, head_dim, tile.span_bytes, store=True),
+        ),
+    )
+
+
+def _barriers(stages: int) -> tuple[Barrier, ...]:
+    loaded, released = (copied("load"),), (warps("mma"),)
+    return (
+        Barrier("q_full", loaded, ("mma",), "query tile"),
+        Barrier("q_empty", released, ("load",), "query tile"),
+        Barrier("k_full", loaded, ("mma",), "block", stages),
+        Barrier("k_empty", released, ("load",), "block", stages),
+        Barrier("v_full", loaded, ("mma",), "block", stages),
+        Barrier("v_empty", released, ("load",), "block", stages),
+    )
+
+
+def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
+    span, d, ring = tile.span_bytes, head_dim, tile.kv_stages
+    shared_with_q = "" if tile.own_output else "q"
+    return (
+        operand("q", (tile.m, d), span, "the query tile"),
+        operand("k", (tile.n, d, ring), span, "K blocks"),
+        operand("v", (tile.n, d, ring), span, "V blocks"),
+        operand("vt", (d, tile.n, ring), span, "V transposed", shares="v", transposed=True),
+        operand("o", (tile.m, d), span, "the output on its way", shares=shared_with_q),
+    )
