@@ -119,10 +119,12 @@ def test_two_processes_with_four_devices_each(alone, tmp_path):
         for i in range(2)
     ]
     try:
-        first, second = (process.communicate(timeout=120)[0] for process in started)
+        first, second = (process.communicate(timeout=600)[0] for process in started)
     finally:
         for process in started:
             process.kill()
+            # Waits and closes the pipe; else the next test of this process would be blamed.
+            process.communicate()
     assert "8 x cpu" in first, first + second
     assert started[1].returncode == 0, second
     # Six steps are too few for the example itself to be satisfied.
