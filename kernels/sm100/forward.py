@@ -61,7 +61,7 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule
 from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import ptx
-from kernels.sm100.forward_data import Config, take
+from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT, WORK_SLOTS
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import RowRoles
@@ -111,7 +111,7 @@ class Forward(ForwardHost):
             ptx.set_registers(softmax.registers)
             if warp // softmax.warps < softmax.groups:
                 turns = make_schedule(extents, sizes, window, tile).turns()
-                self.row_roles.soften(shared, turns, lse, sizes, scalars)
+                self.row_roles.softmax(shared, turns, lse, sizes, scalars)
         elif warp < mma.first_warp:
             ptx.set_registers(correction.registers)
             self.row_roles.correct(shared, make_schedule(extents, sizes, window, tile).turns())
@@ -122,11 +122,11 @@ class Forward(ForwardHost):
             if warp == mma.first_warp:
                 if cutlass.const_expr(pair):
                     if cute.arch.block_idx_in_cluster() == 0:
-                        self.products.multiply(shared, turns)
+                        self.products.mma(shared, turns)
                     else:
-                        self.products.pass_on(shared, turns)
+                        self.products.relay_loads(shared, turns)
                 else:
-                    self.products.multiply(shared, turns)
+                    self.products.mma(shared, turns)
             elif warp == load.first_warp:
                 self.load(maps, shared, turns)
             elif warp == description.role("store").first_warp:
@@ -163,17 +163,17 @@ class Forward(ForwardHost):
     def load(self, maps: Maps, shared: Shared, turns: Int32):
         """Load warp: of every tile Q, then K and V of each block, last block first."""
         tile = self.config.tile
-        position, live = Int32(0), Int32(0)
+        position, tiles_done = Int32(0), Int32(0)
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn)
+            work = pop_work(shared, turn)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
-                self.load_tile(maps, shared, work, position, live)
-                live += 1
+                self.load_tile(maps, shared, work, position, tiles_done)
+                tiles_done += 1
                 position += 2 * count
-        # Shared memory outlives every commit's arrival.
+        # Shared memory must outlive every commit's arrival.
         for t in cutlass.range_constexpr(tile.query_tiles):
-            self.await_query_memory(shared, t, live)
+            self.await_query_memory(shared, t, tiles_done)
         for i in cutlass.range_constexpr(tile.kv_stages):
             slot, phase = tensors.ring_slot(position + i, tile.kv_stages)
             cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
@@ -185,18 +185,17 @@ class Forward(ForwardHost):
         cute.arch.mbarrier_wait(shared.barriers.q_empty + t, (uses & 1) ^ 1)
 
     @cute.jit
-    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, live: Int32):
-        """Loads of one tile that has blocks, after `position` loads into the ring and `live` such
-        tiles."""
+    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, tiles_done: Int32):
+        """Loads of one tile that has blocks, after `position` loads into the ring."""
         tile, d = self.config.tile, self.config.head_dim
         units = tile.rows // UNIT
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
         ahead = tile.buffers_per_tile
-        self.load_block(maps, "k", shared, work, (last, position))
+        self.load_block(maps, "k", shared, work, last, position)
         position += 1
         for t in cutlass.range_constexpr(tile.query_tiles):
             full = shared.barriers.q_full + t
-            self.await_query_memory(shared, t, live)
+            self.await_query_memory(shared, t, tiles_done)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
             if work.pack == 1:
@@ -209,13 +208,13 @@ class Forward(ForwardHost):
                     tensors.tma_load(maps.q, source, target, full)
         for i in cutlass.range_constexpr(1, ahead):
             if i < count:
-                self.load_block(maps, "k", shared, work, (last - i, position))
+                self.load_block(maps, "k", shared, work, last - i, position)
                 position += 1
         for step in cutlass.range(count, unroll=1):
-            self.load_block(maps, "v", shared, work, (last - step, position))
+            self.load_block(maps, "v", shared, work, last - step, position)
             position += 1
             if step + ahead < count:
-                self.load_block(maps, "k", shared, work, (last - step - ahead, position))
+                self.load_block(maps, "k", shared, work, last - step - ahead, position)
                 position += 1
 
     def coordinates(
@@ -234,13 +233,10 @@ class Forward(ForwardHost):
         operand: cutlass.Constexpr[str],
         shared: Shared,
         work: Work,
-        position: tuple,
+        block: Int32,
+        loads: Int32,
     ):
-        """This CTA's part of a block of K or V into the ring.
-
-        position: (block, loads before it).
-        """
-        block, loads = position
+        """This CTA's part of a block of K or V into the ring, after `loads` others."""
         tile, d = self.config.tile, self.config.head_dim
         of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         rank = cute.arch.block_idx_in_cluster() if tile.ctas > 1 else 0
@@ -262,7 +258,7 @@ class Forward(ForwardHost):
         """Store warp: output tiles to global memory."""
         stored = Int32(0)
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn)
+            work = pop_work(shared, turn)
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
                 self.store_tile(maps, shared, work, t, stored)
                 stored += 1
@@ -288,7 +284,7 @@ class Forward(ForwardHost):
                         rows = cute.local_tile(o, (UNIT, tile.span), (unit, 0))
                         tensors.tma_store(maps.o, rows, target)
                 cute.arch.cp_async_bulk_commit_group()
-                # Behind the last tile, too: shared memory outlives what the stores read.
+                # After the last tile, too: shared memory must outlive the stores' reads.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(shared.barriers.out_empty + span)
 

@@ -33,14 +33,14 @@ class Config:
             band=key.band,
         )
 
-    def buffer(self, t, ordinal: Int32) -> tuple:
+    def buffer(self, t: Int32 | int, ordinal: Int32) -> tuple[Int32 | int, Int32]:
         """(score buffer, phase parity) of query tile t's block, the ordinal-th of this CTA."""
         if self.tile.buffers_per_tile == 1:
             return t, ordinal & 1
         return ordinal & 1, (ordinal >> 1) & 1
 
 
-def look(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
+def peek_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
     """The work of this CTA's tile in a round, as the schedule warp has worked it out.
 
     window: of a band kernel, for roles that look at the mask.
@@ -50,9 +50,9 @@ def look(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
     return from_words([shared.work[i, slot] for i in range(WORK_WORDS)], window)
 
 
-def take(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
-    """`look`, for the last time: the schedule warp may write another tile's work there."""
-    work = look(shared, turn, window)
+def pop_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
+    """`peek_work`, for the last time: the schedule warp may then write over it."""
+    work = peek_work(shared, turn, window)
     products.arrive(shared.barriers.work_empty + turn % WORK_SLOTS)
     return work
 

@@ -1,14 +1,25 @@
 """The MMA warp of the Blackwell forward: all products; in a pair's odd CTA what it does instead."""
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from kernels.common import tensors
 from kernels.common.resources import Shared
+from kernels.common.state import Progress
 from kernels.sm100 import products, ptx
-from kernels.sm100.forward_data import Config, look, part_barrier, take
+from kernels.sm100.forward_data import Config, part_barrier, peek_work, pop_work
 from kernels.sm100.packing import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Which of the CTA's tiles it is, and how many there are."""
+
+    index: Int32
+    count: Int32
 
 
 class ProductRoles:
@@ -21,49 +32,49 @@ class ProductRoles:
         self.pv = products.Product(dtype, tile.rows * tile.ctas, config.head_dim, tile.ctas)
 
     @cute.jit
-    def multiply(self, shared: Shared, turns: Int32):
+    def mma(self, shared: Shared, turns: Int32):
         """MMA warp: all products of all tiles."""
-        used, live = Int32(0), Int32(0)
-        begun = Boolean(False)
+        done, begun = Progress(Int32(0), Int32(0)), Boolean(False)
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn)
+            work = pop_work(shared, turn)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
                 if not begun:
-                    self.begin_tile(shared, count, live, used)
-                begun = self.finish_tile(shared, work, (turn, turns), live, used)
-                live += 1
-                used += count
+                    self.begin_tile(shared, count, done)
+                begun = self.finish_tile(shared, work, Round(turn, turns), done)
+                done = done.after(count)
 
     @cute.jit
-    def begin_tile(self, shared: Shared, count: Int32, live: Int32, used: Int32):
-        """First scores of a tile of `count` blocks, after `live` tiles that had `used` blocks."""
+    def begin_tile(self, shared: Shared, count: Int32, done: Progress):
+        """First scores of a tile of `count` blocks."""
         for i in cutlass.range_constexpr(self.config.tile.buffers_per_tile):
             if i < count:
                 for t in cutlass.range_constexpr(self.config.tile.query_tiles):
-                    self.begin_scores(shared, t, (i, count), live, used)
+                    self.begin_scores(shared, t, i, count, done)
 
     @cute.jit
     def begin_scores(
-        self, shared: Shared, t: cutlass.Constexpr[int], block: tuple, live: Int32, used: Int32
+        self,
+        shared: Shared,
+        t: cutlass.Constexpr[int],
+        i: cutlass.Constexpr[int],
+        count: Int32,
+        done: Progress,
     ):
-        """S_t of a first block of a tile; block: (which, of how many)."""
+        """S_t of the i-th block of a tile of `count`, among those that come first."""
         tile, barriers = self.config.tile, shared.barriers
-        i, count = block
-        slot = self.await_block(shared, 2 * used + i, t == 0)
+        slot = self.await_block(shared, 2 * done.blocks + i, t == 0)
         if cutlass.const_expr(i == 0):
-            products.wait(barriers.q_full + t, live & 1, tile.ctas)
-        self.multiply_scores(shared, t, slot, used + i, i == count - 1)
+            products.wait(barriers.q_full + t, done.tiles & 1, tile.ctas)
+        self.multiply_scores(shared, t, slot, done.blocks + i, i == count - 1)
         if cutlass.const_expr(t == tile.query_tiles - 1):
             products.commit(barriers.kv_empty + slot, tile.ctas)
 
     @cute.jit
-    def finish_tile(
-        self, shared: Shared, work: Work, turn: tuple, live: Int32, used: Int32
-    ) -> Boolean:
-        """All other products of a tile and, between its last ones, first scores of the next turn's.
+    def finish_tile(self, shared: Shared, work: Work, turn: Round, done: Progress) -> Boolean:
+        """All other products of a tile and, between its last ones, first scores of the next one.
 
-        turn: (of this tile, number of them). Returns whether the next tile has been begun.
+        Returns whether the next tile has been begun.
         """
         tile, barriers = self.config.tile, shared.barriers
         count = work.blocks.end - work.blocks.begin
@@ -71,7 +82,7 @@ class ProductRoles:
         following = Int32(0)
         if cutlass.const_expr(ahead == 1):
             following = self.blocks_of_next(shared, turn)
-        position = 2 * used + cutlass.min(count, ahead)
+        position = 2 * done.blocks + cutlass.min(count, ahead)
         with_scores = cutlass.max(count - ahead, 0)
         for step in cutlass.range(with_scores, unroll=1):
             v_slot = self.await_block(shared, position)
@@ -79,13 +90,13 @@ class ProductRoles:
                 self.clear_padding(shared.v[None, None, v_slot], work)
             last = step == with_scores - 1
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, t, v_slot, used + step, step > 0)
+                self.multiply_values(shared, t, v_slot, done.blocks + step, step > 0)
                 if cutlass.const_expr(tiles == 1):
                     products.commit(barriers.o_full + t, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty + v_slot, tile.ctas)
                 k_slot = self.await_block(shared, position + 1, t == 0)
-                self.multiply_scores(shared, t, k_slot, used + step + ahead, last)
+                self.multiply_scores(shared, t, k_slot, done.blocks + step + ahead, last)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty + k_slot, tile.ctas)
             position += 2
@@ -94,27 +105,26 @@ class ProductRoles:
             if (step == 0) & work.padded_keys:
                 self.clear_padding(shared.v[None, None, v_slot], work)
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, t, v_slot, used + step, step > 0)
+                self.multiply_values(shared, t, v_slot, done.blocks + step, step > 0)
                 # Never a phase that nobody waits for: commits may arrive out of order.
                 products.commit(barriers.o_full + t, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty + v_slot, tile.ctas)
                 if following > 0:
-                    self.begin_scores(shared, t, (0, following), live + 1, used + count)
+                    self.begin_scores(shared, t, 0, following, done.after(count))
             position += 1
         return following > 0
 
     @cute.jit
-    def blocks_of_next(self, shared: Shared, turn: tuple) -> Int32:
-        """Blocks of the next turn's tile, 0 behind the last; taking it is left to its own turn.
+    def blocks_of_next(self, shared: Shared, turn: Round) -> Int32:
+        """Blocks of the next round's tile, 0 after the last; its own round pops it.
 
-        The turn after the next one could not be waited for: that tile is worked out only when the
-        correction warps, which wait for products of this tile, have taken the next one.
+        Nobody could wait for the round after the next one: that tile is worked out only when the
+        correction warps, which wait for products of this tile, have popped the next one.
         """
-        index, turns = turn
         blocks = Int32(0)
-        if index + 1 < turns:
-            work = look(shared, index + 1)
+        if turn.index + 1 < turn.count:
+            work = peek_work(shared, turn.index + 1)
             blocks = work.blocks.end - work.blocks.begin
         return blocks
 
@@ -129,14 +139,14 @@ class ProductRoles:
         return slot
 
     @cute.jit
-    def pass_on(self, shared: Shared, turns: Int32):
-        """MMA warp of a pair's odd CTA: tells the even one's of what has been loaded here."""
+    def relay_loads(self, shared: Shared, turns: Int32):
+        """MMA warp of a pair's odd CTA: relays the completion of its loads to the even CTA."""
         tile, barriers = self.config.tile, shared.barriers
-        live, position = Int32(0), Int32(0)
+        tiles_done, position = Int32(0), Int32(0)
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn)
+            work = pop_work(shared, turn)
             loads = 2 * (work.blocks.end - work.blocks.begin)
-            # The first V block comes behind the K blocks that come ahead.
+            # The first V block comes after the K blocks that are loaded first.
             first_v = cutlass.min(tile.buffers_per_tile, loads // 2)
             for load in cutlass.range(loads, unroll=1):
                 slot, phase = tensors.ring_slot(position + load, tile.kv_stages)
@@ -146,11 +156,11 @@ class ProductRoles:
                 products.arrive(barriers.kv_full + slot, ctas=tile.ctas)
                 if load == 0:
                     for t in cutlass.range_constexpr(tile.query_tiles):
-                        cute.arch.mbarrier_wait(barriers.q_full + t, live & 1)
+                        cute.arch.mbarrier_wait(barriers.q_full + t, tiles_done & 1)
                         products.arrive(barriers.q_full + t, ctas=tile.ctas)
             position += loads
             if loads > 0:
-                live += 1
+                tiles_done += 1
 
     @cute.jit
     def multiply_scores(

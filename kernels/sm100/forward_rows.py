@@ -1,15 +1,18 @@
 """Roles of the Blackwell forward that work row by row: softmax and correction warps."""
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from kernels.common import bands, resources, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.resources import Shared
+from kernels.common.state import Limits, Progress, Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.forward_data import Config, part_barrier, take
+from kernels.sm100.forward_data import Config, part_barrier, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.packing import Work
 from kernels.sm100.tiles import SPECULATED
@@ -20,6 +23,57 @@ PIECE = 8  # keys whose exponentials are made at a time
 NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of scores of one row.
+
+    Attributes:
+      query_tile: of the CTA, whose row it is.
+      lane_row: row of the tile, lane of tensor memory.
+      index: of the block among the keys.
+      ordinal: of the block among all of this query tile that the CTA has had.
+      is_first: it is the first of its tile.
+    """
+
+    query_tile: Int32
+    lane_row: Int32
+    index: Int32
+    ordinal: Int32
+    is_first: Boolean
+
+
+@dataclasses.dataclass(frozen=True)
+class RowState:
+    """A row between two blocks.
+
+    Attributes:
+      reference: what its scores are compared with: a maximum, or at most the lag limit below one.
+      shift: minus the reference, in units of log2.
+      row_sum: of its exponentials.
+    """
+
+    reference: Float32
+    shift: Float32
+    row_sum: Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A query tile's output.
+
+    Attributes:
+      has_blocks: the tile has any.
+      tiles_done: tiles with blocks before it.
+      written: outputs before it.
+      last_ordinal: of the tile's last block.
+    """
+
+    has_blocks: Boolean
+    tiles_done: Int32
+    written: Int32
+    last_ordinal: Int32
+
+
 class RowRoles:
     """Softmax and correction; a thread has one row of one query tile."""
 
@@ -28,7 +82,7 @@ class RowRoles:
         self.rescale_barriers = config.description.named_barrier("rescale")
 
     @cute.jit
-    def soften(
+    def softmax(
         self,
         shared: Shared,
         turns: Int32,
@@ -37,11 +91,11 @@ class RowRoles:
         scalars: ForwardScalars,
     ):
         """Softmax warps: probabilities of all blocks of all tiles, and the LSE."""
-        scales = (scalars.scale_log2, scalars.rescale_threshold_log2 / scalars.scale_log2)
+        scales = make_scales(scalars)
         thread, _, _ = cute.arch.thread_idx()
-        used, live = Int32(0), Int32(0)
+        done = Progress(Int32(0), Int32(0))
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn, scalars.window if self.config.band else None)
+            work = pop_work(shared, turn, scalars.window if self.config.band else None)
             count = work.blocks.end - work.blocks.begin
             query, head = work.unit(thread // UNIT)
             row_lse = cute.make_tensor(
@@ -49,32 +103,26 @@ class RowRoles:
                 cute.make_layout(sizes.query_length),
             )
             row = query + thread % UNIT
-            self.soften_tile(shared, work, row_lse, scales, (row, live, used))
+            self.softmax_tile(shared, work, row, row_lse, scales, done)
             if count > 0:
-                live += 1
-                used += count
+                done = done.after(count)
 
     @cute.jit
-    def soften_tile(
+    def softmax_tile(
         self,
         shared: Shared,
         work: Work,
+        row: Int32,
         row_lse: cute.Tensor,
-        scales: tuple,
-        position: tuple,
+        scales: Scales,
+        done: Progress,
     ):
-        """One row of one query tile, from scores to its inverse sum and LSE.
-
-        position: (query, tiles with blocks before this one, blocks before it).
-        """
-        scale_log2, _ = scales
-        row, live, used = position
+        """One row of one query tile, from scores to its inverse sum and LSE; row: its query."""
         thread, _, _ = cute.arch.thread_idx()
         t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
         lane_row = thread % self.config.tile.rows
-        low, high = bands.row_limits(work.band, row, tensors.INT32)
-        # The row's state: reference maximum, minus that in units of log2, sum of exponentials.
-        reference, shift, row_sum = -Float32.inf, Float32(0.0), Float32(0.0)
+        limits = Limits(*bands.row_limits(work.band, row, tensors.INT32))
+        state = RowState(-Float32.inf, Float32(0.0), Float32(0.0))
         begin, end = work.blocks.begin, work.blocks.end
         if end > begin:
             # Blocks masked on the right edge, then unmasked ones, then those masked on the left.
@@ -86,64 +134,55 @@ class RowRoles:
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-                    reference, shift, row_sum = self.soften_block(
-                        shared,
-                        (t, lane_row, block, used + end - 1 - block, block == end - 1),
-                        (reference, shift, row_sum),
-                        scales,
-                        (low, high),
-                        masked,
-                    )
-        valid = (row < work.band.query_length) & (row_sum != 0.0)
-        logarithm = (reference * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN_2
+                    ordinal = done.blocks + end - 1 - block
+                    place = Block(t, lane_row, block, ordinal, block == end - 1)
+                    state = self.softmax_block(shared, place, state, scales, limits, masked)
+        valid = (row < work.band.query_length) & (state.row_sum != 0.0)
+        log2_sum = cute.math.log2(state.row_sum, fastmath=True)
+        logarithm = (state.reference * scales.scale_log2 + log2_sum) * LN_2
         if row < cute.size(row_lse):
             row_lse[row] = softmax.select(valid, logarithm, -Float32.inf)
         if end > begin:
-            cute.arch.mbarrier_wait(shared.barriers.sums_empty + t, (live & 1) ^ 1)
+            cute.arch.mbarrier_wait(shared.barriers.sums_empty + t, (done.tiles & 1) ^ 1)
             shared.inverse_sums[lane_row, t] = softmax.select(
-                valid, 1.0 / row_sum, Float32(NO_OUTPUT)
+                valid, 1.0 / state.row_sum, Float32(NO_OUTPUT)
             )
             products.arrive(shared.barriers.sums_full + t)
 
     @cute.jit
-    def soften_block(
+    def softmax_block(
         self,
         shared: Shared,
-        position: tuple,
-        row_state: tuple,
-        scales: tuple,
-        limits: tuple,
+        block: Block,
+        state: RowState,
+        scales: Scales,
+        limits: Limits,
         masked: cutlass.Constexpr[bool],
-    ):
-        """P of one block from its S; returns the row's new state.
-
-        position: (query tile, row in it, block, blocks before it, whether it is the tile's first).
-        """
-        t, lane_row, block, ordinal, first_block = position
-        reference, shift, row_sum = row_state
-        scale_log2, lag_limit = scales
+    ) -> RowState:
+        """P of one block from its S; returns the row's new state."""
+        shift, scale_log2 = state.shift, scales.scale_log2
         n, columns = self.config.tile.n, self.config.columns
-        buffer, phase = self.config.buffer(t, ordinal)
+        buffer, phase = self.config.buffer(block.query_tile, block.ordinal)
         scores_at = products.lane_base() + columns.s[0] + buffer * n
         probabilities_at = scores_at + (columns.p[0] - columns.s[0])
         cute.arch.mbarrier_wait(shared.barriers.s_full + buffer, phase)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, n)
         if cutlass.const_expr(masked):
-            scores = softmax.mask(scores, block * n, *limits)
+            scores = softmax.mask(scores, block.index * n, limits.low, limits.high)
         # Most blocks leave the reference where it is, so their first exponentials need not wait for
         # the maximum.
         values = self.first_exponentials(scores, shift, scale_log2)
-        new = softmax.new_reference(scores, reference, lag_limit)
-        if cute.arch.vote_any_sync(new != reference):
+        new = softmax.new_reference(scores, state.reference, scales.lag_limit)
+        if cute.arch.vote_any_sync(new != state.reference):
             shift = softmax.finite_reference(new) * -scale_log2
             # Loaded again, so that they do not stay in registers for what is rare.
             first = ptx.tmem_load(scores_at, SPECULATED)
             if cutlass.const_expr(masked):
-                first = softmax.mask(first, block * n, *limits)
+                first = softmax.mask(first, block.index * n, limits.low, limits.high)
             values = self.first_exponentials(first, shift, scale_log2)
-        factor = softmax.rescale_factor(reference, new, scale_log2)
-        shared.factors[lane_row, buffer] = factor
+        factor = softmax.rescale_factor(state.reference, new, scale_log2)
+        shared.factors[block.lane_row, buffer] = factor
         sums = softmax.accumulate([], values[: SPECULATED - PIECE])
         exponents = softmax.exponents(scores[SPECULATED : SPECULATED + PIECE], shift, scale_log2)
         parts = self.config.tile.parts
@@ -156,7 +195,7 @@ class RowRoles:
             sums = softmax.accumulate(sums, values[start - PIECE : start])
             if cutlass.const_expr(start == SPECULATED):
                 number = self.rescale_barriers.first + self.rescale_index(buffer)
-                ptx.arrive_unless(first_block, number, self.rescale_barriers.threads)
+                ptx.arrive_unless(block.is_first, number, self.rescale_barriers.threads)
             if cutlass.const_expr(start % CHUNK == 0):
                 self.store_chunk(probabilities_at, values, start - CHUNK)
             if cutlass.const_expr(start - PIECE in parts):
@@ -166,9 +205,11 @@ class RowRoles:
         last = len(parts) - 1
         self.release(part_barrier(shared.barriers, self.config.tile, buffer, last))
         sums = softmax.accumulate(sums, values[n - PIECE :])
-        return new, shift, row_sum * factor + softmax.total(sums)
+        return RowState(new, shift, state.row_sum * factor + softmax.total(sums))
 
-    def first_exponentials(self, scores: list, shift: Float32, scale_log2: Float32) -> list:
+    def first_exponentials(
+        self, scores: list[Float32], shift: Float32, scale_log2: Float32
+    ) -> list[Float32]:
         """Exponentials of the first scores of a block."""
         exponents = softmax.exponents(scores[:SPECULATED], shift, scale_log2)
         return softmax.exponentials(exponents, self.polynomial_pairs(0), 0)
@@ -178,7 +219,7 @@ class RowRoles:
         middle = CHUNK <= key < self.config.tile.n - CHUNK
         return self.config.polynomial_pairs if middle else 0
 
-    def store_chunk(self, probabilities_at: Int32, values: list, first: int):
+    def store_chunk(self, probabilities_at: Int32, values: list[Float32], first: int):
         """P of CHUNK keys of a block to tensor memory."""
         chunk = values[first : first + CHUNK]
         rounded = [
@@ -196,45 +237,45 @@ class RowRoles:
     @cute.jit
     def correct(self, shared: Shared, turns: Int32):
         """Correction warps: rescaling of O, and output tiles to shared memory."""
-        used, live, written = Int32(0), Int32(0), Int32(0)
+        done, written = Progress(Int32(0), Int32(0)), Int32(0)
         for t in cutlass.range_constexpr(self.config.tile.query_tiles):
-            self.release_output(shared, t, used)
+            self.release_output(shared, t, done.blocks)
         for turn in cutlass.range(turns, unroll=1):
-            work = take(shared, turn)
+            work = pop_work(shared, turn)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
-                self.correct_tile(shared, used, count)
+                self.correct_tile(shared, done.blocks, count)
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
-                self.write_output(shared, t, (count > 0, live, written, used + count - 1))
+                output = Output(count > 0, done.tiles, written, done.blocks + count - 1)
+                self.write_output(shared, t, output)
                 written += 1
                 if count > 0:
                     ptx.fence_before_sync()
-                    self.release_output(shared, t, used + count)
+                    self.release_output(shared, t, done.blocks + count)
             if count > 0:
-                live += 1
-                used += count
+                done = done.after(count)
 
     @cute.jit
-    def correct_tile(self, shared: Shared, used: Int32, count: Int32):
-        """Rescales the accumulators before every block but the first, after `used` blocks of other
-        tiles."""
-        tiles, alone = self.config.tile.query_tiles, self.config.tile.query_tiles == 1
+    def correct_tile(self, shared: Shared, blocks_done: Int32, count: Int32):
+        """Rescales the accumulators before every block but the first of a tile's `count`."""
+        tiles = self.config.tile.query_tiles
         for step in cutlass.range(1, count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
-                buffer, _ = self.config.buffer(t, used + step)
+                buffer, _ = self.config.buffer(t, blocks_done + step)
                 resources.meet(self.rescale_barriers, self.rescale_index(buffer))
-                if cutlass.const_expr(alone):
-                    cute.arch.mbarrier_wait(shared.barriers.o_full, (used + step - 1) & 1)
+                if cutlass.const_expr(tiles == 1):
+                    parity = (blocks_done + step - 1) & 1
+                    cute.arch.mbarrier_wait(shared.barriers.o_full, parity)
                 ptx.fence_after_sync()
                 self.rescale(shared, t, buffer)
                 ptx.fence_before_sync()
-                self.release_output(shared, t, used + step)
+                self.release_output(shared, t, blocks_done + step)
 
     @cute.jit
     def release_output(self, shared: Shared, t: cutlass.Constexpr[int], ordinal: Int32):
         """Lets the product of the CTA's ordinal-th block change O_t.
 
-        A tile's first product overwrites it: it is let as soon as the tile before has been read.
+        A tile's first product overwrites it: that may happen once the tile before has been read.
         """
         buffer, _ = self.config.buffer(t, ordinal)
         products.arrive(shared.barriers.p_early + buffer, ctas=self.config.tile.ctas)
@@ -252,40 +293,30 @@ class RowRoles:
             ptx.tmem_store_wait()
 
     @cute.jit
-    def write_output(
-        self,
-        shared: Shared,
-        t: cutlass.Constexpr[int],
-        position: tuple,
-    ):
-        """O / sum of one query tile to shared memory; 0 where there is no output.
-
-        position: (whether the tile has blocks, such tiles before it, outputs before this one,
-        ordinal of the tile's last block).
-        """
-        has_blocks, live, written, last = position
+    def write_output(self, shared: Shared, t: cutlass.Constexpr[int], output: Output):
+        """O / sum of one query tile to shared memory; 0 where there is no output."""
         thread, _, _ = cute.arch.thread_idx()
         lane_row = thread % self.config.tile.rows
         inverse = Float32(NO_OUTPUT)
-        if has_blocks:
-            cute.arch.mbarrier_wait(shared.barriers.sums_full + t, live & 1)
+        if output.has_blocks:
+            cute.arch.mbarrier_wait(shared.barriers.sums_full + t, output.tiles_done & 1)
             inverse = shared.inverse_sums[lane_row, t]
             products.arrive(shared.barriers.sums_empty + t)
-            alone = self.config.tile.query_tiles == 1
-            phase = last if cutlass.const_expr(alone) else live
+            single_tile = self.config.tile.query_tiles == 1
+            phase = output.last_ordinal if cutlass.const_expr(single_tile) else output.tiles_done
             cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
             ptx.fence_after_sync()
         first = products.lane_base() + self.config.columns.o[t]
         tile, d = self.config.tile, self.config.head_dim
-        # A loop that stays one: unrolled, the addresses of all stores would be kept in registers.
+        # Not unrolled: the addresses of all stores would be kept in registers.
         for span in cutlass.range(0, d // tile.span, unroll=1):
-            cute.arch.mbarrier_wait(shared.barriers.out_empty + span, (written & 1) ^ 1)
+            cute.arch.mbarrier_wait(shared.barriers.out_empty + span, (output.written & 1) ^ 1)
             for chunk in cutlass.range_constexpr(tile.span // CHUNK):
                 place = span * (tile.span // CHUNK) + chunk
                 target = cute.local_tile(shared.o[lane_row, None], (CHUNK,), (place,))
                 rounded = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
                 pairs = cute.recast_tensor(rounded, Int32)
-                if has_blocks:
+                if output.has_blocks:
                     values = ptx.tmem_load(first + place * CHUNK, CHUNK)
                     values = softmax.multiply(values, inverse)
                     for i in cutlass.range_constexpr(CHUNK // 2):
