@@ -29,11 +29,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import bands, resources, softmax, tensors
+from kernels.common import resources, softmax, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule, Work, assign, make_schedule
+from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
+from kernels.sm90.forward_data import Operands, Place, Rows, make_rows
 from kernels.sm90.forward_description import description
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sources import KernelSource
@@ -142,8 +144,8 @@ class Forward(ForwardHost):
     ):
         """MMA warpgroup: all tiles of this CTA."""
         sizes = schedule.sizes
-        scales = (scalars.scale_log2, scalars.rescale_threshold_log2 / scalars.scale_log2)
-        used = Int32(0)
+        scales = make_scales(scalars)
+        blocks_done = Int32(0)
         for turn in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(turn) < schedule.tiles:
                 work = assign(schedule.tile(turn), schedule, self.shape)
@@ -152,29 +154,14 @@ class Forward(ForwardHost):
                     + (cutlass.Int64(work.batch) * sizes.heads + work.head) * sizes.query_length,
                     cute.make_layout(sizes.query_length),
                 )
-                self.multiply_tile(maps, shared, work, row_lse, scales, (turn, used))
-                used += work.blocks.end - work.blocks.begin
-        # Shared memory and the CTA outlive the last store.
+                self.multiply_tile(maps, shared, work, row_lse, scales, turn, blocks_done)
+                blocks_done += work.blocks.end - work.blocks.begin
+        # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
 
-    @cute.jit
-    def multiply_tile(
-        self,
-        maps: Maps,
-        shared: Shared,
-        work: Work,
-        row_lse: cute.Tensor,
-        scales: tuple,
-        position: tuple,
-    ):
-        """64 query rows of the tile of a round, from scores to the output."""
-        scale_log2, lag_limit = scales
-        turn, used = position
+    def make_operands(self, shared: Shared, group: Int32) -> Operands:
+        """A warpgroup's products, views of shared memory and registers."""
         tile, d = self.tile, self.head_dim
-        thread, _, _ = cute.arch.thread_idx()
-        thread = thread - WARPGROUP
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        lane = thread % 32
         warpgroups = (tile.mma_warpgroups, 1)
         majors = (tensors.K_MAJOR, tensors.K_MAJOR)
         qk_product = tensors.Wgmma(self.dtype, warpgroups, tile.n, majors)
@@ -183,50 +170,48 @@ class Forward(ForwardHost):
         qk, pv = qk_product.tiled(), pv_product.tiled()
         uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
         qk_group, pv_group = qk.get_slice(uniform), pv.get_slice(uniform)
-        q = qk.make_fragment_A(qk_group.partition_A(shared.q))
-        k = qk.make_fragment_B(qk_group.partition_B(shared.k))
-        vt = pv.make_fragment_B(pv_group.partition_B(shared.vt))
-        scores = cute.make_rmem_tensor(qk.partition_shape_C((tile.m, tile.n)), Float32)
-        probabilities = cute.make_rmem_tensor(pv.partition_shape_A((tile.m, tile.n)), self.dtype)
-        acc = cute.make_rmem_tensor(pv.partition_shape_C((tile.m, d)), Float32)
-        acc.fill(0.0)
+        return Operands(
+            qk_product=qk_product,
+            pv_product=pv_product,
+            q=qk.make_fragment_A(qk_group.partition_A(shared.q)),
+            k=qk.make_fragment_B(qk_group.partition_B(shared.k)),
+            vt=pv.make_fragment_B(pv_group.partition_B(shared.vt)),
+            scores=cute.make_rmem_tensor(qk.partition_shape_C((tile.m, tile.n)), Float32),
+            probabilities=cute.make_rmem_tensor(pv.partition_shape_A((tile.m, tile.n)), self.dtype),
+            acc=cute.make_rmem_tensor(pv.partition_shape_C((tile.m, d)), Float32),
+        )
 
-        first_row = work.first_row + (thread // 32) * 16 + lane // 4
-        low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
-        high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
-        reference = cute.make_rmem_tensor((softmax.ROWS,), Float32)
-        row_sum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
-        for row in cutlass.range_constexpr(softmax.ROWS):
-            limits = bands.row_limits(work.band, first_row + 8 * row, tensors.INT32)
-            low[row], high[row] = limits
-            reference[row], row_sum[row] = -Float32.inf, Float32(0.0)
-        first_column = (lane % 4) * 2
+    @cute.jit
+    def multiply_tile(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        row_lse: cute.Tensor,
+        scales: Scales,
+        round_index: Int32,
+        blocks_done: Int32,
+    ):
+        """64 query rows of the tile of a round, from scores to the output."""
+        tile = self.tile
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        lane = thread % 32
+        mma = self.make_operands(shared, group)
+        mma.acc.fill(0.0)
+        rows = make_rows(work, work.first_row + (thread // 32) * 16 + lane // 4, (lane % 4) * 2)
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        cute.arch.mbarrier_wait(shared.barriers.q_full, turn & 1)
+        cute.arch.mbarrier_wait(shared.barriers.q_full, round_index & 1)
         if count > 0:
             if cutlass.const_expr(self.turns):
                 if group == tile.mma_warpgroups - 1:
                     self.pass_turn(group)
-            # First block: no output yet to multiply under its softmax.
-            slot, phase = tensors.ring_slot(used, tile.kv_stages)
-            cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
-            qk_product.issue(scores, q, k[None, None, None, slot], accumulate=False)
-            warpgroup.wait_group(0)
-            self.release(shared.barriers.k_empty + slot)
-            if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
-                softmax.mask_band(scores, (end - 1) * tile.n + first_column, low, high)
-            self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
-            tensors.round_fragment(scores, probabilities)
-            if work.padded_keys:
-                cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
-                self.clear_padding(shared.v[None, None, slot], work, thread)
+            self.first_block(shared, work, mma, rows, scales, blocks_done)
 
-            operands = (q, k, vt, scores, probabilities, acc)
-            products = (qk_product, pv_product)
-            rows = (low, high, reference, row_sum)
-            scalars = (scale_log2, lag_limit, first_column, group, used + end - 1)
+            place = Place(group, blocks_done + end - 1)
             # Then blocks masked on the right edge, unmasked ones, those masked on the left edge.
             right = cutlass.max(cutlass.min(work.blocks.full_end, end - 1), begin)
             left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
@@ -236,11 +221,12 @@ class Forward(ForwardHost):
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-                    self.step(shared, products, operands, rows, scalars, block, masked)
+                    self.step(shared, mma, rows, scales, place, block, masked)
 
-            slot, phase = tensors.ring_slot(used + count - 1, tile.kv_stages)
+            slot, phase = tensors.ring_slot(blocks_done + count - 1, tile.kv_stages)
             cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
-            pv_product.issue(acc, probabilities, vt[None, None, None, slot], accumulate=True)
+            vt = mma.vt[None, None, None, slot]
+            mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
             if cutlass.const_expr(self.turns):
                 if group == 0:
                     self.await_turn(group)
@@ -250,44 +236,71 @@ class Forward(ForwardHost):
             self.release(shared.barriers.v_empty + slot)
         elif cutlass.const_expr(tile.own_output):
             self.release(shared.barriers.q_empty)
-        self.write_output(maps, shared, work, (acc, reference, row_sum), row_lse, scale_log2, pv)
+        self.write_output(maps, shared, work, mma, rows, row_lse, scales.scale_log2)
+
+    @cute.jit
+    def first_block(
+        self,
+        shared: Shared,
+        work: Work,
+        mma: Operands,
+        rows: Rows,
+        scales: Scales,
+        blocks_done: Int32,
+    ):
+        """A tile's first block: there is no output yet to multiply under its softmax."""
+        tile, end = self.tile, work.blocks.end
+        slot, phase = tensors.ring_slot(blocks_done, tile.kv_stages)
+        cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
+        k = mma.k[None, None, None, slot]
+        mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
+        warpgroup.wait_group(0)
+        self.release(shared.barriers.k_empty + slot)
+        if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
+            first_key = (end - 1) * tile.n + rows.first_column
+            softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
+        self.softmax_block(mma.scores, rows, scales)
+        tensors.round_fragment(mma.scores, mma.probabilities)
+        if work.padded_keys:
+            thread, _, _ = cute.arch.thread_idx()
+            cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
+            self.clear_padding(shared.v[None, None, slot], work, thread - WARPGROUP)
 
     @cute.jit
     def step(
         self,
         shared: Shared,
-        products: tuple,
-        operands: tuple,
-        rows: tuple,
-        scalars: tuple,
+        mma: Operands,
+        rows: Rows,
+        scales: Scales,
+        place: Place,
         block: Int32,
         masked: cutlass.Constexpr[bool],
     ):
         """One key block: its scores, the previous block's output product, its softmax."""
-        qk_product, pv_product = products
-        q, k, vt, scores, probabilities, acc = operands
-        low, high, reference, row_sum = rows
-        scale_log2, lag_limit, first_column, group, ring_end = scalars
-        now = ring_end - block
+        now = place.ring_end - block
         slot, phase = tensors.ring_slot(now, self.tile.kv_stages)
         last_slot, last_phase = tensors.ring_slot(now - 1, self.tile.kv_stages)
         cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
         if cutlass.const_expr(self.turns):
-            self.await_turn(group)
-        qk_product.issue(scores, q, k[None, None, None, slot], accumulate=False)
+            self.await_turn(place.group)
+        k = mma.k[None, None, None, slot]
+        mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         cute.arch.mbarrier_wait(shared.barriers.v_full + last_slot, last_phase)
-        pv_product.issue(acc, probabilities, vt[None, None, None, last_slot], accumulate=True)
+        vt = mma.vt[None, None, None, last_slot]
+        mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
         if cutlass.const_expr(self.turns):
-            self.pass_turn(group)
+            self.pass_turn(place.group)
         warpgroup.wait_group(1)
         self.release(shared.barriers.k_empty + slot)
         if cutlass.const_expr(masked):
-            softmax.mask_band(scores, block * self.tile.n + first_column, low, high)
-        factors = self.softmax_block(scores, reference, row_sum, scale_log2, lag_limit)
+            first_key = block * self.tile.n + rows.first_column
+            softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
+        factors = self.softmax_block(mma.scores, rows, scales)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty + last_slot)
-        self.rescale(acc, factors)
-        tensors.round_fragment(scores, probabilities)
+        self.rescale(mma.acc, factors)
+        tensors.round_fragment(mma.scores, mma.probabilities)
 
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work, thread: Int32):
@@ -298,23 +311,21 @@ class Forward(ForwardHost):
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.padding)
 
-    def softmax_block(
-        self, scores, reference, row_sum, scale_log2: Float32, lag_limit: Float32
-    ) -> list[Float32]:
+    def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
         """scores <- probabilities; moves row references and sums; returns the rescale factors."""
         factors = []
         for row in range(softmax.ROWS):
-            old = reference[row]
-            new = softmax.new_reference(scores, row, old, lag_limit)
-            factor = softmax.rescale_factor(old, new, scale_log2)
-            total = softmax.exponentiate_row(scores, row, new, scale_log2)
-            reference[row] = new
-            row_sum[row] = row_sum[row] * factor + total
+            old = rows.reference[row]
+            new = softmax.new_reference(scores, row, old, scales.lag_limit)
+            factor = softmax.rescale_factor(old, new, scales.scale_log2)
+            total = softmax.exponentiate_row(scores, row, new, scales.scale_log2)
+            rows.reference[row] = new
+            rows.row_sum[row] = rows.row_sum[row] * factor + total
             factors.append(factor)
         return factors
 
     @cute.jit
-    def rescale(self, acc: cute.Tensor, factors: list):
+    def rescale(self, acc: cute.Tensor, factors: list[Float32]):
         """acc <- acc * factor by row, skipped by warps in which no row's reference moved."""
         moved = (factors[0] != 1.0) | (factors[1] != 1.0)
         if cute.arch.vote_any_sync(moved):
@@ -345,27 +356,27 @@ class Forward(ForwardHost):
         maps: Maps,
         shared: Shared,
         work: Work,
-        results: tuple,
+        mma: Operands,
+        rows: Rows,
         row_lse: cute.Tensor,
         scale_log2: Float32,
-        pv: cute.TiledMma,
     ):
         """O / sum to global memory through shared memory, and LSE.
 
         Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
         """
-        acc, reference, row_sum = results
+        acc = mma.acc
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
         first_row = work.first_row + (thread // 32) * 16 + lane // 4
         for row in cutlass.range_constexpr(softmax.ROWS):
-            total = softmax.quad_reduce(row_sum[row], lambda a, b: a + b)
+            total = softmax.quad_reduce(rows.row_sum[row], lambda a, b: a + b)
             query = first_row + 8 * row
             valid = (query < work.band.query_length) & (total != 0.0)
             inverse = softmax.select(valid, 1.0 / total, Float32(0.0))
-            lse = (reference[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+            lse = (rows.reference[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
             lse = softmax.select(valid, lse, -Float32.inf)
             if (lane % 4 == 0) & (query < cute.size(row_lse)):
                 row_lse[query] = lse
@@ -381,7 +392,7 @@ class Forward(ForwardHost):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             resources.meet(self.epilogue, group)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
+        copy = cute.make_tiled_copy_C(atom, mma.pv_product.tiled()).get_slice(thread)
         cute.copy(atom, copy.retile(output), copy.partition_D(shared.o))
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.epilogue, group)

@@ -1,0 +1,75 @@
+"""Data of the Hopper forward: what a warpgroup holds while it works on a tile."""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from kernels.common import bands, softmax, tensors
+from kernels.common.schedule import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """A warpgroup's two products, with their operands and results.
+
+    Attributes:
+      qk_product, pv_product: S = Q K^T and O += P V.
+      q, k, vt: descriptors of shared memory; k and vt by stage last.
+      scores, probabilities, acc: registers; S and P of a block, O of the tile.
+    """
+
+    qk_product: tensors.Wgmma
+    pv_product: tensors.Wgmma
+    q: cute.Tensor
+    k: cute.Tensor
+    vt: cute.Tensor
+    scores: cute.Tensor
+    probabilities: cute.Tensor
+    acc: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a thread: registers of `softmax.ROWS` values each.
+
+    Attributes:
+      low, high: keys low <= j < high that a row sees.
+      reference: what its scores are compared with: a maximum, or at most the lag limit below one.
+      row_sum: of this thread's exponentials.
+      first_column: of the thread in a block of scores.
+    """
+
+    low: cute.Tensor
+    high: cute.Tensor
+    reference: cute.Tensor
+    row_sum: cute.Tensor
+    first_column: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a warpgroup is.
+
+    Attributes:
+      group: which of the MMA warpgroups it is.
+      ring_end: block b of the tile is use `ring_end - b` of the K and V rings.
+    """
+
+    group: Int32
+    ring_end: Int32
+
+
+@cute.jit
+def make_rows(work: Work, first_row: Int32, first_column: Int32) -> Rows:
+    """Rows first_row, first_row + 8, ... before the first block."""
+    low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
+    high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
+    reference = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+    row_sum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+    for row in cutlass.range_constexpr(softmax.ROWS):
+        limits = bands.row_limits(work.band, first_row + 8 * row, tensors.INT32)
+        low[row], high[row] = limits
+        reference[row], row_sum[row] = -Float32.inf, Float32(0.0)
+    return Rows(low, high, reference, row_sum, first_column)
