@@ -238,8 +238,8 @@ class Backward(BackwardHost):
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
         self.clear_queries(shared.q[None, None, slot], work, step)
-        operands = (shared.k, shared.q, self.config.tile.head_dim)
-        self.product_of_shared(operands, slot, self.config.columns.s)
+        d = self.config.tile.head_dim
+        self.product_of_shared(shared.k, shared.q, d, slot, self.config.columns.s)
         products.commit(shared.barriers.s_full)
 
     @cute.jit
@@ -248,13 +248,12 @@ class Backward(BackwardHost):
         slot, phase = tensors.ring_slot(step, self.config.tile.stages)
         cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         self.clear_queries(shared.do[None, None, slot], work, step)
-        operands = (shared.v, shared.do, self.config.tile.value_dim)
-        self.product_of_shared(operands, slot, self.config.columns.dp)
+        d = self.config.tile.value_dim
+        self.product_of_shared(shared.v, shared.do, d, slot, self.config.columns.dp)
         products.commit(shared.barriers.dp_full)
 
-    def product_of_shared(self, operands: tuple, slot: Int32, column: int):
-        """(keys, queries) = a b^T from shared memory; operands: (a, b, their columns)."""
-        a, b, d = operands
+    def product_of_shared(self, a: cute.Tensor, b: cute.Tensor, d: int, slot: Int32, column: int):
+        """(keys, queries) = a b^T from shared memory, of d columns each."""
         tile = self.config.tile
         keys = products.k_major(a.iterator, tile.n, d, tile.span_bytes)
         queries = products.k_major(b.iterator, tile.m, d, tile.span_bytes)
@@ -270,7 +269,7 @@ class Backward(BackwardHost):
         tile, columns = self.config.tile, self.config.columns
         outputs = products.mn_major(shared.do.iterator, tile.m, tile.span_bytes)
         outputs = outputs.moved(slot * (tile.m * tile.value_dim * 2))
-        self.product_of_tensor(self.config.dv, outputs, (columns.s, columns.dv), step > 0)
+        self.product_of_tensor(self.config.dv, outputs, columns.s, columns.dv, step > 0)
         products.commit(shared.barriers.do_empty + slot)
 
     @cute.jit
@@ -282,28 +281,29 @@ class Backward(BackwardHost):
         tile, columns = self.config.tile, self.config.columns
         queries = products.mn_major(shared.q.iterator, tile.m, tile.span_bytes)
         queries = queries.moved(slot * (tile.m * tile.head_dim * 2))
-        self.product_of_tensor(self.config.dk, queries, (columns.dp, columns.dk), step > 0)
+        self.product_of_tensor(self.config.dk, queries, columns.dp, columns.dk, step > 0)
         products.commit(shared.barriers.q_empty + slot)
 
     def product_of_tensor(
         self,
         product: products.Product,
         b: products.Operand,
-        columns: tuple,
+        scores: int,
+        accumulator: int,
         accumulate: Boolean,
     ):
         """(keys, columns of b) += a b with a in tensor memory, by halves of the queries.
 
-        columns: (of the scores whose halves begin with those of a, of the accumulator).
+        scores: first column of the scores whose halves begin with those of a.
         """
         m = self.config.tile.m
         half = m // COMPUTE_GROUPS // products.K_STEP
         for part in range(COMPUTE_GROUPS):
-            # Where a would begin if the columns of its halves were one behind the other.
-            a = columns[0] + part * (m // COMPUTE_GROUPS - m // COMPUTE_GROUPS // 2)
+            # Where a would begin if the columns of its halves were next to each other.
+            a = scores + part * (m // COMPUTE_GROUPS - m // COMPUTE_GROUPS // 2)
             steps = (part * half, (part + 1) * half)
             before = accumulate if part == 0 else True
-            product.issue(columns[1], a, b, before, steps)
+            product.issue(accumulator, a, b, before, steps)
 
     @cute.jit
     def multiply_dq(self, shared: Shared, step: Int32):

@@ -52,7 +52,7 @@ from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band, nth_tile
 from kernels.interface import BackwardScalars, RowBuffers, Sizes, Window
-from kernels.sm90.backward_data import Rows, Work, make_products
+from kernels.sm90.backward_data import KeyGradients, Rows, Step, Work, make_products
 from kernels.sm90.backward_description import description
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
@@ -240,24 +240,19 @@ class Backward(BackwardHost):
         dv_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
         dk_acc.fill(0.0)
         dv_acc.fill(0.0)
+        grads_acc = KeyGradients(dk_acc, dv_acc)
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
             cute.arch.mbarrier_wait(shared.barriers.kv_full, 0)
             if work.padded_keys:
                 first_row = work.band.key_length - work.first_key
-                self.clear_padding((shared.k, shared.v), first_row, thread)
+                self.clear_padding(shared.k, shared.v, first_row, thread)
         for member in cutlass.range(work.group, unroll=1):
             for index in cutlass.range(steps, unroll=1):
                 block = self.query_block(work, index)
                 step = member * steps + index
-                self.step(
-                    shared,
-                    work,
-                    rows,
-                    (dk_acc, dv_acc),
-                    scalars.scale_log2,
-                    (member, block, step, group),
-                )
+                place = Step(member, block, step, group)
+                self.step(shared, work, rows, grads_acc, scalars.scale_log2, place)
         for element in cutlass.range_constexpr(cute.size(dk_acc)):
             dk_acc[element] = dk_acc[element] * scalars.scale
         # Both warpgroups have read all of K (dQ) and V: their memory can stage the results.
@@ -286,14 +281,13 @@ class Backward(BackwardHost):
         shared: Shared,
         work: Work,
         rows: Rows,
-        grads: tuple,
+        grads: KeyGradients,
         scale_log2: Float32,
-        position: tuple,
+        place: Step,
     ):
         """One query block of one head: five products and what lies between them."""
         tile, d = self.tile, self.head_dim
-        member, block, step, group = position
-        dk_acc, dv_acc = grads
+        block, step, group = place.block, place.index, place.group
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
@@ -316,8 +310,9 @@ class Backward(BackwardHost):
         padded = (block + 1) * tile.m > work.band.query_length
         if work.padded_queries & padded:
             cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
-            tiles = (shared.q[None, None, slot], shared.do[None, None, slot])
-            self.clear_padding(tiles, work.band.query_length - block * tile.m, thread)
+            q_tile, do_tile = shared.q[None, None, slot], shared.do[None, None, slot]
+            first_row = work.band.query_length - block * tile.m
+            self.clear_padding(q_tile, do_tile, first_row, thread)
         products.scores.issue(scores, k, q, accumulate=False)
         cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         products.scores.issue(dp, v, do, accumulate=False)
@@ -327,7 +322,7 @@ class Backward(BackwardHost):
         p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
         warpgroup.wait_group(0)
         if cutlass.const_expr(tile.split_keys):
-            products.grads.issue(dv_acc, p, dot, accumulate=True)
+            products.grads.issue(grads.dv, p, dot, accumulate=True)
         self.score_gradient(shared, scores, dp, slot, group)
         ds = self.operand(grads_mma, grads_slice, dp, shared.ds[None, None, buffer])
         if cutlass.const_expr(tile.split_keys):
@@ -341,21 +336,21 @@ class Backward(BackwardHost):
         kt = dq_mma.make_fragment_B(dq_slice.partition_B(shared.kt))
         dq = cute.make_rmem_tensor(dq_mma.partition_shape_C((tile.m, d)), Float32)
         if cutlass.const_expr(not tile.split_keys):
-            products.grads.issue(dv_acc, p, dot, accumulate=True)
+            products.grads.issue(grads.dv, p, dot, accumulate=True)
         products.dq.issue(dq, dst, kt, accumulate=False)
-        products.grads.issue(dk_acc, ds, qt, accumulate=True)
+        products.grads.issue(grads.dk, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
         self.release(shared.barriers.do_empty + slot)
-        self.add_dq(shared, work, rows, dq, member, block, step)
+        self.add_dq(shared, work, rows, dq, place)
         warpgroup.wait_group(0)
         self.release(shared.barriers.q_empty + slot)
 
     @cute.jit
-    def clear_padding(self, tiles: tuple, first_row: Int32, thread: Int32):
+    def clear_padding(self, a: cute.Tensor, b: cute.Tensor, first_row: Int32, thread: Int32):
         """Rows past the length, which may hold anything, to 0 in both tiles."""
         threads = self.tile.mma_warpgroups * WARPGROUP
-        for tile in cutlass.range_constexpr(2):
-            tensors.zero_rows(tiles[tile], first_row, thread, threads)
+        tensors.zero_rows(a, first_row, thread, threads)
+        tensors.zero_rows(b, first_row, thread, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.padding)
 
@@ -440,15 +435,15 @@ class Backward(BackwardHost):
             cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
-    def add_dq(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, member, block, step):
+    def add_dq(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, place: Step):
         """Adds this step's dQ tile to dq_acc; Notes [dq_acc] and [dq order]."""
         thread, _, _ = cute.arch.thread_idx()
-        head = work.kv_head * work.group + member
-        query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
+        head = work.kv_head * work.group + place.member
+        query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + place.block
         target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
         target = target + (thread - WARPGROUP) * 4
         if cutlass.const_expr(self.deterministic):
-            cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
+            cute.arch.mbarrier_wait(shared.barriers.turn, place.index & 1)
         for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
             values = [dq[4 * chunk + i] for i in range(4)]
             ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)

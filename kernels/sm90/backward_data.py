@@ -38,6 +38,31 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """One query block of one query head, for a warpgroup.
+
+    Attributes:
+      member: the query head, counted within its group.
+      block: the query block.
+      index: of the step among all of the CTA's.
+      group: which of the MMA warpgroups it is.
+    """
+
+    member: Int32
+    block: Int32
+    index: Int32
+    group: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyGradients:
+    """A warpgroup's accumulators of dK and dV, in registers."""
+
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Products:
     """The five matrix products, transposed scores first."""
 
