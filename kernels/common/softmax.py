@@ -13,7 +13,9 @@ from cutlass import Float32, Int32
 ROWS = 2  # rows of an accumulator fragment per thread
 
 
-def fragment_index(column_pair: int, row: int, column: int) -> tuple:
+def fragment_index(
+    column_pair: int, row: int, column: int
+) -> tuple[tuple[int, int, int], int, int]:
     """Coordinate in an accumulator fragment ((2, 2, n / 8), 1, 1)."""
     return ((column, row, column_pair), 0, 0)
 

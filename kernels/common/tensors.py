@@ -17,7 +17,7 @@ TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 _ANY_LENGTH, _ANY_DIM, _ANY_COUNT = 1 << 30, 1 << 10, 1 << 20
 
 
-def bthd_tensor(pointer: cute.Pointer, shape: tuple):
+def bthd_tensor(pointer: cute.Pointer, shape: tuple[Int32, Int32, Int32, Int32]):
     """Row-major [B, length, heads, head_dim] memory as (length, head_dim, heads, batch)."""
     batch, length, heads, head_dim = shape
     row = Int64(heads) * Int64(head_dim)
@@ -133,7 +133,7 @@ class Wgmma:
     dtype: Any
     warpgroups: tuple[int, int]
     n: int
-    majors: tuple
+    majors: tuple[OperandMajorMode, OperandMajorMode]
     a_source: Any = SHARED
 
     def tiled(self) -> cute.TiledMma:

@@ -214,7 +214,7 @@ class Backward(BackwardHost):
             cute.arch.mbarrier_wait(barriers.kv_full, 0)
             if work.padded_keys:
                 rows = work.band.key_length - work.first_key
-                self.clear_padding((shared.k, shared.v), rows)
+                self.clear_padding([shared.k, shared.v], rows)
             self.multiply_scores(shared, work, Int32(0))
             self.multiply_dp(shared, work, Int32(0))
             self.multiply_dv(shared, Int32(0))
@@ -339,10 +339,10 @@ class Backward(BackwardHost):
             _, block = work.step(step, self.config.deterministic)
             rows = work.band.query_length - block * self.config.tile.m
             if rows < self.config.tile.m:
-                self.clear_padding((queries,), rows)
+                self.clear_padding([queries], rows)
 
     @cute.jit
-    def clear_padding(self, tiles: tuple, first_row: Int32):
+    def clear_padding(self, tiles: list[cute.Tensor], first_row: Int32):
         """Rows of tiles from first_row on to 0, before this warp's products read them."""
         thread, _, _ = cute.arch.thread_idx()
         for tile in tiles:

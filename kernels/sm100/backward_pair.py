@@ -55,6 +55,8 @@ Two CTAs each add half of the columns of dQ, so both may have their turn at a ti
 (FlashAttention-4, backward: 2-CTA mode; M = 128 here, so that the accumulators of 256 columns fit.)
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -71,6 +73,14 @@ from kernels.sm100.backward_pair_data import Config
 from kernels.sm100.backward_pair_rows import RowRoles
 from kernels.sm100.tiles import BUFFERS, TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A tile whose rows from `first_row` on are padding."""
+
+    memory: cute.Tensor
+    first_row: Int32
 
 
 class PairBackward(BackwardHost):
@@ -130,7 +140,7 @@ class PairBackward(BackwardHost):
                 if work.rank == 0:
                     self.multiply(shared, work)
                 else:
-                    self.pass_on(shared, work)
+                    self.relay_loads(shared, work)
             elif warp == load.first_warp:
                 self.load(maps, shared, work, rows)
             elif warp == order.first_warp:
@@ -165,9 +175,9 @@ class PairBackward(BackwardHost):
                 self.load_rows(maps, shared, work, rows, step + 1)
             # The first pass finds the memory empty: parity 1 passes on a new barrier.
             cute.arch.mbarrier_wait(barriers.dot_empty, step & 1 ^ 1)
-            self.load_columns(maps.dot, work, step, (shared.dot, barriers.dot_full))
+            self.load_columns(maps.dot, work, step, shared.dot, barriers.dot_full)
             cute.arch.mbarrier_wait(barriers.qt_empty, step & 1 ^ 1)
-            self.load_columns(maps.qt, work, step, (shared.qt, barriers.qt_full))
+            self.load_columns(maps.qt, work, step, shared.qt, barriers.qt_full)
         # Shared memory outlives every commit's arrival.
         cute.arch.mbarrier_wait(barriers.dot_empty, steps & 1 ^ 1)
         cute.arch.mbarrier_wait(barriers.qt_empty, steps & 1 ^ 1)
@@ -203,10 +213,16 @@ class PairBackward(BackwardHost):
         tensors.tma_load(maps.do, source, shared.do, barriers.do_full)
 
     @cute.jit
-    def load_columns(self, atom: cute.CopyAtom, work: Work, step: Int32, target: tuple):
-        """qt or dot of a step; target: (memory, barrier)."""
+    def load_columns(
+        self,
+        atom: cute.CopyAtom,
+        work: Work,
+        step: Int32,
+        memory: cute.Tensor,
+        full: cute.Pointer,
+    ):
+        """qt or dot of a step."""
         tile = self.config.tile
-        memory, full = target
         head, block = work.step(step, self.config.deterministic)
         of_head = tensors.bthd_coordinates()[None, None, head, work.batch]
         with cute.arch.elect_one():
@@ -215,24 +231,24 @@ class PairBackward(BackwardHost):
         tensors.tma_load(atom, source, memory, full)
 
     @cute.jit
-    def pass_on(self, shared: Shared, work: Work):
-        """MMA warp of the odd CTA: tells the even one's of what has been loaded here."""
+    def relay_loads(self, shared: Shared, work: Work):
+        """MMA warp of the odd CTA: relays the completion of its loads to the even CTA."""
         barriers, steps = shared.barriers, work.steps()
         if steps > 0:
             self.receive_keys(shared, work)
             products.signal(barriers.kv_full, ctas=2)
-            self.pass_on_rows(shared, work, Int32(0))
+            self.relay_rows(shared, work, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
-                self.pass_on_rows(shared, work, step + 1)
+                self.relay_rows(shared, work, step + 1)
             self.receive(shared.dot, barriers.dot_full, work, step)
             products.signal(barriers.dot_full, ctas=2)
             self.receive(shared.qt, barriers.qt_full, work, step)
             products.signal(barriers.qt_full, ctas=2)
 
     @cute.jit
-    def pass_on_rows(self, shared: Shared, work: Work, step: Int32):
-        """Passes on q and do of a step."""
+    def relay_rows(self, shared: Shared, work: Work, step: Int32):
+        """Relays q and do of a step."""
         self.receive(shared.q, shared.barriers.q_full, work, step)
         products.signal(shared.barriers.q_full, ctas=2)
         self.receive(shared.do, shared.barriers.do_full, work, step)
@@ -245,7 +261,9 @@ class PairBackward(BackwardHost):
         if work.padded_keys:
             rows = work.band.key_length - work.first_key
             own = cutlass.max(rows - work.rank * self.config.tile.keys, 0)
-            self.clear_padding(((shared.k, own), (shared.v, own), (shared.kt, rows)))
+            self.clear_padding(
+                [Padded(shared.k, own), Padded(shared.v, own), Padded(shared.kt, rows)]
+            )
 
     @cute.jit
     def receive(self, memory: cute.Tensor, full: cute.Pointer, work: Work, step: Int32):
@@ -258,14 +276,14 @@ class PairBackward(BackwardHost):
                 first += work.rank * self.config.tile.queries
             first_row = cutlass.max(work.band.query_length - first, 0)
             if first_row < cute.size(memory, mode=[0]):
-                self.clear_padding(((memory, first_row),))
+                self.clear_padding([Padded(memory, first_row)])
 
     @cute.jit
-    def clear_padding(self, tiles: tuple):
-        """Of each (memory, first row): rows from that on to 0, before products read them."""
+    def clear_padding(self, tiles: list[Padded]):
+        """Writes 0 to the padding of each tile, before products read it."""
         thread, _, _ = cute.arch.thread_idx()
-        for memory, first_row in tiles:
-            tensors.zero_rows(memory, first_row, thread % 32, 32)
+        for tile in tiles:
+            tensors.zero_rows(tile.memory, tile.first_row, thread % 32, 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 

@@ -1,5 +1,7 @@
 """Roles of the Blackwell backward for pairs that work row by row: compute and reduce warps."""
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -7,18 +9,35 @@ from cutlass import Float32, Int32, Int64
 from kernels.common import bands, resources, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.resources import Maps, Shared
+from kernels.common.state import Limits
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.backward_data import Rows, Work
 from kernels.sm100.backward_pair_data import Config
 from kernels.sm100.backward_rows import (
     CHUNK,
+    Queries,
     probabilities,
     rounded_pairs,
     score_gradients,
     statistics,
 )
 from kernels.sm100.tiles import BUFFERS, LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a thread of the compute warps works on.
+
+    Attributes:
+      group: the compute warpgroup, which has every second step.
+      half: of the queries of a step.
+      key_row: the key in the pair's tile.
+    """
+
+    group: Int32
+    half: Int32
+    key_row: Int32
 
 
 class RowRoles:
@@ -48,25 +67,21 @@ class RowRoles:
             edge = edge | (work.first_key + tile.n > work.band.key_length)
             first_query = block * tile.m + half * tile.queries
             # A block that needs no mask gets bounds that hide nothing.
-            first = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
-            last = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
-            position = (group, half, key_row, step)
-            self.compute_step(shared, position, (edge, (first, last)), scale_log2)
-        self.write_gradients(maps, shared, work, (group, half, thread % tile.keys, steps), scale)
+            begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
+            end = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
+            queries = Queries(half * tile.queries, step, Limits(begin, end), edge)
+            self.compute_step(shared, Place(group, half, key_row), queries, scale_log2)
+        place = Place(group, half, thread % tile.keys)
+        self.write_gradients(maps, shared, work, place, scale)
 
     @cute.jit
-    def compute_step(self, shared: Shared, position: tuple, mask: tuple, scale_log2: Float32):
-        """P and dS of one key and half of the queries of a step.
-
-        position: (buffer, half, key in the pair's tile, step); mask: (whether any pair may be
-        hidden, (first, end) of what is not).
-        """
-        buffer, half, key_row, step = position
-        edge, limits = mask
+    def compute_step(self, shared: Shared, place: Place, of_step: Queries, scale_log2: Float32):
+        """P and dS of one key and half of the queries of a step; the group is the buffer."""
+        buffer, half, key_row, step = place.group, place.half, place.key_row, of_step.step
         tile, barriers = self.config.tile, shared.barriers
         queries, own_row = tile.queries, key_row % tile.keys
         phase = step // BUFFERS & 1
-        first = half * queries
+        first = of_step.first
         slot, _ = tensors.ring_slot(step, tile.statistics)
         cute.arch.mbarrier_wait(barriers.s_full + buffer, phase)
         ptx.fence_after_sync()
@@ -74,7 +89,7 @@ class RowRoles:
             products.lane_base() + self.config.columns.s + buffer * queries, queries
         )
         lse_log2 = statistics(shared.lse_log2, slot, first, queries)
-        p = probabilities(scores, lse_log2, scale_log2, edge, limits)
+        p = probabilities(scores, lse_log2, scale_log2, of_step)
         rounded = rounded_pairs(self.config.dtype, [p[i] for i in range(queries)])
         self.write_row(shared.p[own_row, None, buffer], half, rounded)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -88,11 +103,11 @@ class RowRoles:
         delta = statistics(shared.delta, slot, first, queries)
         rounded = rounded_pairs(self.config.dtype, score_gradients(p, 0, dp, delta))
         self.write_row(shared.ds[own_row, None, buffer], half, rounded)
-        # Of the queries whose rows CTA `half` has for dQ.
+        # CTA `half` has the rows of these queries for dQ.
         row = shared.dst.iterator.toint().to(Int32) + (buffer * tile.n + key_row) * (queries * 2)
         ptx.store_swizzled_row(row, key_row, rounded, half)
         ptx.fence_proxy_of_cluster()
-        # Of S and dP.
+        # The reads of S and dP are complete.
         ptx.fence_before_sync()
         products.arrive(barriers.ds_full + buffer, ctas=2)
 
@@ -105,14 +120,12 @@ class RowRoles:
         cute.autovec_copy(fragment, cute.local_tile(row, (2 * len(pairs),), (half,)))
 
     @cute.jit
-    def write_gradients(
-        self, maps: Maps, shared: Shared, work: Work, position: tuple, scale: Float32
-    ):
+    def write_gradients(self, maps: Maps, shared: Shared, work: Work, place: Place, scale: Float32):
         """dV (compute warpgroup 0) and scale * dK (1) to global memory; 0 without any step.
 
-        position: (warpgroup, half of the columns, the CTA's key, steps).
+        place: the half is of the columns, the key is the CTA's.
         """
-        group, half, key_row, steps = position
+        group, half, key_row, steps = place.group, place.half, place.key_row, work.steps()
         tile, columns = self.config.tile, self.config.columns
         if steps > 0:
             cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
@@ -122,7 +135,7 @@ class RowRoles:
                 column, staging = ((columns.dv, shared.v), (columns.dk, shared.k))[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base() + column
-                # A loop that stays one, as in the forward's write_output.
+                # Not unrolled, as in the forward's write_output.
                 for start in cutlass.range(0, tile.part, CHUNK, unroll=1):
                     fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
                     pairs = cute.recast_tensor(fragment, Int32)
@@ -132,17 +145,17 @@ class RowRoles:
                         rounded = rounded_pairs(self.config.dtype, values)
                         for i in cutlass.range_constexpr(CHUNK // 2):
                             pairs[i] = rounded[i]
-                    place = ((half * tile.part + start) // CHUNK,)
+                    chunk = ((half * tile.part + start) // CHUNK,)
                     cute.autovec_copy(
-                        fragment, cute.local_tile(staging[key_row, None], (CHUNK,), place)
+                        fragment, cute.local_tile(staging[key_row, None], (CHUNK,), chunk)
                     )
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.config.description.named_barrier("stored"))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.config.description.role("compute").first_warp:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-            place = (work.tile * tile.ctas + work.rank, 0)
-            target = cute.local_tile(kv, (tile.keys, tile.head_dim), place)
+            of_cta = (work.tile * tile.ctas + work.rank, 0)
+            target = cute.local_tile(kv, (tile.keys, tile.head_dim), of_cta)
             with cute.arch.elect_one():
                 tensors.tma_store(maps.dv, shared.v, target)
                 tensors.tma_store(maps.dk, shared.k, target)

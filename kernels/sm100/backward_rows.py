@@ -1,5 +1,7 @@
 """Roles of the Blackwell backward that work row by row: compute and reduce warps."""
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -8,6 +10,7 @@ from kernels.common import bands, resources, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2
+from kernels.common.state import Limits
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.backward_data import Config, Rows, Work
@@ -31,11 +34,28 @@ def statistics(tensor: cute.Tensor, slot: Int32, first: Int32, count: int) -> cu
     return values
 
 
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """The queries of a step that a thread works on, and which of them see its key.
+
+    Attributes:
+      first: of the step.
+      step: of the CTA.
+      limits: queries low <= i < high see the key, counted from `first`.
+      is_edge: some pair may be hidden; otherwise the limits say nothing.
+    """
+
+    first: Int32
+    step: Int32
+    limits: Limits
+    is_edge: Boolean
+
+
 @cute.jit
 def probabilities(
-    scores: list, lse_log2: cute.Tensor, scale_log2: Float32, edge: Boolean, limits: tuple
+    scores: list[Float32], lse_log2: cute.Tensor, scale_log2: Float32, queries: Queries
 ) -> cute.Tensor:
-    """exp2(S * scale_log2 - lse_log2) of one key, in fp32; `edge`: 0 but in [low, high)."""
+    """exp2(S * scale_log2 - lse_log2) of one key, in fp32; 0 where the pair is hidden."""
     count = len(scores)
     p = cute.make_rmem_tensor((count,), Float32)
     for i in cutlass.range_constexpr(0, count, 2):
@@ -45,15 +65,16 @@ def probabilities(
             (-lse_log2[i], -lse_log2[i + 1]),
         )
         p[i], p[i + 1] = exp2(exponents[0]), exp2(exponents[1])
-    if edge:
-        low, high = limits
+    if queries.is_edge:
         for i in cutlass.range_constexpr(count):
-            inside = (i >= low) & (i < high)
+            inside = (i >= queries.limits.low) & (i < queries.limits.high)
             p[i] = softmax.select(inside, p[i], Float32(0.0))
     return p
 
 
-def score_gradients(p: cute.Tensor, first: int, dp: list, delta: cute.Tensor) -> list[Float32]:
+def score_gradients(
+    p: cute.Tensor, first: int, dp: list[Float32], delta: cute.Tensor
+) -> list[Float32]:
     """P * (dP - delta) of one key, from a query of p on."""
     values = []
     for i in range(0, len(dp), 2):
@@ -94,37 +115,29 @@ class RowRoles:
             _, block = work.step(step, self.config.deterministic)
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + self.config.tile.n > work.band.key_length)
-            first_query = block * self.config.tile.m + half * (self.config.tile.m // COMPUTE_GROUPS)
+            first = half * (self.config.tile.m // COMPUTE_GROUPS)
+            first_query = block * self.config.tile.m + first
             # A block that needs no mask gets bounds that hide nothing.
-            first = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
-            last = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
-            p = self.probabilities(shared, (half, step, edge), (first, last), scale_log2)
-            self.score_gradients(shared, (half, step, key_row), p)
-        self.write_gradients(maps, shared, work, (half, key_row, steps), scale)
+            begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
+            end = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
+            queries = Queries(first, step, Limits(begin, end), edge)
+            p = self.probabilities(shared, queries, scale_log2)
+            self.score_gradients(shared, queries, key_row, p)
+        self.write_gradients(maps, shared, work, half, key_row, scale)
 
     @cute.jit
-    def probabilities(
-        self,
-        shared: Shared,
-        position: tuple,
-        limits: tuple,
-        scale_log2: Float32,
-    ):
-        """P = exp2(S * scale_log2 - lse_log2) of a step, to tensor memory; returns it in fp32.
-
-        position: (half, step, whether any pair may be hidden).
-        """
-        half, step, edge = position
+    def probabilities(self, shared: Shared, queries: Queries, scale_log2: Float32) -> cute.Tensor:
+        """P = exp2(S * scale_log2 - lse_log2) of a step, to tensor memory; returns it in fp32."""
+        first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
         slot, _ = tensors.ring_slot(step, tile.stages)
-        first = half * count
         scores_at = products.lane_base() + self.config.columns.s + first
         cute.arch.mbarrier_wait(barriers.s_full, step & 1)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, count)
         lse_log2 = statistics(shared.lse_log2, slot, first, count)
-        p = probabilities(scores, lse_log2, scale_log2, edge, limits)
+        p = probabilities(scores, lse_log2, scale_log2, queries)
         ptx.tmem_store(scores_at, self.rounded([p[i] for i in range(count)]))
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
@@ -132,16 +145,15 @@ class RowRoles:
         return p
 
     @cute.jit
-    def score_gradients(self, shared: Shared, position: tuple, p: cute.Tensor):
+    def score_gradients(self, shared: Shared, queries: Queries, key_row: Int32, p: cute.Tensor):
         """dS = P * (dP - delta) of a step, to tensor and to shared memory.
 
-        position: (half, step, the thread's key in the tile).
+        key_row: the thread's key in the tile.
         """
-        half, step, key_row = position
+        first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
         slot, _ = tensors.ring_slot(step, tile.stages)
-        first = half * count
         dp_at = products.lane_base() + self.config.columns.dp + first
         cute.arch.mbarrier_wait(barriers.dp_full, step & 1)
         ptx.fence_after_sync()
@@ -171,27 +183,28 @@ class RowRoles:
         maps: Maps,
         shared: Shared,
         work: Work,
-        position: tuple,
+        group: Int32,
+        key_row: Int32,
         scale: Float32,
     ):
         """dV (compute warpgroup 0) and scale * dK (1) to global memory; 0 without any step.
 
-        position: (half, the thread's key in the tile, steps).
+        key_row: the thread's key in the tile.
         """
-        half, key_row, steps = position
+        steps = work.steps()
         tile, columns = self.config.tile, self.config.columns
         if steps > 0:
             cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
             ptx.fence_after_sync()
         for part in cutlass.range_constexpr(COMPUTE_GROUPS):
-            if half == part:
+            if group == part:
                 column, staging, d = (
                     (columns.dv, shared.v, tile.value_dim),
                     (columns.dk, shared.k, tile.head_dim),
                 )[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base() + column
-                # A loop that stays one, as in the forward's write_output.
+                # Not unrolled, as in the forward's write_output.
                 for start in cutlass.range(0, d, CHUNK, unroll=1):
                     fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
                     pairs = cute.recast_tensor(fragment, Int32)
@@ -214,7 +227,7 @@ class RowRoles:
                 tensors.tma_store(maps.dv, shared.v, dv)
                 tensors.tma_store(maps.dk, shared.k, dk)
                 cute.arch.cp_async_bulk_commit_group()
-                # Shared memory outlives what the stores read.
+                # Shared memory must outlive the stores' reads.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit

@@ -33,7 +33,7 @@ def tmem_load(address: Int32, columns: int) -> list[Float32]:
     return list(values)
 
 
-def tmem_store(address: Int32, values: list):
+def tmem_store(address: Int32, values: list[Float32] | list[Int32]):
     """tcgen05.st of one 32-bit value a column; `tmem_store_wait` completes it."""
     cute.arch.inline_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32"
