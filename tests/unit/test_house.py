@@ -1,0 +1,52 @@
+"""The house's rules hold, but for what is listed here with its reason."""
+
+from __future__ import annotations
+
+import collections
+
+from tests import house
+
+ALLOWED = {
+    # Signatures that users call: arguments of jax.nn.dot_product_attention, and of other packages.
+    "parameters": {
+        "fa4_jax/api.py: attention",
+        "fa4_jax/flax.py: attention_fn",
+        "fa4_jax/integrations/equinox.py: __call__",
+        "fa4_jax/integrations/levanter.py: attention",
+        "fa4_jax/integrations/maxtext.py: apply_attention",
+        "fa4_jax/integrations/tokamax.py: _fwd",
+        "fa4_jax/parallel/cost.py: choose",
+        "fa4_jax/parallel/local.py: local_attention",
+        "fa4_jax/parallel/sharded.py: attention",
+        "kernels/emulator/launch.py: launch",
+        # Host functions of others' kernels, and of a kernel that tests the compiler.
+        "tests/build/sample_kernels.py: __call__",
+        "tests/emulator/interop/hosts.py: __call__",
+    },
+    # Most of these lines are docstrings of the signatures above.
+    "lines of a function": {
+        "fa4_jax/api.py: attention",
+        "fa4_jax/parallel/sharded.py: attention",
+    },
+}
+
+
+def test_rules_hold() -> None:
+    beyond = collections.defaultdict[str, set[str]](set)
+    for finding in house.findings():
+        beyond[finding.rule].add(finding.place)
+    assert beyond == ALLOWED
+
+
+def test_a_cycle_and_a_long_function_are_found(monkeypatch) -> None:
+    import ast
+
+    long = "def f(a: tuple):\n" + "    x = 1\n" * house.MOST_FUNCTION_LINES
+    files = {
+        "kernels/a.py": ast.parse("from kernels import b\n" + long),
+        "kernels/b.py": ast.parse("import kernels.a\n"),
+    }
+    monkeypatch.setattr(house, "modules", lambda: files)
+    assert house.cycles() == [["kernels.a", "kernels.b"]]
+    found = [f for path, function in house._functions() for f in house._of_function(path, function)]
+    assert {f.rule for f in found} == {"lines of a function", "bare tuples and lists"}
