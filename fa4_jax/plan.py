@@ -13,7 +13,7 @@ from fa4_jax.key import (
     backward_value_dim,
     head_dim_tile,
 )
-from fa4_jax.manifest import Cubin, Launch, Manifest
+from fa4_jax.manifest import Launch, Manifest
 from fa4_jax.problem import Problem
 
 
@@ -169,8 +169,3 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
         platforms=target.platforms,
         arch=target.arch,
     )
-
-
-def cubins(plan: Plan, manifest: Manifest) -> tuple[Cubin, ...]:
-    """Records of the plan's kernels, in launch order."""
-    return tuple(manifest.cubins[kernel.key] for kernel in plan.forward + plan.backward)

@@ -61,7 +61,7 @@ ASSUMPTIONS = (
         "for by a warp there, is ordered before a tcgen05.mma of the even CTA by that warp's "
         "arrival (release, cluster) and the issuing thread's wait (acquire, cluster), without a "
         "proxy fence.",
-        "all kernels of pairs: `pass_on` in kernels/sm100/forward_products.py and "
+        "all kernels of pairs: `relay_loads` in kernels/sm100/forward_products.py and "
         "kernels/sm100/backward_pair.py",
         "The PTX ISA makes a copy's writes visible to who observes its barrier and says nothing "
         "of the async proxy of a third thread. flash-attn-4's backward of pairs has a relay warp "
@@ -215,7 +215,7 @@ ASSUMPTIONS = (
         "After griddepcontrol.wait a programmatic launch sees everything that earlier launches of"
         " the stream wrote, by ordinary loads, bulk copies and additions alike, and so does the "
         "one after it.",
-        "Blackwell's backward: `await_launch_before` in kernels/common/launches.py, `take_ticket`"
+        "Blackwell's backward: `await_launch_before` in kernels/common/ptx.py, `take_ticket`"
         " in kernels/sm100/backward_data.py",
         "PTX ISA, griddepcontrol.wait: all prerequisite grids have completed and their memory "
         "operations are performed and made visible; it does not speak of proxies. flash-attn-4's "
