@@ -18,20 +18,8 @@ that keys are the lanes of tensor memory:
 Order of the products: S(0) dP(0) dV(0), then for every step i: S(i+1) dK(i) dQ(i) dP(i+1) dV(i+1):
 while compute warps make dS(i), the tensor core has S(i+1), and under dK(i), dQ(i) they make P(i+1).
 
-    barrier      from -> to                 once per
-    kv_full      load -> mma                CTA
-    q_full       load -> mma                step
-    q_empty      mma -> load                step
-    do_full      load -> mma                step
-    do_empty     mma -> load                step
-    s_full       mma -> compute             step
-    p_full       compute -> mma             step
-    dp_full      mma -> compute             step
-    ds_full      compute -> mma             step
-    dq_full      mma -> reduce              step
-    dq_empty     reduce -> mma              step
-    grads_full   mma -> compute             CTA
-    turn, added  order <-> reduce           step, deterministic
+`backward_description.py` has the warps, the barriers (who signals, who waits, once per what) and
+the memory.
 
 Note [what needs no barrier]: S(i+1) overwrites S(i), which compute warps have read before P(i) was
 full, and P(i), which dV(i), issued before, has read. dP(i+1) overwrites dP(i) and dS(i) likewise,

@@ -19,7 +19,7 @@ half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 25
     dQ^T = K^T dS        256 x 64 x 128     lane: column 128 r + lane; 64 queries; two buffers
 
     load warp        k, v, kt once; then of every step q, lse_log2, delta, do, dot, qt
-    MMA warp         even: all products; odd: tells the even one's of what has been loaded here
+    MMA warp         even: all products; odd: relays the completion of its loads to the even CTA
     compute warps    two warpgroups, every second step each; a thread has one key and half of the
                      queries: P to p, dS to ds and, in the CTA whose queries they are, to dst
     reduce warps     one column of dQ a thread, from tensor memory to global memory by additions
@@ -28,21 +28,11 @@ half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 25
 Order of the products: S(0) dP(0), then for every step i: S(i+1) dP(i+1) dV(i) dK(i) dQ(i); of the
 loads likewise: q(i+1) do(i+1) dot(i) qt(i).
 
-    barrier           from -> to                          once per
-    kv_full           load -> mma                         CTA
-    q_full, do_full   load -> mma                         step
-    qt_full, dot_full load -> mma                         step
-    qt_empty          mma -> load                         step
-    dot_empty         mma -> load                         step
-    s_full, dp_full   mma -> compute, load                step, by buffer
-    p_full, ds_full   compute -> mma                      step, by buffer
-    dq_full           mma -> reduce                       step, by buffer
-    dq_empty          reduce -> mma                       step, by buffer
-    grads_full        mma -> compute                      CTA
-    turn, added       order <-> reduce                    step, deterministic
+`backward_description.py` has the warps, the barriers (who signals, who waits, once per what) and
+the memory.
 
 The MMA warp waits in the even CTA for loads, compute and reduce warps of both; its commits arrive
-in both. Loads arrive in the CTA that makes them; the odd one's MMA warp passes them on.
+in both. Loads arrive in the CTA that issues them; the odd CTA's MMA warp relays them.
 
 Note [what needs no barrier]: a buffer's S(i+2) overwrites S(i), and dP(i+2) dP(i), behind dV(i) and
 dK(i), which waited for P(i) and dS(i); dQ(i)'s fence stands between. p, ds and dst of step i are

@@ -11,41 +11,27 @@
     store warp        TMA: output tiles to global memory
 
 Two query tiles (head_dim <= 128): S_0(0) S_1(0), then for every block i: O_0 S_0(i+1) O_1 S_1(i+1);
-while one tile's softmax works, the tensor core has the other's products. Behind the last block the
+while one tile's softmax works, the tensor core has the other's products. After the last block the
 next tiles' first scores take the place of S_t(i+1). A single query tile (where two accumulators O
 do not fit tensor memory) has two buffers of scores instead: S(0) S(1), then for every block i:
 O S(i+2).
 
 A pair of CTAs (tile.ctas = 2) shares K and V: each has query tiles of its own, half of the keys of
 a K block and half of the columns of a V block, and the even CTA's MMA warp issues products of 256
-rows for both. It is told of the odd CTA's loads by that one's MMA warp, of its probabilities by its
-softmax and correction warps; its commits arrive in both. All other barriers are of one CTA.
+rows for both. The odd CTA's MMA warp relays its loads' completion to the even CTA; its softmax and
+correction warps arrive there themselves; the even CTA's commits arrive in both.
 
-    barrier      from -> to                     once per
-    work_full    schedule -> all others         query tile
-    work_empty   all others -> schedule         query tile
-    q_full       load -> mma                    query tile
-    q_empty      mma -> load                    query tile
-    kv_full      load -> mma                    block of K or V
-    kv_empty     mma -> load                    block of K or V
-    s_full       mma -> softmax                 block
-    p_early      softmax, correction -> mma     block: the first part of P; O_t may be changed
-    p_late       softmax -> mma                 block and other part of P
-    FACTORS      softmax -> correction          block but a tile's first; named, of 2 warps each
-    o_full       mma -> correction              query tile; block, with a single query tile
-    sums_full    softmax -> correction          query tile
-    sums_empty   correction -> softmax          query tile
-    out_full     correction -> store            span of columns of a query tile
-    out_empty    store -> correction            span of columns of a query tile
+`forward_description.py` has the warps, the barriers (who signals, who waits, once per what) and the
+memory.
 
-Note [what needs no barrier]: a buffer's next S overwrites its S and P, and comes behind the product
-that read this P in the order in which the MMA warp issues. A factor is overwritten by the softmax
-warp of the next block there, which waited for that S, and so for the correction warps' arrival on
-p_early of this block, behind their reading the factor; a tile's first block has none. O_t is
-overwritten by the next tile's first product, behind the correction warps' arrival on its p_early,
-which they make as soon as they have read O_t. With two query tiles O_t may be rescaled when a
-factor is there: S_t(i) was complete, and so was O_t's product of block i-1 before it; with a single
-one S(i) comes before that product, which the correction warps then wait for.
+Note [what needs no barrier]: a buffer's next S overwrites its S and P; the MMA warp issues it after
+the product that reads this P. The softmax warp of the next block in a buffer overwrites its factor;
+it has waited for that S, and so for the correction warps' arrival on p_early of this block, which
+comes after they have read the factor; a tile's first block has none. The next tile's first product
+overwrites O_t after the correction warps' arrival on its p_early, which comes as soon as they have
+read O_t. With two query tiles O_t may be rescaled when a factor is there: S_t(i) was complete, and
+so was O_t's product of block i-1 before it; with a single one S(i) comes before that product, and
+the correction warps wait for the product.
 
 (FlashAttention-4: ping-pong tiles, conditional rescaling, correction warps, P in parts.)
 """

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-WARPS = 16
 LANES = 128  # of tensor memory
 TENSOR_MEMORY_COLUMNS = 512
-MAX_DYNAMIC_SMEM_BYTES = 227 * 1024
-REGISTERS_PER_SM = 65536
 L2_BUDGET_BYTES = 100 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (B200: 126 MB)."""
 
@@ -95,18 +92,6 @@ class ForwardTile:
         """How many blocks of scores of a query tile there may be at a time."""
         return BUFFERS // self.query_tiles
 
-    @property
-    def threads(self) -> int:
-        return WARPS * 32
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Barriers and row statistics (3 KiB with padding), query tiles, an output tile, the ring.
-
-        With output in memory of its own the next query tiles are loaded while it is stored.
-        """
-        rows = (self.query_tiles + 1) * self.rows + self.kv_stages * self.keys
-        return 3 * 1024 + rows * head_dim * 2
-
     def columns(self, head_dim: int) -> TensorColumns:
         """What lives where in tensor memory."""
         n = self.n
@@ -176,10 +161,6 @@ class BackwardTile:
     ctas = 1
 
     @property
-    def threads(self) -> int:
-        return WARPS * 32
-
-    @property
     def dq_transposed(self) -> bool:
         """Whether columns of dQ are lanes of tensor memory, rather than its rows."""
         return self.m < LANES
@@ -193,13 +174,6 @@ class BackwardTile:
     def dq_width(self) -> int:
         """Columns of tensor memory that one of these products has."""
         return self.m if self.dq_transposed else self.head_dim
-
-    def smem_bytes(self) -> int:
-        """Barriers (256 bytes) with LSE and delta; K, V; the rings of Q and dO; dS."""
-        statistics = 256 + 2 * self.stages * self.m * 4
-        rows = self.n + self.stages * self.m
-        operands = rows * (self.head_dim + self.value_dim) * 2 + self.n * self.m * 2
-        return -(-statistics // 1024) * 1024 + operands
 
     def columns(self) -> BackwardColumns:
         """What lives where in tensor memory; dQ begins with dP's columns if they are needed."""
@@ -235,10 +209,6 @@ class BackwardPairTile:
     dq_transposed = True
 
     @property
-    def threads(self) -> int:
-        return WARPS * 32
-
-    @property
     def value_dim(self) -> int:
         return self.head_dim
 
@@ -256,14 +226,6 @@ class BackwardPairTile:
     def queries(self) -> int:
         """Queries whose rows of q, do, dst a CTA has; half of a step's."""
         return self.m // self.ctas
-
-    def smem_bytes(self) -> int:
-        """Barriers (256 bytes) with LSE and delta; k, v, kt; q, qt, do, dot; p, ds, dst twice."""
-        statistics = 256 + 2 * self.statistics * self.m * 4
-        keys = 2 * self.keys * self.head_dim + self.n * self.part
-        queries = 2 * (self.queries * self.head_dim + self.m * self.part)
-        scores = BUFFERS * (2 * self.keys * self.m + self.n * self.queries)
-        return -(-statistics // 1024) * 1024 + (keys + queries + scores) * 2
 
     def columns(self) -> BackwardPairColumns:
         """What lives where in tensor memory."""

@@ -14,9 +14,9 @@ under another's tensor-core work. (FlashAttention-3, sections 3.1 and 3.2; Flash
 rescaling threshold and the tile order; its polynomial exponentials do not pay here, see
 docs/notes/polynomial-exp2-on-hopper.md.)
 
-Not here: bias, dense masks, dropout, value head dim other than the query's.
+Not here: bias, dense masks, dropout.
 
-Note [turns]: warpgroup w waits on named barrier TURN + w before it issues the products of a block
+Note [turns]: warpgroup w waits on its `turn` barrier before it issues the products of a block
 and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn; the
 first one closes the last turn, so that every arrival is matched when the CTA exits. No warpgroup
 opens the next tile's turns before this one's are closed: it first waits for that tile's Q, which is

@@ -9,8 +9,6 @@ import dataclasses
 
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64  # rows of a warpgroup's product
-MAX_DYNAMIC_SMEM_BYTES = 227 * 1024
-REGISTERS_PER_SM = 65536
 L2_BUDGET_BYTES = 40 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (H100, H200: 50 MB)."""
 
@@ -55,15 +53,6 @@ class ForwardTile:
         """One CTA per SM takes tile after tile: pays where the next one's loads can start early."""
         return self.own_output
 
-    @property
-    def threads(self) -> int:
-        return (self.mma_warpgroups + 1) * WARPGROUP
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Barriers (1 KiB with padding), the query tile, the output tile, the K and V rings."""
-        rows = self.m * (2 if self.own_output else 1) + 2 * self.kv_stages * self.n
-        return 1024 + rows * head_dim * 2
-
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, band)
@@ -97,7 +86,6 @@ class BackwardTile:
     span_bytes: int = 128
 
     mma_warpgroups = 2
-    threads = 3 * WARPGROUP
 
     @property
     def split_keys(self) -> bool:
@@ -112,14 +100,6 @@ class BackwardTile:
     def split_rows(self) -> bool:
         """True: a warpgroup owns 64 query rows of dQ; False: half of its columns."""
         return self.m == 128
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Barriers, LSE and delta; K, V; the rings of Q and dO; two dS and,
-        unless in registers, two P."""
-        statistics = 2 * self.stages * self.m * 4
-        operands = 2 * (self.n + self.stages * self.m) * head_dim * 2
-        scores = (1 if self.split_keys else 2) * 2 * self.n * self.m * 2
-        return 1024 + -(-statistics // 1024) * 1024 + operands + scores
 
 
 BACKWARD_TILES: dict[int, BackwardTile] = {
