@@ -18,8 +18,8 @@ from benchmarks.truth.estimates import Cost, Shape, backward_tiles
 from benchmarks.truth.grids import Grid
 from benchmarks.truth.recording import Code, Problem, built, record
 from fa4_jax.key import KernelKey, Pass
-from kernels.emulator.rates import BLACKWELL, Rates
-from kernels.emulator.timing import estimate
+from kernels.emulator.timing.rates import BLACKWELL, Rates
+from kernels.emulator.timing.replay import estimate
 from kernels.sm100.tiles import DETERMINISTIC_BAND_HEADS, L2_BUDGET_BYTES
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))

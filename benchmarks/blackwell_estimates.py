@@ -15,9 +15,9 @@ import pathlib
 
 from benchmarks.truth.recording import Code, Problem, built, record
 from fa4_jax.key import KernelKey, Pass
-from kernels.emulator.rates import BLACKWELL
-from kernels.emulator.timeline import chrome_trace, plot
-from kernels.emulator.timing import Timing, estimate
+from kernels.emulator.timing.rates import BLACKWELL
+from kernels.emulator.timing.replay import Timing, estimate
+from kernels.emulator.timing.timeline import chrome_trace, plot
 
 HEAD_DIMS = (64, 128, 192, 256)
 LENGTH = 8192

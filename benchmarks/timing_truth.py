@@ -4,9 +4,9 @@
     python -m benchmarks.timing_truth      # JSON, Markdown and a chart in benchmarks/results
 
 Measured: `benchmarks/kernel_cycles.py`. Estimated: `benchmarks.truth`. The estimates rest on
-`kernels.emulator.rates`, whose numbers are microbenchmarks' or documented, none of them fitted to
-these kernels. A kernel of fp16 runs the same instructions as the one of bf16, whose recording
-serves both.
+`kernels.emulator.timing.rates`, whose numbers are microbenchmarks' or documented, none of them
+fitted to these kernels. A kernel of fp16 runs the same instructions as the one of bf16, whose
+recording serves both.
 """
 
 from __future__ import annotations

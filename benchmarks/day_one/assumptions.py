@@ -268,7 +268,7 @@ ASSUMPTIONS = (
         "One H200 was measured (docs/notes/microbenchmarks.md); of a B200 only documented rates "
         "are known. The model's estimates for flash-attn-4's kernels are 6 % off on the mean.",
         "estimates, and with them the choice of pairs at head dims up to 128",
-        "kernels/emulator/rates.py: `BLACKWELL`",
+        "kernels/emulator/timing/rates.py: `BLACKWELL`",
         instead="the microbenchmarks, one for each field",
         parts=("constants",),
     ),

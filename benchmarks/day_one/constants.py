@@ -11,8 +11,8 @@ from benchmarks.day_one.litmus import BLACKWELL
 from benchmarks.day_one.outcome import Result, Verdict
 from benchmarks.micro import tensor_memory
 from benchmarks.micro.program import Measurement
-from kernels.emulator import rates
-from kernels.emulator.rates import Rates
+from kernels.emulator.timing import rates
+from kernels.emulator.timing.rates import Rates
 
 LAUNCHES = 3
 CLOCK = "clock"

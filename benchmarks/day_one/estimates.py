@@ -25,8 +25,8 @@ from benchmarks.truth.estimates import Estimator, Shape, backward_tiles
 from benchmarks.truth.grids import Grid
 from benchmarks.truth.recording import built
 from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass
-from kernels.emulator.rates import BLACKWELL as B200
-from kernels.emulator.rates import RATES
+from kernels.emulator.timing.rates import BLACKWELL as B200
+from kernels.emulator.timing.rates import RATES
 
 
 def _key(arch: str, case: Case, kernel: Pass, deterministic: bool = False) -> KernelKey:

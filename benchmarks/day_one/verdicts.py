@@ -126,14 +126,16 @@ def changes(arch: str, findings: Sequence[Finding]) -> list[str]:
     off.sort(key=lambda x: -abs(math.log(x.ratio or 1)))
     name = {"sm_90a": "HOPPER", "sm_100f": "BLACKWELL"}[arch]
     lines += [
-        f"kernels/emulator/rates.py: {name}.{x.field} {x.value:g} -> {x.measured:.4g}" for x in off
+        f"kernels/emulator/timing/rates.py: {name}.{x.field} {x.value:g} -> {x.measured:.4g}"
+        for x in off
     ]
     if slow := slow_shapes(arch, findings):
         worst = max(slow, key=lambda x: x.measured / x.model)
         lines.append(
-            f"kernels/emulator/timing.py: {len(slow)} shapes of products take longer than the "
-            f"model says, {worst.name} {worst.measured:.0f} cycles instead of {worst.model:.0f}: "
-            "it needs a time by shape, and kernels/sm100/tiles.py perhaps other tiles"
+            f"kernels/emulator/timing/replay.py: {len(slow)} shapes of products take longer than "
+            f"the model says, {worst.name} {worst.measured:.0f} cycles instead of "
+            f"{worst.model:.0f}: it needs a time by shape, and "
+            "kernels/sm100/tiles.py perhaps other tiles"
         )
     return lines
 

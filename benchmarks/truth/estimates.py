@@ -9,8 +9,8 @@ from benchmarks.truth.grids import Access, Grid, Work, by_tile, resident_ctas, t
 from benchmarks.truth.recording import ROWS_OF_BACKWARD, Code, Problem, record
 from fa4_jax.key import KernelKey, Pass
 from kernels.common import bands
-from kernels.emulator.rates import HOPPER, Rates
-from kernels.emulator.timing import estimate
+from kernels.emulator.timing.rates import HOPPER, Rates
+from kernels.emulator.timing.replay import estimate
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,

@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable
 
 from benchmarks.truth.recording import Code
-from kernels.emulator.rates import Rates
+from kernels.emulator.timing.rates import Rates
 
 _REGISTERS, _WARPS, _SHARED_BYTES, _MOST_CTAS = 65536, 64, 227 * 1024, 32
 _RESERVED_SHARED_BYTES = 1024

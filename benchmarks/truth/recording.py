@@ -14,8 +14,9 @@ from fa4_jax.manifest import Cubin, Launch
 from kernels import emulator
 from kernels.build import cache
 from kernels.common import bands
-from kernels.emulator import Policy, arguments
-from kernels.emulator.trace import Trace
+from kernels.emulator import Policy
+from kernels.emulator.driver import arguments
+from kernels.emulator.machine.trace import Trace
 
 ROWS_OF_BACKWARD = 64
 _STORAGE: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}

@@ -2,7 +2,7 @@
 //
 // Point FA4_JAX_LIBCUDA at it, and FA4_JAX_KERNELS at a folder that `python -m kernels.build --ptx`
 // filled. What a driver does beyond keeping records is done in Python, by
-// kernels/emulator/driver.py: this library imports that module, which attaches its functions. A
+// kernels/emulator/driver: this library imports that package, which attaches its functions. A
 // launch has ended when cuLaunchKernelEx returns; it may touch the memory that its thread has
 // registered, nothing else.
 #include <dlfcn.h>
@@ -70,7 +70,7 @@ struct Range {
   int32_t read_only;
 };
 
-// kernels/emulator/driver.py restates this and Emulator.
+// kernels/emulator/driver/driver.py restates this and Emulator.
 struct Launch {
   const char* image;
   const char* symbol;
@@ -83,7 +83,7 @@ struct Launch {
   uint32_t dynamic_shared_bytes;
 };
 
-// Functions of kernels/emulator/driver.py. Each returns a CUresult and explains one that is none.
+// Functions of kernels/emulator/driver. Each returns a CUresult and explains one that is none.
 struct Emulator {
   Result (*attribute)(int attribute, int* value);
   Result (*prepare)(const char* image, const char* symbol);

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 
 from kernels.emulator.errors import PtxError
-from kernels.emulator.machine import Geometry, Machine, bind_program
+from kernels.emulator.instructions.binding import bind_program
+from kernels.emulator.machine.machine import Geometry, Machine
+from kernels.emulator.machine.tally import executed
+from kernels.emulator.machine.trace import Trace
 from kernels.emulator.memory import GlobalMemory, Region
-from kernels.emulator.parser import parameter_offsets, parse
 from kernels.emulator.policy import Policy
-from kernels.emulator.program import PARAMETER_BASE, Program
-from kernels.emulator.report import Costs, Report, check_roles, costs, executed
-from kernels.emulator.syntax import Kernel
-from kernels.emulator.trace import Trace
+from kernels.emulator.ptx.costs import Costs, costs
+from kernels.emulator.ptx.parser import parameter_offsets, parse
+from kernels.emulator.ptx.program import PARAMETER_BASE, Program
+from kernels.emulator.ptx.syntax import Kernel
+from kernels.emulator.report import Report, check_roles
 
 MOST_SHARED_BYTES = 227 * 1024
 _MOST_THREADS = 1024

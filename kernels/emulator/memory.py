@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.emulator.alu import flush
+from kernels.emulator.subnormals import flush
 
 NAN_WORD = 0x7FFF7FFF
 """Uninitialised memory and registers: NaNs as every floating-point type."""

@@ -25,7 +25,8 @@ from fa4_jax.key import (
 from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import cache, compile
-from kernels.emulator import Policy, arguments
+from kernels.emulator import Policy
+from kernels.emulator.driver import arguments
 
 UNBOUNDED = 1 << 30
 MULTIPROCESSORS = 2

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from fa4_jax import catalogue
 from fa4_jax.key import KernelKey
 from kernels import emulator
-from kernels.emulator import Policy, arguments, report
-from kernels.emulator.parser import parse
-from kernels.emulator.syntax import Instruction
+from kernels.emulator import Policy
+from kernels.emulator.driver import arguments
+from kernels.emulator.ptx import costs
+from kernels.emulator.ptx.parser import parse
+from kernels.emulator.ptx.syntax import Instruction
 from tests.emulator import attention, mutation_score
 from tests.emulator.attention import Attention
 from tests.emulator.survivors import SURVIVORS
@@ -81,7 +83,7 @@ class Coverage:
 
 def is_counted(instruction: Instruction) -> bool:
     """Whether it synchronises or is asynchronous."""
-    if report.instruction_class(instruction.mnemonic) in _CLASSES:
+    if costs.instruction_class(instruction.mnemonic) in _CLASSES:
         return True
     return _OTHERS.match(instruction.mnemonic) is not None
 

@@ -28,7 +28,7 @@ from fa4_jax.conformance.runner import arguments, compute, run_case
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Cubin, Factor, Launch, Param, Result
 from fa4_jax.plan import Kernel
-from kernels.emulator.driver import SETTINGS_VARIABLE
+from kernels.emulator.driver.driver import SETTINGS_VARIABLE
 
 
 @contextlib.contextmanager

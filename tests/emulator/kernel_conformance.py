@@ -274,7 +274,7 @@ def _digest(key: KernelKey) -> str:
 
 @functools.cache
 def _emulator() -> str:
-    sources = sorted(pathlib.Path(emulator.__file__).parent.glob("*.py"))
+    sources = sorted(pathlib.Path(emulator.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(map(pathlib.Path.read_bytes, sources))).hexdigest()[:12]
 
 

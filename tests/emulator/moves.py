@@ -20,9 +20,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kernels.emulator import report
-from kernels.emulator.parser import parse
-from kernels.emulator.syntax import Address, Instruction, Register, Symbol, registers
+from kernels.emulator.ptx import costs
+from kernels.emulator.ptx.parser import parse
+from kernels.emulator.ptx.syntax import Address, Instruction, Register, Symbol, registers
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BODY = re.compile(r"\.entry\b[^{]*\{")
@@ -219,7 +219,7 @@ def _all(pattern: re.Pattern[str], names: Sequence[str]) -> bool:
 
 def _issues(item: Item) -> bool:
     """Whether there are asynchronous operations in it."""
-    return any(report.instruction_class(i) in _ASYNCHRONOUS_CLASSES for i in _mnemonics(item))
+    return any(costs.instruction_class(i) in _ASYNCHRONOUS_CLASSES for i in _mnemonics(item))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _is_ordered(instruction: Instruction) -> bool:
     """Whether it accesses memory, is asynchronous or synchronises."""
     if instruction.opcode in _UNORDERED_OPCODES:
         return False
-    kind = report.instruction_class(instruction.mnemonic)
+    kind = costs.instruction_class(instruction.mnemonic)
     return kind in _ORDERED_CLASSES or instruction.opcode in _ORDERED_OPCODES
 
 

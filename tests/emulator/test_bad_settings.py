@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fa4_jax import manifest, runtime
-from kernels.emulator.driver import SETTINGS_VARIABLE
+from kernels.emulator.driver.driver import SETTINGS_VARIABLE
 from tests.fakes import fake_manifest
 from tests.ffi import compiler
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fa4_jax import catalogue
-from kernels.emulator.parser import parse
+from kernels.emulator.ptx.parser import parse
 from tests.emulator import coverage, mutation_score, programs
 from tests.emulator.survivors import SURVIVORS
 

@@ -17,9 +17,9 @@ from benchmarks.micro.program import BLACKWELL, ENTRY, FIELDS, PASSES, Measureme
 from kernels import emulator
 from kernels.build import cubin_info
 from kernels.emulator import Policy
-from kernels.emulator.rates import BLACKWELL as B200
-from kernels.emulator.timing import estimate
-from kernels.emulator.trace import Trace
+from kernels.emulator.machine.trace import Trace
+from kernels.emulator.timing.rates import BLACKWELL as B200
+from kernels.emulator.timing.replay import estimate
 
 RESULTS, DATA = 0x1000_0000, 0x4000_0000
 PROGRAMS = {m.name: m for m in tensor_memory.measurements()}

@@ -19,7 +19,7 @@ from benchmarks.day_one.outcome import Verdict
 from benchmarks.day_one.parts import programs
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
-from kernels.emulator.parser import parse
+from kernels.emulator.ptx.parser import parse
 
 try:
     REAL: Any = importlib.import_module("cuda.bindings.driver")

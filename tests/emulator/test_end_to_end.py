@@ -26,7 +26,7 @@ from fa4_jax import catalogue, runtime
 from fa4_jax.conformance.cases import CASES, Case
 from fa4_jax.key import KernelKey, Pass
 from kernels.build import cache, package
-from kernels.emulator.driver import SETTINGS_VARIABLE, Driver, settings
+from kernels.emulator.driver.driver import SETTINGS_VARIABLE, Driver, settings
 from tests.emulator import emulated_gpu
 from tests.ffi import compiler
 

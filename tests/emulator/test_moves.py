@@ -9,7 +9,7 @@ import pytest
 
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
-from kernels.emulator.parser import parse
+from kernels.emulator.ptx.parser import parse
 from tests.emulator import programs
 from tests.emulator.moves import moves
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.emulator.clocks import Clocks
 from kernels.emulator.memory import Fault
-from kernels.emulator.order import Order
+from kernels.emulator.order.clocks import Clocks
+from kernels.emulator.order.shared_memory import Order
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels.emulator.cta import SHARED_BASE
+from kernels.emulator.machine.cta import SHARED_BASE
 from tests.emulator import programs
 from tests.emulator.test_copies import MASKS
 

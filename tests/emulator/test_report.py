@@ -16,9 +16,10 @@ from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import Pass
 from kernels import emulator
 from kernels.descriptions import describe, warps_of_roles
-from kernels.emulator import Policy, Report, arguments
-from kernels.emulator.parser import parse
-from kernels.emulator.report import QUANTITIES, instruction_class
+from kernels.emulator import Policy, Report
+from kernels.emulator.driver import arguments
+from kernels.emulator.ptx.costs import QUANTITIES, instruction_class
+from kernels.emulator.ptx.parser import parse
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
 from tests.emulator.sm100_programs import GEMM

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.emulator import EmulationError, Policy
-from kernels.emulator.cta import SHARED_BASE
+from kernels.emulator.machine.cta import SHARED_BASE
 from tests.emulator import sm100_ptx
 from tests.emulator.programs import Launch
 from tests.emulator.sm100_ptx import (

@@ -13,12 +13,13 @@ import pytest
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from kernels import emulator
-from kernels.emulator import Policy, arguments
-from kernels.emulator.rates import BLACKWELL, HOPPER, measured
-from kernels.emulator.resources import TensorCore
-from kernels.emulator.timeline import chrome_trace, plot
-from kernels.emulator.timing import Timing, estimate
-from kernels.emulator.trace import Trace
+from kernels.emulator import Policy
+from kernels.emulator.driver import arguments
+from kernels.emulator.machine.trace import Trace
+from kernels.emulator.timing.rates import BLACKWELL, HOPPER, measured
+from kernels.emulator.timing.replay import Timing, estimate
+from kernels.emulator.timing.resources import TensorCore
+from kernels.emulator.timing.timeline import chrome_trace, plot
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import attention, ptx
 from tests.emulator.sm100_programs import GEMM, PAIR

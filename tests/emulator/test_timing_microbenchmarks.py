@@ -16,9 +16,9 @@ from benchmarks import microbenchmarks
 from benchmarks.micro.program import ENTRY, FIELDS, PASSES, Measurement, Program
 from kernels import emulator
 from kernels.emulator import Policy
-from kernels.emulator.rates import HOPPER
-from kernels.emulator.timing import estimate
-from kernels.emulator.trace import Trace
+from kernels.emulator.machine.trace import Trace
+from kernels.emulator.timing.rates import HOPPER
+from kernels.emulator.timing.replay import estimate
 
 RESULTS, DATA = 0x1000_0000, 0x4000_0000
 _PATH = pathlib.Path("benchmarks/results/nvidia-h200-microbenchmarks.json")

@@ -12,7 +12,7 @@ from benchmarks.truth.estimates import Estimator
 from benchmarks.truth.grids import Access, Grid, Work, by_tile, to_and_fro
 from benchmarks.truth.recording import Code
 from fa4_jax.key import KernelKey, Pass
-from kernels.emulator.rates import HOPPER
+from kernels.emulator.timing.rates import HOPPER
 from kernels.sm90.tiles import BACKWARD_TILES, FORWARD_TILES
 from tests.emulator.attention import ptx
 

@@ -256,7 +256,7 @@ def test_the_report_says_what_falls_and_what_to_change_first():
     assert [x.split()[1] for x in fallen] == ["remote-store", "registers"]
     assert "kernels/sm100/backward_pair_rows.py" in fallen[0]
     assert "selftest: backward, fast, one CTA, bf16-d96 (falls): dq: too large" in changes
-    assert changes[-1] == "kernels/emulator/rates.py: BLACKWELL.global_latency 271.8 -> 400"
+    assert changes[-1] == "kernels/emulator/timing/rates.py: BLACKWELL.global_latency 271.8 -> 400"
     assert not any(INJECTED in x or "arithmetic_latency" in x for x in changes)
 
 

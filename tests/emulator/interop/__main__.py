@@ -25,8 +25,8 @@ import numpy as np
 
 from fa4_jax.conformance.oracle import Inputs
 from kernels.emulator import EmulationError, Policy
-from kernels.emulator.rates import BLACKWELL
-from kernels.emulator.trace import Trace
+from kernels.emulator.machine.trace import Trace
+from kernels.emulator.timing.rates import BLACKWELL
 from tests.emulator.interop import flash_attn4, ours, run, tables, timing
 from tests.emulator.interop.flash_attn4 import Step, Variant
 from tests.emulator.interop.host_code import Compiled

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.emulator.parser import parse
+from kernels.emulator.ptx.parser import parse
 
 ROOT = pathlib.Path(__file__).absolute().parents[3]
 _SHIM = ROOT / "tests" / "ffi" / "host_shim.cc"

@@ -17,8 +17,9 @@ from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import compile
 from kernels.descriptions import describe, warps_of_roles
-from kernels.emulator import Policy, Report, arguments
-from kernels.emulator.trace import Trace
+from kernels.emulator import Policy, Report
+from kernels.emulator.driver import arguments
+from kernels.emulator.machine.trace import Trace
 
 ARCH = "sm_100f"
 _UNBOUNDED = 1 << 30

@@ -12,8 +12,8 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs, oracle
 from kernels import emulator
 from kernels.emulator import Policy, Report
+from kernels.emulator.machine.trace import Trace
 from kernels.emulator.memory import uninitialised
-from kernels.emulator.trace import Trace
 from tests.emulator.interop.flash_attn4 import Step
 from tests.emulator.interop.host_code import Compiled, Tensor, host_code
 

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
-from kernels.emulator.rates import BLACKWELL
-from kernels.emulator.timing import Timing, estimate
-from kernels.emulator.trace import Event, Trace
+from kernels.emulator.machine.trace import Event, Trace
+from kernels.emulator.timing.rates import BLACKWELL
+from kernels.emulator.timing.replay import Timing, estimate
 from tests.emulator.interop.run import Problem
 
 ROWS, KEYS = 512, 128

@@ -1,0 +1,74 @@
+"""barrier.cluster: arrivals and waits of all threads of a cluster."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.emulator.machine.warp import (
+    YIELD,
+    Wait,
+    Warp,
+    Yield,
+)
+from kernels.emulator.memory import Fault
+from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.syntax import Instruction
+
+
+def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    """The effect of barrier.cluster, or None if it is none."""
+    words = instruction.words
+    if words[:2] == ("barrier", "cluster"):
+        return _barrier(instruction)
+    return None
+
+
+def _barrier(instruction: Instruction) -> Effect | None:
+    words = set(instruction.words[2:])
+    aligned = "aligned" in words
+    words -= {"aligned"}
+    if words in ({"arrive"}, {"arrive", "release"}, {"arrive", "relaxed"}):
+        return _arrive(aligned, relaxed="relaxed" in words)
+    if words in ({"wait"}, {"wait", "acquire"}):
+        return _wait(aligned)
+    return None
+
+
+def _converged(warp: Warp, mask: np.ndarray) -> None:
+    if not (mask | warp.exited).all():
+        raise Fault("convergence", "some lanes of the warp are elsewhere")
+
+
+def _arrive(aligned: bool, relaxed: bool) -> Effect:
+    def effect(warp: Warp, mask: np.ndarray) -> Yield:
+        if aligned:
+            _converged(warp, mask)
+        threads, order, given = warp.lanes[mask], warp.cta.order, None
+        barrier = warp.cta.cluster.barrier
+        warp.note("arrive", barrier, barrier.phase)
+        if order is not None:
+            given = order.relaxed_release(threads) if relaxed else order.release(threads)
+        barrier.arrive(threads, given)
+        return YIELD
+
+    return effect
+
+
+def _wait(aligned: bool) -> Effect:
+    def effect(warp: Warp, mask: np.ndarray) -> Wait:
+        if aligned:
+            _converged(warp, mask)
+        threads, barrier = warp.lanes[mask], warp.cta.cluster.barrier
+        phase = barrier.joined(threads)
+
+        def finish() -> None:
+            warp.note("wait", barrier, phase)
+            knowledge, order = barrier.passed(threads), warp.cta.order
+            if order is not None:
+                order.started(threads)
+                if knowledge is not None:
+                    order.acquire(threads, knowledge)
+
+        return Wait(lambda: barrier.phase > phase, finish, barrier.describe)
+
+    return effect

@@ -1,0 +1,96 @@
+"""ldmatrix, stmatrix and movmatrix: matrices in the registers of one warp.
+
+Lane 4 g + t holds columns 2 t and 2 t + 1 of row g of an 8 x 8 matrix of 16-bit elements.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.emulator.instructions.ld_st import elements
+from kernels.emulator.machine.spaces import SHARED, parts
+from kernels.emulator.machine.warp import Reader, Warp, address_reader, reader, write
+from kernels.emulator.memory import Fault
+from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.syntax import Instruction, Operand
+
+_COUNTS = {"x1": 1, "x2": 2, "x4": 4}
+_ROW_BYTES = 16
+
+
+def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    """The effect of a matrix instruction of one warp, or None if it is none."""
+    words = instruction.words
+    if words[0] in ("ldmatrix", "stmatrix") and words[1:4] == ("sync", "aligned", "m8n8"):
+        return _move(instruction, symbols)
+    if words == ("movmatrix", "sync", "aligned", "m8n8", "trans", "b16"):
+        return _transpose(instruction, symbols)
+    return None
+
+
+def converged(warp: Warp, mask: np.ndarray) -> None:
+    """Faults unless all lanes of the warp are here."""
+    if not mask.all():
+        raise Fault("convergence", "some lanes of the warp are elsewhere")
+
+
+def _move(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    """ldmatrix, stmatrix: row r of matrix i lies at the address of lane 8 i + r."""
+    words = set(instruction.words[4:-1])
+    counts = words & _COUNTS.keys()
+    if len(counts) != 1 or words - counts - {"trans", *SHARED} or instruction.words[-1] != "b16":
+        return None
+    loads = instruction.opcode == "ldmatrix"
+    registers, address = instruction.operands if loads else instruction.operands[::-1]
+    addresses_of, count = address_reader(address, symbols), _COUNTS[counts.pop()]
+    named = elements(registers)
+    if len(named) != count:
+        return None
+    transposed, lanes = "trans" in words, np.arange(LANES) < 8 * count
+    if loads:
+        return _load(named, addresses_of, lanes, transposed)
+    return _store([reader(x, "u32", symbols) for x in named], addresses_of, lanes, transposed)
+
+
+def _load(
+    results: tuple[Operand, ...], addresses_of: Reader, lanes: np.ndarray, transposed: bool
+) -> Effect:
+    def effect(warp: Warp, mask: np.ndarray) -> None:
+        converged(warp, mask)
+        (part,) = parts(warp, lanes, addresses_of(warp), "shared", _ROW_BYTES)
+        part.reads(_ROW_BYTES)
+        rows = part.region.load(part.addresses, 8, 2).view(np.uint16).reshape(-1, 8, 8)
+        rows = rows.swapaxes(1, 2) if transposed else rows
+        words = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, LANES)
+        for result, row in zip(results, words, strict=True):
+            write(warp, mask, result, "u32", row)
+
+    return effect
+
+
+def _store(
+    sources: list[Reader], addresses_of: Reader, lanes: np.ndarray, transposed: bool
+) -> Effect:
+    def effect(warp: Warp, mask: np.ndarray) -> None:
+        converged(warp, mask)
+        (part,) = parts(warp, lanes, addresses_of(warp), "shared", _ROW_BYTES)
+        part.writes(_ROW_BYTES)
+        rows = np.stack([source(warp) for source in sources]).view(np.uint16).reshape(-1, 8, 8)
+        rows = rows.swapaxes(1, 2) if transposed else rows
+        words = np.ascontiguousarray(rows.reshape(-1, 8)).view(np.uint64)
+        part.region.store(part.addresses, words)
+        part.changed()
+
+    return effect
+
+
+def _transpose(instruction: Instruction, symbols: dict[str, int]) -> Effect:
+    result, source = instruction.operands
+    source_of = reader(source, "u32", symbols)
+
+    def effect(warp: Warp, mask: np.ndarray) -> None:
+        converged(warp, mask)
+        rows = np.ascontiguousarray(source_of(warp)).view(np.uint16).reshape(8, 8)
+        write(warp, mask, result, "u32", np.ascontiguousarray(rows.T).view(np.uint32).reshape(-1))
+
+    return effect

@@ -1,0 +1,403 @@
+"""The machine: resident CTAs, and who runs next."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+
+from kernels.emulator.errors import EmulationError, Place
+from kernels.emulator.machine import tensor_pipe
+from kernels.emulator.machine.cluster import Cluster
+from kernels.emulator.machine.cta import Cta, Reduction
+from kernels.emulator.machine.tally import Tally
+from kernels.emulator.machine.trace import Trace
+from kernels.emulator.machine.transfers import Transfer
+from kernels.emulator.machine.warp import Wait, Warp
+from kernels.emulator.memory import Fault, GlobalMemory
+from kernels.emulator.order.global_memory import GlobalOrder
+from kernels.emulator.policy import Policy
+from kernels.emulator.ptx.program import (
+    LANES,
+    Branch,
+    Exit,
+    Program,
+    Run,
+    Single,
+)
+from kernels.emulator.ptx.syntax import Immediate, Instruction, Kernel
+
+REGISTERS_PER_SM = 65536
+_MOST_REGISTERS = 255
+_STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
+_REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order
+_STARVED_STEPS = 512  # after which even a starved warp may run, lest others poll for ever
+_LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Sizes of a launch."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    dynamic_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return math.prod(self.block)
+
+    @property
+    def cluster_grid(self) -> tuple[int, int, int]:
+        """Clusters of the grid."""
+        (x, y, z), (width, height, depth) = self.grid, self.cluster
+        return x // width, y // height, z // depth
+
+
+def launch_registers(kernel: Kernel, threads: int) -> int:
+    """Registers that a thread starts with, which PTX leaves to ptxas.
+
+    Of a kernel with setmaxnreg that is what a CTA of this size can have, but no more than the
+    largest setmaxnreg.inc asks for (ptxas 13.0, by what `-v` says of kernels with other counts).
+    """
+    counts = [
+        operand.value
+        for instruction in kernel.instructions
+        if instruction.opcode == "setmaxnreg" and instruction.words[1] == "inc"
+        for operand in instruction.operands
+        if isinstance(operand, Immediate)
+    ]
+    largest = max(counts, default=_MOST_REGISTERS)
+    return min(REGISTERS_PER_SM // threads // 8 * 8, _MOST_REGISTERS, largest)
+
+
+class Machine:
+    """Runs one launch."""
+
+    registers_per_sm = REGISTERS_PER_SM
+
+    def __init__(
+        self,
+        program: Program,
+        geometry: Geometry,
+        memory: GlobalMemory,
+        policy: Policy,
+        seed: int,
+    ):
+        self.program, self.memory, self.policy = program, memory, policy
+        self.grid, self.block, self.cluster = geometry.grid, geometry.block, geometry.cluster
+        self.cluster_grid = geometry.cluster_grid
+        kernel = program.kernel
+        named = kernel.cluster is not None or kernel.explicit_cluster
+        self.explicit_cluster = named or math.prod(self.cluster) > 1
+        self.threads, self.shared_bytes = geometry.threads, geometry.shared_bytes
+        self.dynamic_bytes = geometry.dynamic_bytes
+        self.rng = np.random.default_rng(seed)
+        self.registers = launch_registers(kernel, self.threads)
+        self.tallies = [Tally.of(program) for _ in range(self.threads // LANES)]
+        self.most_tensor_columns = 0
+        self.trace: Trace | None = None
+        self.global_order = None
+        if policy.races:
+            self.global_order = GlobalOrder(policy.global_races, policy.ordered_reductions)
+        self.stuck = False
+        self._steps = 0
+        self._leftover: list[Reduction] = []
+        self._stores: list[Transfer] = []
+        self._pending = collections.deque(self._in_order_of_start())
+        self._epoch = int(self.rng.integers(1 << 40))
+        self._ctas: list[Cta] = []
+
+    def coin(self) -> bool:
+        """A fair choice, unless the schedule is in order."""
+        return self.policy.schedule != "in_order" and bool(self.rng.integers(2))
+
+    def clock(self) -> int:
+        """Cycles that have passed since some moment; never the same number twice."""
+        self._epoch += 1 + int(self.rng.integers(1000))
+        return self._epoch + self._steps
+
+    def cancel(self) -> tuple[int, int, int] | None:
+        """Takes a cluster out of those that have not started; None if that does not succeed."""
+        refused = self.policy.schedule != "in_order" and self.rng.random() < _REFUSED_CHANCE
+        if refused or not self._pending:
+            return None
+        if self.policy.schedule != "in_order":
+            self._pending.rotate(-int(self.rng.integers(len(self._pending))))
+        return self._pending.popleft()
+
+    def shuffled(self, things: list[int]) -> list[int]:
+        """The things in any order, unless the schedule is in order."""
+        if self.policy.schedule == "in_order":
+            return things
+        return [things[i] for i in self.rng.permutation(len(things))]
+
+    def early(self) -> bool:
+        """Whether an asynchronous operation that was just issued happens at once."""
+        if self.policy.asynchronous == "random":
+            return bool(self.rng.integers(2))
+        return self.policy.asynchronous == "early"
+
+    def run(self) -> None:
+        """Runs every CTA to its end.
+
+        Raises:
+          EmulationError: the kernel breaks a rule or no warp can go on.
+        """
+        while True:
+            self._start()
+            if not self._ctas:
+                self._reduce_leftover()
+                return
+            warp = self._choose() or self._unblock()
+            if warp is None:
+                continue
+            self._advance(warp)
+            if all(other.done for other in warp.cta.warps):
+                self._finish(warp.cta)
+            elif self.policy.asynchronous == "random" and self.rng.random() < _LATE_CHANCE:
+                self._perform_any()
+
+    def _start(self) -> None:
+        """Clusters start while there is room for all their CTAs; one runs in any case."""
+        size, pending = math.prod(self.cluster), self._pending
+        while pending and (not self._ctas or len(self._ctas) + size <= self.policy.resident_ctas):
+            self._ctas += Cluster(self, pending.popleft()).ctas
+
+    def _reduce_leftover(self) -> None:
+        """The end of the launch makes what nobody waited for, in any order."""
+        while self._stores:
+            self._store_any()
+        for index in self.rng.permutation(len(self._leftover)):
+            reduction = self._leftover[index]
+            reduction.perform(np.ones(len(reduction.threads), bool))
+
+    def _in_order_of_start(self) -> list[tuple[int, int, int]]:
+        ranges = [range(extent) for extent in reversed(self.cluster_grid)]
+        indices = [(x, y, z) for z, y, x in itertools.product(*ranges)]
+        if self.policy.start_order == "index":
+            return indices
+        if self.policy.start_order == "reversed":
+            return indices[::-1]
+        return [indices[i] for i in self.rng.permutation(len(indices))]
+
+    def _choose(self) -> Warp | None:
+        """A warp that can run, by the policy; None if there is none."""
+        ready = [
+            warp
+            for cta in self._ctas
+            for warp in cta.warps
+            if not warp.done and (warp.waiting is None or warp.waiting.ready())
+        ]
+        if not ready:
+            return None
+        if self.policy.schedule == "in_order":
+            return ready[0]
+        if self.policy.schedule == "starve" and self._steps % _STARVED_STEPS:
+            ready = [warp for warp in ready if warp.index != warp.cta.starved] or ready
+        return ready[int(self.rng.integers(len(ready)))]
+
+    def _perform_any(self) -> bool:
+        """Makes one of the outstanding copies or, without any, reductions; False without either."""
+        waiting = [transfer for cta in self._ctas for transfer in cta.transfers]
+        if not waiting and self._stores:
+            self._store_any()
+            return True
+        if not waiting:
+            return self._reduce_any()
+        chosen = waiting[int(self.rng.integers(len(waiting)))]
+        self._perform(chosen)
+        return True
+
+    def _store_any(self) -> None:
+        """Makes one of the stores of CTAs that have ended."""
+        transfer = self._stores.pop(int(self.rng.integers(len(self._stores))))
+        if not transfer.made:
+            transfer.made = True
+            transfer.perform()
+
+    def _reduce_any(self) -> bool:
+        """Makes one of the outstanding reductions; False if there is none."""
+        waiting = [
+            pool for pool in (*(cta.reductions for cta in self._ctas), self._leftover) if pool
+        ]
+        if not waiting:
+            return False
+        reductions = waiting[int(self.rng.integers(len(waiting)))]
+        reduction = reductions.pop(int(self.rng.integers(len(reductions))))
+        reduction.perform(np.ones(len(reduction.threads), bool))
+        self.memory.version += 1
+        return True
+
+    def _perform(self, transfer: Transfer) -> None:
+        try:
+            transfer.home.perform(transfer)
+        except Fault as fault:
+            raise self._error(fault, transfer.warp, transfer.instruction, transfer.lane) from None
+
+    def _unblock(self) -> Warp | None:
+        """Makes a copy, or wakes a polling warp; if neither is left, that is a deadlock."""
+        if self._perform_any():
+            return None
+        self.stuck = True
+        warp = self._choose()
+        self.stuck = False
+        if warp is None:
+            first = next(warp for cta in self._ctas for warp in cta.warps if not warp.done)
+            lines = [
+                f"CTA {cta.index} warp {warp.index} at line {self._line(warp)}: "
+                f"{warp.waiting.reason()}"
+                for cta in self._ctas
+                for warp in cta.warps
+                if warp.waiting is not None
+            ]
+            message = "no warp can go on\n  " + "\n  ".join(lines) + "\n"
+            raise self._error(Fault("deadlock", message), first, None)
+        return warp
+
+    def _line(self, warp: Warp) -> str:
+        step = self.program.steps[warp.step - 1]
+        if isinstance(step, Run):
+            return "?"
+        return f"{step.instruction.line} ({step.instruction.text})"
+
+    def _error(
+        self, fault: Fault, warp: Warp, instruction: Instruction | None, lane: int | None = None
+    ) -> EmulationError:
+        where = (None, "") if instruction is None else (instruction.line, instruction.text)
+        lane = lane if fault.lane is None else fault.lane
+        place = Place(self.program.kernel.name, warp.cta.index, warp.index, lane, *where)
+        return EmulationError(fault.rule, fault.message, place)
+
+    def _advance(self, warp: Warp) -> None:
+        """Runs a warp to its next synchronising instruction."""
+        steps, tally, produced = self.program.steps, self.tallies[warp.index], warp.products
+        self._steps += 1
+        if self._steps > self.policy.most_steps:
+            raise self._error(Fault("livelock", "too many steps: stuck in a loop"), warp, None)
+        if warp.waiting is not None:
+            finish, warp.waiting = warp.waiting.finish, None
+            finish()
+        moves, trace = warp.moves, warp.trace
+        for _ in range(_STEPS_AT_ONCE):
+            warp.meet()
+            number = warp.step
+            if number >= len(steps):
+                raise self._error(
+                    Fault("control-flow", "runs past the last instruction"), warp, None
+                )
+            step = steps[number]
+            tally.counts[number] += 1
+            if trace is not None:
+                trace.append(number)
+            try:
+                if moves.registers:
+                    moves.check_step(step)
+                if isinstance(step, Run):
+                    produced.check_step(step)
+                    produced.unfenced.add(number)
+                    if warp.full:
+                        step.full(warp)
+                    else:
+                        tally.idle[number] += LANES - int(np.count_nonzero(warp.active))
+                        step.masked(warp, warp.active)
+                    warp.step = number + 1
+                elif isinstance(step, Branch):
+                    warp.split(_guarded(step.instruction, warp), step.target, step.meet)
+                elif isinstance(step, Exit):
+                    self._leave(warp, step)
+                    if warp.done:
+                        return
+                elif self._effect(warp, step, number):
+                    return
+            except Fault as fault:
+                instruction = step.instructions[0] if isinstance(step, Run) else step.instruction
+                raise self._error(fault, warp, instruction) from None
+        self._steps += _STEPS_AT_ONCE
+
+    def _effect(self, warp: Warp, step: Single, number: int) -> bool:
+        """Executes an instruction with an effect; True if another warp may run now."""
+        mask = _guarded(step.instruction, warp)
+        if mask is not warp.active or not warp.full:
+            self.tallies[warp.index].idle[number] += LANES - int(np.count_nonzero(mask))
+        warp.products.check_step(step)
+        warp.products.unfenced.add(number)
+        warp.step = number + 1
+        if mask is not warp.active and not mask.any():
+            return False
+        outcome = step.effect(warp, mask)
+        if isinstance(outcome, Wait):
+            warp.waiting = outcome
+        return outcome is not None
+
+    def _leave(self, warp: Warp, step: Exit) -> None:
+        mask = _guarded(step.instruction, warp)
+        if not mask.any():
+            warp.step += 1
+            return
+        cta, threads = warp.cta, warp.lanes[mask]
+        if warp.products.outstanding:
+            raise Fault("outstanding", f"exits with {warp.products.outstanding} products in flight")
+        if warp.moves.outstanding:
+            raise Fault("outstanding", "exits before tcgen05.wait::ld or tcgen05.wait::st")
+        for thread in threads:
+            if self.policy.clean_exits and cta.unread(int(thread)):
+                message = "exits before the sources of its bulk stores have been read"
+                raise Fault("outstanding", message, int(thread) % LANES)
+        for lane in np.flatnonzero(mask).tolist():
+            if warp.copies.left(lane):
+                message = "exits before its cp.async copies have been waited for"
+                raise Fault("outstanding", message, lane)
+        warp.leave(mask)
+        cta.cluster.barrier.leave(threads)
+
+    def _finish(self, cta: Cta) -> None:
+        """The end of a CTA: nothing may be left in flight."""
+        if not self.policy.clean_exits:
+            self._forgive(cta)
+        self._stores += [transfer for transfer in cta.transfers if transfer.waited]
+        for transfer in cta.transfers:
+            if transfer.waited:
+                continue
+            raise self._error(
+                Fault("outstanding", "the CTA ends before this copy has been waited for"),
+                transfer.warp,
+                transfer.instruction,
+                transfer.lane,
+            )
+        try:
+            cta.check_end()
+            tensor_pipe.check_end(cta)
+        except Fault as fault:
+            raise self._error(fault, cta.warps[0], None) from None
+        cta.ended = True
+        self._ctas.remove(cta)
+        self._leftover += cta.reductions
+
+    def _forgive(self, cta: Cta) -> None:
+        """Makes commits that a CTA has not waited for, and reads the sources of its stores."""
+        for transfer in list(cta.transfers):
+            if transfer.instruction.opcode == "tcgen05":
+                try:
+                    cta.perform(transfer)
+                except Fault as fault:
+                    at = transfer.warp, transfer.instruction, transfer.lane
+                    raise self._error(fault, *at) from None
+            else:
+                transfer.capture()
+                transfer.waited = transfer.read is not None
+
+
+def _guarded(instruction: Instruction, warp: Warp) -> np.ndarray:
+    """The active lanes for which the instruction's guard holds."""
+    if instruction.guard is None:
+        return warp.active
+    predicate, wanted = instruction.guard
+    row = warp.pred[predicate.index]
+    return warp.active & (row if wanted else ~row)

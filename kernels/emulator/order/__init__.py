@@ -1,0 +1,1 @@
+"""Which accesses are ordered: happens-before of shared, global and tensor memory."""

@@ -1,0 +1,102 @@
+"""Who has read every two bytes of a CTA's shared memory since it mattered: the lanes of each warp.
+
+A plane per warp holds the moment of its last read of an entry and a mask of the lanes that read it
+then. An older read by other lanes is forgotten only if the new reader knows of it: whoever is
+ordered behind the new one is then ordered behind the old one, too. Else it goes into a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kernels.emulator.ptx.program import LANES
+
+_BITS = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plane:
+    """Reads by one warp; `older` are (moment, mask) pairs by entry."""
+
+    moment: np.ndarray
+    mask: np.ndarray
+    older: dict[int, list[tuple[int, int]]]
+
+
+class Readers:
+    """Reads of one CTA's shared memory, whose entries are numbered."""
+
+    def __init__(self, entries: int):
+        self._entries = entries
+        self._planes: dict[int, _Plane] = {}
+        self._latest: dict[int, int] = {}
+
+    def record(
+        self, clock: np.ndarray, threads: np.ndarray, entries: np.ndarray, moment: int
+    ) -> None:
+        """Threads of one warp read entries, (threads, some), at a moment."""
+        warp = int(threads[0]) // LANES
+        if warp not in self._planes:
+            moments, masks = np.zeros(self._entries, np.int32), np.zeros(self._entries, np.uint32)
+            self._planes[warp] = _Plane(moments, masks, {})
+        self._latest[warp] = moment
+        plane, bits = self._planes[warp], _BITS[threads % LANES][:, None]
+        before = plane.moment[entries]
+        stale = before != moment
+        if stale.any():
+            masks = plane.mask[entries]
+            lost = stale & (before > 0) & ((masks & ~bits) != 0)
+            if lost.any():
+                lanes = slice(warp * LANES, (warp + 1) * LANES)
+                lost &= clock[threads, lanes].min(1)[:, None] < before
+                for entry, old, mask in zip(entries[lost], before[lost], masks[lost], strict=True):
+                    pairs = plane.older.setdefault(int(entry), [])
+                    if (int(old), int(mask)) not in pairs:
+                        pairs.append((int(old), int(mask)))
+            plane.mask[entries[stale]] = 0
+            plane.moment[entries] = moment
+        plane.mask[entries] |= bits
+        if ((plane.mask[entries] & bits) == 0).any():
+            np.bitwise_or.at(plane.mask, entries, np.broadcast_to(bits, entries.shape))
+
+    def unknown(self, known: np.ndarray, entries: np.ndarray) -> tuple[int, int] | None:
+        """An entry and a thread that reads it, of whose read a row of `known` does not tell.
+
+        Args:
+          known: clocks, (rows, agents).
+          entries: (rows, some).
+        """
+        for warp, plane in self._planes.items():
+            told = known[:, warp * LANES : (warp + 1) * LANES]
+            if told.min() >= self._latest[warp]:
+                continue
+            late = plane.moment[entries] > told.min(1)[:, None]
+            if late.any():
+                found = _exactly(plane, told, entries, late)
+                if found is not None:
+                    return found[0], warp * LANES + found[1]
+            if not plane.older:
+                continue
+            for row, entry in np.argwhere(np.isin(entries, list(plane.older))).tolist():
+                at = int(entries[row, entry])
+                for moment, mask in plane.older[at]:
+                    lanes = (mask & _BITS) != 0
+                    if (told[row, lanes] < moment).any():
+                        lane = int(np.argmax(lanes & (told[row] < moment)))
+                        return at, warp * LANES + lane
+        return None
+
+
+def _exactly(
+    plane: _Plane, told: np.ndarray, entries: np.ndarray, late: np.ndarray
+) -> tuple[int, int] | None:
+    """An entry and a lane that read it after what is told of that lane."""
+    rows, at = np.nonzero(late)[0], entries[late]
+    read = (plane.mask[at][:, None] & _BITS) != 0
+    wrong = read & (told[rows] < plane.moment[at][:, None])
+    if not wrong.any():
+        return None
+    first, lane = np.argwhere(wrong)[0]
+    return int(at[first]), int(lane)

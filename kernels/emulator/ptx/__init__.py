@@ -1,0 +1,1 @@
+"""PTX text, what it computes and what it costs, before anything runs."""

@@ -1,0 +1,1 @@
+"""A trace replayed against the resources of an SM."""

@@ -1,0 +1,440 @@
+"""A first estimate of how long recorded CTAs take on one SM: a replay against its resources.
+
+Resources: an issue slot and execution units in each of four sub-partitions, their share of the
+tensor core, one port of shared memory, bulk copies, additions to global memory (`rates`). A warp
+issues in order and waits for its operands (`plans`). Barriers, copies and products complete when
+what they wait for is done.
+
+Products: the tensor core of a sub-partition works on one, another may wait behind it; a warp that
+has a third waits with everything, so that warps take turns. Their operands come through the port of
+shared memory, as do loads, stores and what copies write; the copies wait until products leave it
+idle (on Blackwell what comes by them is there as much later). Instruction fetch, power and other
+SMs are not modelled, except that `rates` has what an SM gets when all are busy. cp.async takes
+shared memory's port and as long as a load from L2; groups of it, mma.sync and tcgen05.cp are
+refused.
+
+The CTAs of a cluster have an SM each and run together. A product of a pair occupies both tensor
+cores, which read half of its operands each; bytes of a multicast come to every SM as if it had
+asked for them alone; what goes from SM to SM has a bandwidth and a latency (`rates`), and so have
+arrivals. cta_group::2 loads tell the other CTA's mbarrier at no extra cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections import Counter, defaultdict
+
+from kernels.emulator.machine.trace import Event, Trace
+from kernels.emulator.ptx.syntax import Register
+from kernels.emulator.timing.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Action, Plan, make_plans
+from kernels.emulator.timing.rates import Rates
+from kernels.emulator.timing.resources import Sm
+
+_CONTRIBUTIONS = ("arrive", "load", "carry", "meet", "commit", "copied")
+"""Events that a phase of a barrier waits for."""
+_ENGINES = {"loads": "TMA load", "stores": "TMA store", "peers": "SM to SM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Something that took place: a row of the timeline, a name, cycles."""
+
+    row: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """An estimate.
+
+    Attributes:
+      cycles: from the start of the first recorded CTA to the end of the last.
+      busy: cycles of work, by resource, as if it were spread evenly over the sub-partitions and,
+        of clusters, over the SMs.
+      waits: cycles that warps waited for barriers, copies and products, by warp index.
+      intervals: the timeline.
+      rates: what it rests on.
+    """
+
+    cycles: float
+    busy: dict[str, float]
+    waits: dict[int, float]
+    intervals: tuple[Interval, ...]
+    rates: Rates
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Share of the time that each resource is at work."""
+        return {name: busy / self.cycles for name, busy in self.busy.items()}
+
+
+def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
+    """Replays a trace.
+
+    Args:
+      trace: of a launch; its CTAs run on one SM, the next one when one has ended. Those of a
+        cluster run on several, and all of it must have been recorded.
+      resident_ctas: how many fit on an SM at a time.
+
+    Raises:
+      NotImplementedError: the kernel uses what the model does not know.
+      ValueError: the trace is empty, or holds a part of a cluster.
+    """
+    if trace.program is None or not trace.warps:
+        raise ValueError("nothing was recorded: give the trace to launch")
+    recorded = Counter(cluster for cluster, _ in trace.places.values())
+    if set(recorded.values()) != {trace.cluster_size}:
+        raise ValueError(f"{trace.cluster_size} CTAs of a cluster are to be recorded: {recorded}")
+    return _Replay(trace, make_plans(trace.program, rates, trace.spread), rates).run(resident_ctas)
+
+
+class _Warp:
+    """A warp's place in its trace."""
+
+    def __init__(self, cta: int, rank: int, sm: Sm, index: int, items: list[int | Event]):
+        self.cta, self.rank, self.sm, self.index = cta, rank, sm, index
+        self.partition = sm.partitions[index % PARTITIONS]
+        self.items, self.position = items, 0
+        self.plan: Plan | None = None
+        self.op = 0
+        self.ready: dict[Register, float] = {}
+        self.products: list[float] = []
+        self.product_groups: list[float] = []
+        self.committed = self.copied = 0.0
+        self.tensor_stores = 0.0
+        self.stores: list[tuple[float, float]] = []
+        self.store_groups: list[tuple[float, float]] = []
+        self.since = 0.0
+        self.eligible: float | None = None  # when the next instruction's operands were there
+        self.copies = True
+
+
+class _Replay:
+    """Runs the warps of an SM, or of a cluster's, through its resources, in the order of time."""
+
+    def __init__(self, trace: Trace, plans: list[Plan], rates: Rates):
+        self.trace, self.plans, self.rates = trace, plans, rates
+        self.sms = [Sm() for _ in range(trace.cluster_size)]
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.waits: defaultdict[int, float] = defaultdict(float)
+        self.intervals: list[Interval] = []
+        # When a warp goes on, since when it could have, in what order they came here.
+        self.heap: list[tuple[float, float, int, _Warp]] = []
+        self.order = itertools.count()
+        self.missing: Counter[tuple[int, int]] = Counter()
+        self.done: dict[tuple[int, int], float] = {}
+        self.waiting: dict[tuple[int, int], list[tuple[_Warp, float, float]]] = defaultdict(list)
+        self.end = 0.0
+        for warps in trace.warps.values():
+            for item in itertools.chain.from_iterable(warps):
+                if isinstance(item, Event) and item.kind in _CONTRIBUTIONS:
+                    self.missing[id(item.key), item.phase] += 1
+        self.meeting = dict(self.missing)
+
+    def run(self, resident_ctas: int) -> Timing:
+        """The estimate."""
+        clusters: defaultdict[int, list[int]] = defaultdict(list)
+        for cta in self.trace.warps:
+            clusters[self.trace.places[cta][0]].append(cta)
+        self.pending = list(clusters.values())
+        self.left: dict[int, int] = {}
+        for _ in range(min(resident_ctas, len(self.pending))):
+            self._start(0.0)
+        while self.heap:
+            time, _, _, warp = heapq.heappop(self.heap)
+            self._advance(warp, time)
+        if stuck := [key for key, warps in self.waiting.items() if warps]:
+            raise ValueError(f"{len(stuck)} barriers wait for what was not recorded")
+        busy = {name: cycles / len(self.sms) for name, cycles in self.busy.items()}
+        drained = max(self.end, *(sm.drained() for sm in self.sms)) * (1 + 1e-9)
+        over = {name: cycles for name, cycles in busy.items() if cycles > drained}
+        assert not over, f"at work for longer than the {drained:.0f} cycles that there are: {over}"
+        return Timing(self.end, busy, dict(self.waits), tuple(self.intervals), self.rates)
+
+    def _start(self, time: float) -> None:
+        """The CTAs of the next cluster begin."""
+        ctas = self.pending.pop(0)
+        cluster, _ = self.trace.places[ctas[0]]
+        self.left[cluster] = sum(len(self.trace.warps[cta]) for cta in ctas)
+        for cta in ctas:
+            _, rank = self.trace.places[cta]
+            for index, items in enumerate(self.trace.warps[cta]):
+                warp = _Warp(cta, rank, self.sms[rank], index, items)
+                warp.since = time
+                self._push(warp, time)
+
+    def _push(self, warp: _Warp, time: float, since: float | None = None) -> None:
+        since = time if since is None else since
+        heapq.heappush(self.heap, (time, since, next(self.order), warp))
+
+    def _advance(self, warp: _Warp, time: float) -> None:
+        """Issues what a warp can, until it waits or another warp comes first."""
+        while True:
+            if warp.plan is not None:
+                issued = self._issue(warp, time)
+                if issued is None:
+                    return
+                time, action = issued, warp.plan.action
+                product = action is not None and action.kind == "product"
+                if product and warp.partition.room > time:
+                    warp.op = len(warp.plan.ops)
+                    self._push(warp, warp.partition.room)
+                    return
+                warp.plan = None
+                if action is not None:
+                    time = getattr(self, f"_{action.kind}")(warp, time, action)
+            if warp.position == len(warp.items):
+                self._finish(warp, time)
+                return
+            item = warp.items[warp.position]
+            warp.position += 1
+            if isinstance(item, Event):
+                after = self._event(warp, item, time)
+                if after is None:
+                    return
+                time = after
+            else:
+                warp.plan, warp.op, warp.copies = self.plans[item], 0, True
+
+    def _issue(self, warp: _Warp, time: float) -> float | None:
+        """Issues the instructions of a plan; None if another warp may go first."""
+        assert warp.plan is not None
+        partition, sm, ready, heap = warp.partition, warp.sm, warp.ready, self.heap
+        ops = warp.plan.ops
+        for number in range(warp.op, len(ops)):
+            op = ops[number]
+            start = time
+            for register in op.reads:
+                start = max(start, ready.get(register, 0.0))
+            end = start
+            if op.cycles:
+                start = max(start, partition.issue, partition.units[op.unit])
+                if op.shared_bytes:  # more than its latency is not in flight
+                    start = max(start, sm.shared - self.rates.shared_latency)
+                # Of those that want a unit, who has waited longest goes first.
+                other = heap[0][0] if heap else math.inf
+                tied = start == other > time and partition.units[op.unit] >= start
+                if start > other or tied:
+                    if warp.op != number or warp.eligible is None:
+                        warp.op, warp.eligible = number, end
+                    self._push(warp, start, warp.eligible)
+                    return None
+                warp.eligible = None
+                partition.issue, partition.units[op.unit] = start + op.issue, start + op.cycles
+                self.busy["issue"] += op.issue / PARTITIONS
+                self.busy[UNITS[op.unit]] += op.cycles / PARTITIONS
+                time, end = start + (op.latency if op.blocks else 1), start + op.latency
+                if op.unit == TENSOR_MEMORY:
+                    warp.tensor_stores = start + op.cycles
+                if op.shared_bytes:
+                    end += self._share(sm, start, op.shared_bytes)
+            for register in op.writes:
+                ready[register] = end
+        return time
+
+    def _share(self, sm: Sm, time: float, amount: float) -> float:
+        """Takes shared-memory bandwidth; returns the delay that it adds."""
+        taken = amount / self.rates.shared_bytes
+        begin = max(time, sm.shared)
+        sm.shared = begin + taken
+        self._interrupt(sm, begin, taken)
+        return sm.shared - time
+
+    def _interrupt(self, sm: Sm, time: float, taken: float) -> None:
+        """Others take shared memory's port: products go on later unless they leave it idle."""
+        self.busy["shared"] += taken
+        for partition in sm.partitions:
+            if partition.tensor > time:
+                idle = min(partition.idle_port, taken)
+                partition.idle_port -= idle
+                partition.tensor += taken - idle
+        sm.tensor.interrupt(time, taken)
+
+    def _finish(self, warp: _Warp, time: float) -> None:
+        self._ran(warp, time)
+        self.end = max(self.end, time)
+        cluster, _ = self.trace.places[warp.cta]
+        self.left[cluster] -= 1
+        if not self.left[cluster] and self.pending:
+            self._start(time + self.rates.cta_latency)
+
+    def _ran(self, warp: _Warp, time: float) -> None:
+        if time > warp.since:
+            self.intervals.append(Interval(_row(warp), "runs", warp.since, time))
+
+    def _slept(self, warp: _Warp, begin: float, end: float, why: str) -> float:
+        """Notes that a warp waited; returns when it goes on."""
+        if end <= begin:
+            return begin
+        self._ran(warp, begin)
+        self.intervals.append(Interval(_row(warp), f"waits: {why}", begin, end))
+        self.waits[warp.index] += end - begin
+        warp.since = end
+        return end
+
+    def _event(self, warp: _Warp, event: Event, time: float) -> float | None:
+        """Does what an event says; None if the warp has to wait for others."""
+        key, rates = (id(event.key), event.phase), self.rates
+        remote = 0.0 if event.rank == warp.rank else rates.cluster_latency
+        if event.kind == "arrive":
+            self._contribute(key, time + remote)
+        elif event.kind == "load":
+            sm = self.sms[event.rank]
+            end = self._copy(sm, "loads", time, event.amount, rates.tma_load_bytes)
+            self._contribute(key, end + rates.tma_latency)
+        elif event.kind == "carry":
+            end = self._copy(warp.sm, "peers", time, event.amount, rates.cluster_bytes)
+            self.sms[event.rank].copied(event.amount / rates.shared_bytes)
+            self.busy["shared"] += event.amount / rates.shared_bytes
+            self._contribute(key, end + rates.cluster_latency)
+        elif event.kind == "store" and warp.copies:
+            warp.copies = False  # ptxas issues a copy once, however many lanes execute it
+            end = self._copy(warp.sm, "stores", time, event.amount, rates.tma_store_bytes)
+            warp.stores.append((end, end + rates.tma_store_latency))
+        elif event.kind == "product":
+            warp.committed = self._tcgen05_product(warp, time, event)
+        elif event.kind == "commit":
+            self._contribute(key, max(time, warp.committed) + remote)
+        elif event.kind == "copied":
+            self._contribute(key, max(time, warp.copied))
+        elif event.kind == "wait":
+            return self._await(warp, key, time + rates.wait_latency, rates.barrier_latency)
+        elif event.kind == "meet":
+            self._contribute(key, time)
+            if event.amount:
+                latency = rates.named_barrier_latency + rates.named_barrier_warp * self.meeting[key]
+                return self._await(warp, key, time, latency)
+        return time
+
+    def _copy(self, sm: Sm, engine: str, time: float, amount: float, rate: float) -> float:
+        """A bulk copy's turn on its engine; returns when its last byte has left."""
+        begin = max(time, getattr(sm, engine))
+        end = begin + amount / rate
+        setattr(sm, engine, end)
+        self.busy[_ENGINES[engine]] += end - begin
+        taken = amount / self.rates.shared_bytes
+        self.busy["shared"] += taken
+        sm.tensor.idle(time)
+        sm.copied(taken)
+        if self.rates.tensor_memory_bytes:
+            end = max(end, time + sm.tensor.copies)
+        row = self._named(_ENGINES[engine], sm)
+        self.intervals.append(Interval(row, f"{amount / 1024:g} KiB", begin, end))
+        return end
+
+    def _named(self, row: str, sm: Sm) -> str:
+        """A row of the timeline; with the SM's number if there are several."""
+        return row if len(self.sms) == 1 else f"{row} of SM {self.sms.index(sm)}"
+
+    def _contribute(self, key: tuple[int, int], time: float) -> None:
+        """One of the arrivals or copies that a phase waits for."""
+        self.done[key] = max(self.done.get(key, 0.0), time)
+        self.missing[key] -= 1
+        if not self.missing[key]:
+            for warp, since, latency in self.waiting.pop(key, ()):
+                self._push(warp, self._slept(warp, since, self.done[key] + latency, "barrier"))
+
+    def _await(
+        self, warp: _Warp, key: tuple[int, int], time: float, latency: float
+    ) -> float | None:
+        if self.missing[key]:
+            self.waiting[key].append((warp, time, latency))
+            return None
+        return self._slept(warp, time, self.done.get(key, 0.0) + latency, "barrier")
+
+    def _product(self, warp: _Warp, time: float, action: Action) -> float:
+        """A warp's quarter of wgmma: its sub-partition's tensor core, and shared memory's share."""
+        partition, rates = warp.partition, self.rates
+        begin = max(time, partition.tensor)
+        flops = action.amount / (rates.mma_flops / PARTITIONS)
+        port = action.more / (rates.shared_bytes / PARTITIONS)
+        taken = max(flops, port)
+        if partition.tensor < time:
+            partition.idle_port = 0.0
+            partition.copies = max(partition.copies - (time - partition.tensor), 0.0)
+        partition.room = begin
+        partition.idle_port += taken - port
+        copied = min(partition.copies, partition.idle_port)
+        partition.copies -= copied
+        partition.idle_port -= copied
+        partition.tensor = begin + taken
+        self.busy["tensor core"] += flops / PARTITIONS
+        self.busy["shared"] += action.more / rates.shared_bytes
+        warp.products.append(partition.tensor + rates.mma_latency)
+        row = self._named(f"tensor core {warp.index % PARTITIONS}", warp.sm)
+        self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
+        return time
+
+    def _tcgen05_product(self, warp: _Warp, time: float, event: Event) -> float:
+        """tcgen05.mma, on an SM's tensor core or a pair's; returns when its result is there."""
+        rates, count = self.rates, event.phase
+        first = warp.rank // count * count
+        sms = self.sms[first : first + count]
+        begin = max(time, *(sm.tensor.free for sm in sms))
+        flops = event.key / rates.mma_flops
+        port = event.amount / rates.shared_bytes
+        self.busy["tensor core"] += flops
+        self.busy["shared"] += port
+        end = begin
+        for sm in sms:
+            end = max(end, sm.tensor.multiply(begin, flops / count, port / count))
+            row = self._named("tensor core", sm)
+            self.intervals.append(Interval(row, f"warp {warp.index}", begin, sm.tensor.free))
+        return end + rates.mma_latency
+
+    def _await_tensor_stores(self, warp: _Warp, time: float, action: Action) -> float:
+        return max(time, warp.tensor_stores)
+
+    def _commit_products(self, warp: _Warp, time: float, action: Action) -> float:
+        warp.product_groups.append(max(warp.products, default=time))
+        warp.products = []
+        return time
+
+    def _await_products(self, warp: _Warp, time: float, action: Action) -> float:
+        done = len(warp.product_groups) - int(action.amount)
+        if done <= 0:
+            return time
+        end = max(warp.product_groups[:done])
+        del warp.product_groups[:done]
+        return self._slept(warp, time, end, "product")
+
+    def _reduce(self, warp: _Warp, time: float, action: Action) -> float:
+        """Additions to global memory queue up; what is in flight fits into the memory's latency."""
+        rates, sm = self.rates, warp.sm
+        begin = max(time, sm.additions)
+        sm.additions = begin + action.amount / rates.reduce_bytes
+        self.busy["reduction"] += action.amount / rates.reduce_bytes
+        return self._slept(warp, time, sm.additions - rates.global_latency, "reduction")
+
+    def _gather(self, warp: _Warp, time: float, action: Action) -> float:
+        """cp.async: a load from L2, whose bytes shared memory's port takes in as they come."""
+        delay = self._share(warp.sm, time, action.amount)
+        warp.copied = max(warp.copied, time + self.rates.global_latency + delay)
+        return time
+
+    def _commit_stores(self, warp: _Warp, time: float, action: Action) -> float:
+        if warp.stores:
+            warp.store_groups.append(
+                (max(read for read, _ in warp.stores), max(done for _, done in warp.stores))
+            )
+        warp.stores = []
+        return time
+
+    def _await_stores(self, warp: _Warp, time: float, action: Action) -> float:
+        done = len(warp.store_groups) - int(action.amount)
+        if done <= 0:
+            return time
+        which = 1 if action.more else 0
+        end = max(group[which] for group in warp.store_groups[:done])
+        if which:
+            del warp.store_groups[:done]
+        return self._slept(warp, time, end, "store")
+
+
+def _row(warp: _Warp) -> str:
+    return f"CTA {warp.cta} warp {warp.index:2}"
