@@ -1,4 +1,4 @@
-"""Runs the kernels' PTX on a CPU, under timing meaner than hardware's."""
+"""Runs the kernels' PTX on a CPU, under adversarial timing."""
 
 from kernels.emulator.errors import EmulationError, PtxError
 from kernels.emulator.launch import launch

@@ -6,8 +6,8 @@ import functools
 
 import numpy as np
 
-from kernels.emulator.machine.products import Form, Product, Tile, tile_chunks
 from kernels.emulator.machine.warp import Warp, whole
+from kernels.emulator.machine.wgmma import Form, Product, Tile, tile_chunks
 from kernels.emulator.memory import Fault
 from kernels.emulator.ptx.program import Effect
 from kernels.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.emulator.machine.products import Products
 from kernels.emulator.machine.tensor_moves import Moves
 from kernels.emulator.machine.trace import Event
 from kernels.emulator.machine.transfers import Copies
+from kernels.emulator.machine.wgmma import Products
 from kernels.emulator.memory import NAN_WORD, Fault, Region, uninitialised
 from kernels.emulator.ptx import alu
 from kernels.emulator.ptx.program import LANES
