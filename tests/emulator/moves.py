@@ -68,15 +68,16 @@ _OF_ISSUED = re.compile(r"(wgmma|cp\.async|cp\.async\.bulk)\.wait_group|tcgen05\
 _PROXY_FENCE = re.compile(r"fence\.proxy\.async")
 _COMMUTING = (
     (re.compile(r"mbarrier\.init"), re.compile(r"mbarrier\.init")),
+    (re.compile(r"tcgen05\.commit"), re.compile(r"tcgen05\.commit")),
     (_WAITS, _WAITS),
     (
         re.compile(r"wgmma\.fence|(wgmma|cp\.async|cp\.async\.bulk)\.commit_group"),
         re.compile(r"bar\.|mbarrier\.|fence\.|wgmma\.fence|st\.|stmatrix\."),
     ),
 )
-"""Neighbours whose order nothing in the emulator can tell: initialisations of two mbarriers; waits,
-after both of which all that either brings is known; wgmma.fence is about registers alone, a group
-about what its own thread has issued."""
+"""Neighbours whose order nothing in the emulator can tell: initialisations of two mbarriers; two
+commits, which arrive for the same products; waits, after both of which all that either brings is
+known; wgmma.fence is about registers alone, a group about what its own thread has issued."""
 
 
 @dataclasses.dataclass(frozen=True)
