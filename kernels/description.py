@@ -20,7 +20,7 @@ WARPS_PER_WARPGROUP = 4
 REGISTERS_PER_SM = 65536
 MAX_SHARED_BYTES = 227 * 1024  # of one CTA
 NAMED_BARRIERS = 16  # of one CTA; number 0 is the one that all of its threads meet at
-_BARRIER_BYTES = 8
+BARRIER_BYTES = 8
 _SWIZZLED_ALIGNMENT = 1024
 """Where operand tiles start, as 128-byte swizzling asks."""
 
@@ -270,7 +270,7 @@ class Description:
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
         """First byte of every region."""
-        offsets, end = dict[str, int](), _BARRIER_BYTES * self.barrier_count
+        offsets, end = dict[str, int](), BARRIER_BYTES * self.barrier_count
         for region in self.regions:
             if region.shares:
                 offsets[region.name] = offsets[region.shares]
@@ -283,4 +283,4 @@ class Description:
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
         ends = [self.offsets[region.name] + region.num_bytes for region in self.regions]
-        return max([_BARRIER_BYTES * self.barrier_count, *ends])
+        return max([BARRIER_BYTES * self.barrier_count, *ends])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fa4_jax.key import KernelKey, Pass
 from kernels.common import ends_description
-from kernels.description import Description
+from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
 from kernels.sm90 import forward_description as sm90_forward
 from kernels.sm90.tiles import BACKWARD_TILES as SM90_BACKWARD_TILES
@@ -49,3 +49,13 @@ def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:
             first = group * role.warps
             named[name] = tuple(role.all_warps[first : first + role.warps])
     return named
+
+
+def names_of_barriers(description: Description) -> dict[int, str]:
+    """Names of mbarriers by their first byte in shared memory, "kv_full[2]" of several."""
+    names = dict[int, str]()
+    for barrier, first in description.first_barriers():
+        for i in range(barrier.count):
+            name = barrier.name if barrier.count == 1 else f"{barrier.name}[{i}]"
+            names[BARRIER_BYTES * (first + i)] = name
+    return names

@@ -12,10 +12,12 @@ import numpy as np
 
 from kernels.emulator.errors import PtxError
 from kernels.emulator.instructions.binding import bind_program
+from kernels.emulator.machine.cta import SHARED_BASE
 from kernels.emulator.machine.machine import Geometry, Machine
 from kernels.emulator.machine.tally import executed
 from kernels.emulator.machine.trace import Trace
 from kernels.emulator.memory import GlobalMemory, Region
+from kernels.emulator.names import Names
 from kernels.emulator.policy import Policy
 from kernels.emulator.ptx.costs import Costs, costs
 from kernels.emulator.ptx.parser import parameter_offsets, parse
@@ -39,7 +41,7 @@ def launch(
     memory: Mapping[int, Any] | None = None,
     policy: Policy | None = None,
     seed: int = 0,
-    roles: Mapping[str, Sequence[int]] | None = None,
+    names: Names | None = None,
     trace: Trace | None = None,
 ) -> Report:
     """Runs a kernel; what it writes is in the buffers of `memory` afterwards.
@@ -53,9 +55,9 @@ def launch(
       dynamic_smem: bytes of dynamic shared memory.
       params: value of each parameter, as the driver would get it.
       memory: buffers by their address on the device; the kernel must not write read-only ones.
-      policy: how mean the run is.
+      policy: the scheduling adversary.
       seed: of every choice that the policy leaves open.
-      roles: names for sets of warp indices, by which the report adds up.
+      names: of warps and mbarriers.
       trace: filled with what its CTAs execute, for a timing estimate.
 
     Raises:
@@ -69,7 +71,8 @@ def launch(
     program, static_bytes, static = _program(ptx, kernel)
     _check_launch(entry, grid, block, static_bytes + dynamic_smem)
     _check_cluster(entry, grid, cluster)
-    roles = check_roles(roles, math.prod(block) // 32)
+    names = names or Names()
+    roles = check_roles(names.roles, math.prod(block) // 32)
     parameters = Region("parameters", PARAMETER_BASE, _pack(entry, params))
     machine = Machine(
         program,
@@ -78,6 +81,8 @@ def launch(
         policy or Policy(),
         seed,
     )
+    dynamic = SHARED_BASE + static_bytes
+    machine.barrier_names = {dynamic + place: name for place, name in names.barriers.items()}
     if trace is not None:
         trace.program, machine.trace = program, trace
         trace.cluster_size = math.prod(cluster)

@@ -128,15 +128,13 @@ class Report:
         return f"{self.kernel}: {math.prod(self.grid)} CTAs, {size}{columns}"
 
 
-def check_roles(
-    roles: Mapping[str, Sequence[int]] | None, warps: int
-) -> dict[str, tuple[int, ...]]:
+def check_roles(roles: Mapping[str, Sequence[int]], warps: int) -> dict[str, tuple[int, ...]]:
     """Roles with every warp in one: those without a name are "warp 3".
 
     Raises:
       ValueError: a warp has two roles or does not exist.
     """
-    named = {name: tuple(indices) for name, indices in (roles or {}).items()}
+    named = {name: tuple(indices) for name, indices in roles.items()}
     seen = [index for indices in named.values() for index in indices]
     if len(set(seen)) != len(seen) or "all" in named:
         raise ValueError(f"{roles=}: one role a warp, none called 'all'")

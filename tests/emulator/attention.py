@@ -25,7 +25,8 @@ from fa4_jax.key import (
 from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import cache, compile
-from kernels.emulator import Policy
+from kernels.descriptions import describe, names_of_barriers, warps_of_roles
+from kernels.emulator import Names, Policy
 from kernels.emulator.driver import arguments
 
 UNBOUNDED = 1 << 30
@@ -89,6 +90,13 @@ def unchanged(key: KernelKey, text: str) -> str:
     return text
 
 
+@functools.cache
+def names(key: KernelKey) -> Names:
+    """What a kernel's description calls its warps and mbarriers."""
+    description = describe(key)
+    return Names(warps_of_roles(description), names_of_barriers(description))
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Launches of one case, in order, sharing their arrays by name."""
@@ -139,6 +147,7 @@ class Attention:
             **packed.keywords,
             policy=policy,
             seed=seed,
+            names=names(key),
         )
         return packed.results
 

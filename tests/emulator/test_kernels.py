@@ -12,7 +12,9 @@ import pytest
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
-from kernels.emulator import Policy
+from fa4_jax.key import KernelKey
+from kernels.descriptions import describe
+from kernels.emulator import EmulationError, Policy
 from tests.emulator.attention import attention
 
 if importlib.util.find_spec("cutlass") is None:
@@ -106,3 +108,22 @@ def test_deterministic_backward_ignores_timing(seed: int) -> None:
     first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(ordered))
     for other, (name, value) in itertools.product(others, first.items()):
         assert np.array_equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(("arch", "barrier"), [("sm_90a", "k_empty"), ("sm_100f", "p_early")])
+def test_a_deadlock_names_the_barrier(arch: str, barrier: str) -> None:
+    """Without the arrivals on a barrier somebody waits for it, by its name in the description."""
+    case = Case(batch=1, heads=(1, 1), query_length=128, key_length=600)
+    launches = attention(case, make_inputs(case, 0), gradients=False, arch=arch)
+    description = describe(launches.keys[0])
+    (first,) = (at for one, at in description.first_barriers() if one.name == barrier)
+    arrivals = description.arrivals(description.barrier(barrier))
+
+    def one_more(key: KernelKey, text: str) -> str:
+        """The barrier's first mbarrier waits for an arrival that never comes."""
+        lines = [line for line in text.splitlines() if "mbarrier.init" in line]
+        broken = lines[first].replace(lines[first].split()[-1], f"{arrivals + 1};")
+        return text.replace(lines[first], broken)
+
+    with pytest.raises(EmulationError, match=rf"mbarrier {barrier}\[0\] \(0x"):
+        launches.run(Policy(), 0, one_more)

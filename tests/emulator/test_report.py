@@ -16,7 +16,7 @@ from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import Pass
 from kernels import emulator
 from kernels.descriptions import describe, warps_of_roles
-from kernels.emulator import Policy, Report
+from kernels.emulator import Names, Policy, Report
 from kernels.emulator.driver import arguments
 from kernels.emulator.ptx.costs import QUANTITIES, instruction_class
 from kernels.emulator.ptx.parser import parse
@@ -104,7 +104,7 @@ def launch(launches: Attention) -> Report:
         code.symbol,
         **packed.keywords,
         policy=Policy(races=False),
-        roles=warps_of_roles(describe(key)),
+        names=Names(warps_of_roles(describe(key))),
     )
 
 
@@ -215,7 +215,7 @@ def test_roles_and_json() -> None:
         "params": [programs.ADDRESS.to_bytes(8, "little")],
         "memory": {programs.ADDRESS: data},
     }
-    report = emulator.launch(text, "test", **fixed, roles={"first": (0,), "last": [2]})
+    report = emulator.launch(text, "test", **fixed, names=Names({"first": (0,), "last": [2]}))
     assert report.roles == {"first": (0,), "last": (2,), "warp 1": (1,)}
     document = json.loads(report.to_json())
     assert document["shared_bytes"] == 2048
@@ -235,4 +235,4 @@ def test_roles_and_json() -> None:
     assert written[-4:] == ["256", "256", "256", "768"]
     for wrong in ({"a": (0,), "b": (0,)}, {"a": (3,)}, {"all": (0,)}):
         with pytest.raises(ValueError, match="roles"):
-            emulator.launch(text, "test", **fixed, roles=wrong)
+            emulator.launch(text, "test", **fixed, names=Names(wrong))

@@ -209,8 +209,7 @@ def signal_behind(transfer: Transfer, barrier: TransactionBarrier, size: int) ->
         if barrier.phase != phase:
             raise Fault(
                 "phase-misuse",
-                f"mbarrier {barrier.address:#x} completed phase {phase} before these {size} bytes "
-                "came",
+                f"{barrier.label} completed phase {phase} before these {size} bytes came",
             )
         barrier.complete(size)
 

@@ -104,7 +104,8 @@ def _init(address_of: Reader, count_of: Reader) -> Effect:
             if cta.order is not None:
                 slot = cta.order.new_slot()
                 cta.order.clock[threads[lanes], slot] = 0
-            cta.barriers[address] = TransactionBarrier(address, first, slot)
+            name = cta.machine.barrier_names.get(address, "")
+            cta.barriers[address] = TransactionBarrier(address, first, slot, name)
 
     return effect
 

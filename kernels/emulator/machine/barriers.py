@@ -19,7 +19,8 @@ class TransactionBarrier:
     CTAs: the thread's moment and the phase that counts it.
     """
 
-    def __init__(self, address: int, expected: int, slot: int):
+    def __init__(self, address: int, expected: int, slot: int, name: str = ""):
+        self.label = f"mbarrier {name} ({address:#x})" if name else f"mbarrier {address:#x}"
         if not 1 <= expected <= MOST_ARRIVALS:
             raise Fault("phase-misuse", f"mbarrier.init with a count of {expected}")
         self.address, self.expected, self.slot = address, expected, slot
@@ -36,7 +37,7 @@ class TransactionBarrier:
         if abs(self.transactions) > MOST_TRANSACTIONS:
             raise Fault(
                 "phase-misuse",
-                f"mbarrier {self.address:#x}: transaction count {self.transactions} out of range",
+                f"{self.label}: transaction count {self.transactions} out of range",
             )
 
     def give(self, knowledge: Knowledge | None) -> None:
@@ -49,7 +50,7 @@ class TransactionBarrier:
         if count > self.pending:
             raise Fault(
                 "arrival-overflow",
-                f"mbarrier {self.address:#x}: {count} arrivals by {who}, but phase {self.phase} "
+                f"{self.label}: {count} arrivals by {who}, but phase {self.phase} "
                 f"lacks only {self.pending} of {self.expected} (arrived: {self.arrived})",
             )
         self.pending -= count
@@ -59,7 +60,7 @@ class TransactionBarrier:
     def drop(self, count: int) -> None:
         """Later phases expect fewer arrivals."""
         if count > self.expected:
-            raise Fault("phase-misuse", f"mbarrier {self.address:#x}: drops {count} arrivals")
+            raise Fault("phase-misuse", f"{self.label}: drops {count} arrivals")
         self.expected -= count
 
     def complete(self, amount: int) -> None:
@@ -86,7 +87,7 @@ class TransactionBarrier:
     def describe(self, parity: int) -> str:
         """Why a wait for this parity does not pass."""
         return (
-            f"mbarrier {self.address:#x}, parity {parity}: phase {self.phase} lacks "
+            f"{self.label}, parity {parity}: phase {self.phase} lacks "
             f"{self.pending} of {self.expected} arrivals and {self.transactions} bytes "
             f"(arrived: {', '.join(self.arrived) or 'nobody'})"
         )

@@ -103,6 +103,7 @@ class Machine:
         self.tallies = [Tally.of(program) for _ in range(self.threads // LANES)]
         self.most_tensor_columns = 0
         self.trace: Trace | None = None
+        self.barrier_names: dict[int, str] = {}
         self.global_order = None
         if policy.races:
             self.global_order = GlobalOrder(policy.global_races, policy.ordered_reductions)

@@ -17,7 +17,7 @@ from fa4_jax.manifest import Launch
 from kernels import emulator
 from kernels.build import compile
 from kernels.descriptions import describe, warps_of_roles
-from kernels.emulator import Policy, Report
+from kernels.emulator import Names, Policy, Report
 from kernels.emulator.driver import arguments
 from kernels.emulator.machine.trace import Trace
 
@@ -122,7 +122,7 @@ def _launch(
         ours.symbol,
         **packed.keywords,
         policy=policy,
-        roles=ours.roles,
+        names=Names(ours.roles),
         trace=trace,
     )
     return packed.results, report

@@ -11,7 +11,7 @@ import numpy as np
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs, oracle
 from kernels import emulator
-from kernels.emulator import Policy, Report
+from kernels.emulator import Names, Policy, Report
 from kernels.emulator.machine.trace import Trace
 from kernels.emulator.memory import uninitialised
 from tests.emulator.interop.flash_attn4 import Step
@@ -161,7 +161,7 @@ def _launch(compiled: Compiled, arrays: dict[str, np.ndarray], scale: float, how
         policy=how.policy,
         seed=how.seed,
         trace=how.trace,
-        roles=how.roles,
+        names=None if how.roles is None else Names(how.roles),
     )
 
 
