@@ -6,6 +6,7 @@ import numpy as np
 
 from kernels.emulator.instructions.shfl_vote_elect import members, uniform_mask
 from kernels.emulator.machine.barriers import NamedBarrier, uniform
+from kernels.emulator.machine.trace import Met
 from kernels.emulator.machine.warp import YIELD, Wait, Warp, Yield, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.ptx.program import LANES, Effect
@@ -57,7 +58,7 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         joined = barrier.arrive(
             warp.index, count, waits, None if order is None else order.release(threads)
         )
-        warp.note("meet", barrier, joined, int(waits))
+        warp.note(Met(barrier, joined, waits))
         if not waits:
             return YIELD
 

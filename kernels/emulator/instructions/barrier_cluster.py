@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.emulator.machine.trace import Arrived, Waited
 from kernels.emulator.machine.warp import (
     YIELD,
     Wait,
@@ -45,7 +46,7 @@ def _arrive(aligned: bool, relaxed: bool) -> Effect:
             _converged(warp, mask)
         threads, order, given = warp.lanes[mask], warp.cta.order, None
         barrier = warp.cta.cluster.barrier
-        warp.note("arrive", barrier, barrier.phase)
+        warp.note(Arrived(barrier, barrier.phase, warp.cta.rank))
         if order is not None:
             given = order.relaxed_release(threads) if relaxed else order.release(threads)
         barrier.arrive(threads, given)
@@ -62,7 +63,7 @@ def _wait(aligned: bool) -> Effect:
         phase = barrier.joined(threads)
 
         def finish() -> None:
-            warp.note("wait", barrier, phase)
+            warp.note(Waited(barrier, phase))
             knowledge, order = barrier.passed(threads), warp.cta.order
             if order is not None:
                 order.started(threads)

@@ -13,6 +13,7 @@ import numpy as np
 from kernels.emulator.instructions.mbarrier import barrier_at
 from kernels.emulator.machine.barriers import TransactionBarrier
 from kernels.emulator.machine.spaces import SHARED, Part, parts
+from kernels.emulator.machine.trace import Copied
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault, Region
@@ -155,7 +156,7 @@ def _arrive(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
                     order.copies_done(warp.lanes[of], transfer.chunks, phase)
                 barrier.give(order.release(warp.lanes[lanes]))
             barrier.copied = barrier.phase + 1
-            warp.note("copied", barrier, barrier.phase)
+            warp.note(Copied(barrier, barrier.phase))
             first = [transfer for transfer, _ in done.values()]
             arrive = functools.partial(_arrived, warp, first, barrier, len(lanes))
             warp.cta.issue(

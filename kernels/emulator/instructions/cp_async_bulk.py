@@ -17,6 +17,7 @@ from kernels.emulator.instructions.atom_red import DTYPES, UPDATES
 from kernels.emulator.instructions.mbarrier import barrier_at
 from kernels.emulator.machine.barriers import TransactionBarrier
 from kernels.emulator.machine.cta import OFFSET_MASK, RANK_SHIFT, Cta
+from kernels.emulator.machine.trace import Carried, Loaded, Stored
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault, Region
@@ -192,8 +193,8 @@ def issue_load(transfer: Transfer, barrier_address: int, size: int, source: Exte
         home.signalled[barrier.slot] = barrier.phase + 1
     signal_behind(transfer, barrier, size)
     warp.count("tma_loaded_bytes", size)
-    kind = "carry" if source is None else "load"
-    warp.note(kind, barrier, barrier.phase, size, home.rank)
+    kind = Carried if source is None else Loaded
+    warp.note(kind(barrier, barrier.phase, size, home.rank))
     home.issue(transfer)
 
 
@@ -237,7 +238,7 @@ def issue_store(
     transfer.read = functools.partial(taken, cta, transfer.chunks)
     transfer.perform = perform
     warp.count("tma_stored_bytes", transfer.chunks.size * CHUNK)
-    warp.note("store", amount=transfer.chunks.size * CHUNK)
+    warp.note(Stored(transfer.chunks.size * CHUNK))
     cta.bulk_open.setdefault(thread, []).append(transfer)
     cta.issue(transfer)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from kernels.emulator.machine.barriers import TransactionBarrier, uniform
 from kernels.emulator.machine.cta import RANK_SHIFT
+from kernels.emulator.machine.trace import Arrived, Waited
 from kernels.emulator.machine.warp import (
     YIELD,
     Reader,
@@ -169,7 +170,7 @@ class _Arrive:
         count = len(amounts) if self._expects else int(amounts.sum())
         if self._drops:
             barrier.drop(count)
-        warp.note("arrive", barrier, barrier.phase, rank=address >> RANK_SHIFT)
+        warp.note(Arrived(barrier, barrier.phase, address >> RANK_SHIFT))
         barrier.arrive(count, who)
 
 
@@ -221,7 +222,7 @@ class _TryWait:
         def succeed() -> None:
             warp.retrying = None
             warp.count("mbarrier_waits", 1)
-            warp.note("wait", barrier, barrier.phase - 1)
+            warp.note(Waited(barrier, barrier.phase - 1))
             self._pass(warp, threads, barrier)
             write(warp, mask, self._result, "pred", True)
 

@@ -13,6 +13,7 @@ from kernels.emulator.instructions.ld_st import elements
 from kernels.emulator.instructions.mbarrier import barrier_at
 from kernels.emulator.machine.cta import RANK_SHIFT
 from kernels.emulator.machine.spaces import Part, check_shared
+from kernels.emulator.machine.trace import Carried
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
@@ -97,7 +98,7 @@ def _issue(
         phase = barrier.slot, barrier.phase + 1
         home.order.slot_writes(threads, part.addresses, whole, phase, atomic)
     barrier.copied = barrier.phase + 1
-    warp.note("carry", barrier, barrier.phase, whole * len(threads), home.rank)
+    warp.note(Carried(barrier, barrier.phase, whole * len(threads), home.rank))
     lane = int(np.argmax(part.lanes))
     transfer = Transfer(warp, lane, instruction, home, make, np.zeros(0, int))
     signal_behind(transfer, barrier, whole * len(threads))

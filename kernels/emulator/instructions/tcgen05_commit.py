@@ -11,6 +11,7 @@ from kernels.emulator.instructions.mbarrier import barrier_at
 from kernels.emulator.machine.barriers import TransactionBarrier
 from kernels.emulator.machine.cta import OFFSET_MASK, RANK_SHIFT, Cta
 from kernels.emulator.machine.tensor_pipe import Pipe, pipe_of
+from kernels.emulator.machine.trace import Committed
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
@@ -66,7 +67,7 @@ def _commit(
             addresses = [rank << RANK_SHIFT | offset for rank in range(16) if ranks >> rank & 1]
         homes = [_home(warp, lane, address) for address in addresses]
         for home, barrier in homes:
-            warp.note("commit", barrier, barrier.phase, rank=home.rank)
+            warp.note(Committed(barrier, barrier.phase, home.rank))
         perform = functools.partial(_arrive, pipe, pipe.issued, pipe.done(pipe.issued), homes)
         in_order = not warp.cta.machine.policy.unordered_commits
         if in_order and pipe.commit is not None and not pipe.commit.made:

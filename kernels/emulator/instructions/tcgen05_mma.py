@@ -22,6 +22,7 @@ from kernels.emulator.instructions.tcgen05_descriptor import (
 from kernels.emulator.machine.cta import Cta
 from kernels.emulator.machine.pairs import pair_of
 from kernels.emulator.machine.tensor_pipe import Pipe, pipe_of
+from kernels.emulator.machine.trace import Multiplied
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.tensor_memory import TENSOR_LANES, Rectangle
@@ -129,7 +130,7 @@ class _Mma:
         flops = 2 * shape.rows * shape.columns * depth
         warp.count("mma_flops", flops)
         warp.count("shared_mma_bytes", shared_rows * K_BYTES)
-        warp.note("product", flops, self.group, shared_rows * K_BYTES)
+        warp.note(Multiplied(flops, self.group, shared_rows * K_BYTES))
         pipe.issue(functools.partial(_make, ctas, operands))
 
     def _operands(self, warp: Warp, lane: int) -> Operands:

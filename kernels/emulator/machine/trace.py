@@ -3,33 +3,89 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
 
 from kernels.emulator.ptx.program import Program
 
 
-class Event(NamedTuple):
+class Event:
     """What a step did that its text does not tell; it follows the step's number in a trace.
 
-    kind      key, phase                         amount
-    "arrive"  an mbarrier or a cluster's barrier, its phase
-    "wait"    the same, of a phase that has completed
-    "load"    the mbarrier that is told          bytes of a bulk load
-    "carry"   the mbarrier that is told          bytes from this CTA's shared memory or registers
-    "store"                                      bytes of a bulk store
-    "meet"    a named barrier, its turn          1 if the warp waits there, else 0
-    "product" FLOPs of tcgen05.mma, its CTAs     bytes that it reads of shared memory
-    "commit"  the mbarrier that is told          (tcgen05.commit) and its phase
-    "copied"  the same                           (cp.async.mbarrier.arrive)
-
-    rank: of the CTA of the cluster whose barrier, or memory, it is.
+    `rank` is of the CTA of the cluster whose barrier, or memory, it is.
     """
 
-    kind: str
-    key: Any = None
-    phase: int = 0
-    amount: int = 0
-    rank: int = 0
+
+@dataclasses.dataclass(frozen=True)
+class Contribution(Event):
+    """What a phase of a barrier waits for."""
+
+    barrier: object
+    phase: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived(Contribution):
+    """An arrival on an mbarrier or on a cluster's barrier."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded(Contribution):
+    """A bulk load from global memory was issued."""
+
+    size: int
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried(Contribution):
+    """Bytes of this CTA's shared memory or registers went to a CTA's shared memory."""
+
+    size: int
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed(Contribution):
+    """tcgen05.commit was issued."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied(Contribution):
+    """cp.async.mbarrier.arrive was issued."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Met(Contribution):
+    """A warp came to a named barrier, and waits there or goes on; the phase is its turn."""
+
+    waits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Waited(Event):
+    """A wait ended for a phase of an mbarrier or of a cluster's barrier."""
+
+    barrier: object
+    phase: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(Event):
+    """A bulk store to global memory was issued."""
+
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplied(Event):
+    """tcgen05.mma was issued, for so many CTAs; `size` is what it reads of shared memory."""
+
+    flops: int
+    ctas: int
+    size: int
 
 
 @dataclasses.dataclass

@@ -123,18 +123,10 @@ class Warp:
         """Adds to one of report.QUANTITIES what the instruction's text does not tell."""
         self.cta.machine.tallies[self.index].extra[quantity] += amount
 
-    def note(
-        self,
-        kind: str,
-        key: object = None,
-        phase: int = 0,
-        amount: int = 0,
-        rank: int | None = None,
-    ) -> None:
-        """Adds a trace.Event, of the warp's own CTA unless it says, if there is a trace."""
+    def note(self, event: Event) -> None:
+        """Adds to a trace, if there is one."""
         if self.trace is not None:
-            place = self.cta.rank if rank is None else rank
-            self.trace.append(Event(kind, key, phase, amount, place))
+            self.trace.append(event)
 
     def note_spread(self, line: int) -> None:
         """Adds to a trace that the lanes of a load asked for several addresses."""

@@ -27,14 +27,25 @@ import itertools
 import math
 from collections import Counter, defaultdict
 
-from kernels.emulator.machine.trace import Event, Trace
+from kernels.emulator.machine.trace import (
+    Arrived,
+    Carried,
+    Committed,
+    Contribution,
+    Copied,
+    Event,
+    Loaded,
+    Met,
+    Multiplied,
+    Stored,
+    Trace,
+    Waited,
+)
 from kernels.emulator.ptx.syntax import Register
 from kernels.emulator.timing.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Action, Plan, make_plans
 from kernels.emulator.timing.rates import Rates
 from kernels.emulator.timing.resources import Sm
 
-_CONTRIBUTIONS = ("arrive", "load", "carry", "meet", "commit", "copied")
-"""Events that a phase of a barrier waits for."""
 _ENGINES = {"loads": "TMA load", "stores": "TMA store", "peers": "SM to SM"}
 
 
@@ -132,8 +143,8 @@ class _Replay:
         self.end = 0.0
         for warps in trace.warps.values():
             for item in itertools.chain.from_iterable(warps):
-                if isinstance(item, Event) and item.kind in _CONTRIBUTIONS:
-                    self.missing[id(item.key), item.phase] += 1
+                if isinstance(item, Contribution):
+                    self.missing[_key(item)] += 1
         self.meeting = dict(self.missing)
 
     def run(self, resident_ctas: int) -> Timing:
@@ -279,37 +290,49 @@ class _Replay:
 
     def _event(self, warp: _Warp, event: Event, time: float) -> float | None:
         """Does what an event says; None if the warp has to wait for others."""
-        key, rates = (id(event.key), event.phase), self.rates
-        remote = 0.0 if event.rank == warp.rank else rates.cluster_latency
-        if event.kind == "arrive":
-            self._contribute(key, time + remote)
-        elif event.kind == "load":
-            sm = self.sms[event.rank]
-            end = self._copy(sm, "loads", time, event.amount, rates.tma_load_bytes)
-            self._contribute(key, end + rates.tma_latency)
-        elif event.kind == "carry":
-            end = self._copy(warp.sm, "peers", time, event.amount, rates.cluster_bytes)
-            self.sms[event.rank].copied(event.amount / rates.shared_bytes)
-            self.busy["shared"] += event.amount / rates.shared_bytes
-            self._contribute(key, end + rates.cluster_latency)
-        elif event.kind == "store" and warp.copies:
-            warp.copies = False  # ptxas issues a copy once, however many lanes execute it
-            end = self._copy(warp.sm, "stores", time, event.amount, rates.tma_store_bytes)
-            warp.stores.append((end, end + rates.tma_store_latency))
-        elif event.kind == "product":
-            warp.committed = self._tcgen05_product(warp, time, event)
-        elif event.kind == "commit":
-            self._contribute(key, max(time, warp.committed) + remote)
-        elif event.kind == "copied":
-            self._contribute(key, max(time, warp.copied))
-        elif event.kind == "wait":
-            return self._await(warp, key, time + rates.wait_latency, rates.barrier_latency)
-        elif event.kind == "meet":
-            self._contribute(key, time)
-            if event.amount:
-                latency = rates.named_barrier_latency + rates.named_barrier_warp * self.meeting[key]
-                return self._await(warp, key, time, latency)
+        rates = self.rates
+        match event:
+            case Contribution():
+                self._contribute(_key(event), self._contributes(warp, event, time))
+                if isinstance(event, Met) and event.waits:
+                    warps = self.meeting[_key(event)]
+                    latency = rates.named_barrier_latency + rates.named_barrier_warp * warps
+                    return self._await(warp, _key(event), time, latency)
+            case Waited():
+                since = time + rates.wait_latency
+                return self._await(warp, _key(event), since, rates.barrier_latency)
+            case Stored() if warp.copies:
+                warp.copies = False  # ptxas issues a copy once, however many lanes execute it
+                end = self._copy(warp.sm, "stores", time, event.size, rates.tma_store_bytes)
+                warp.stores.append((end, end + rates.tma_store_latency))
+            case Multiplied():
+                warp.committed = self._tcgen05_product(warp, time, event)
         return time
+
+    def _contributes(self, warp: _Warp, event: Contribution, time: float) -> float:
+        """When the barrier learns of an event."""
+        rates = self.rates
+        match event:
+            case Arrived():
+                return time + self._remote(warp, event.rank)
+            case Loaded():
+                sm = self.sms[event.rank]
+                end = self._copy(sm, "loads", time, event.size, rates.tma_load_bytes)
+                return end + rates.tma_latency
+            case Carried():
+                end = self._copy(warp.sm, "peers", time, event.size, rates.cluster_bytes)
+                self.sms[event.rank].copied(event.size / rates.shared_bytes)
+                self.busy["shared"] += event.size / rates.shared_bytes
+                return end + rates.cluster_latency
+            case Committed():
+                return max(time, warp.committed) + self._remote(warp, event.rank)
+            case Copied():
+                return max(time, warp.copied)
+        return time
+
+    def _remote(self, warp: _Warp, rank: int) -> float:
+        """What an arrival takes to a barrier of this rank beyond one of the warp's own CTA."""
+        return 0.0 if rank == warp.rank else self.rates.cluster_latency
 
     def _copy(self, sm: Sm, engine: str, time: float, amount: float, rate: float) -> float:
         """A bulk copy's turn on its engine; returns when its last byte has left."""
@@ -370,14 +393,14 @@ class _Replay:
         self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
         return time
 
-    def _tcgen05_product(self, warp: _Warp, time: float, event: Event) -> float:
+    def _tcgen05_product(self, warp: _Warp, time: float, event: Multiplied) -> float:
         """tcgen05.mma, on an SM's tensor core or a pair's; returns when its result is there."""
-        rates, count = self.rates, event.phase
+        rates, count = self.rates, event.ctas
         first = warp.rank // count * count
         sms = self.sms[first : first + count]
         begin = max(time, *(sm.tensor.free for sm in sms))
-        flops = event.key / rates.mma_flops
-        port = event.amount / rates.shared_bytes
+        flops = event.flops / rates.mma_flops
+        port = event.size / rates.shared_bytes
         self.busy["tensor core"] += flops
         self.busy["shared"] += port
         end = begin
@@ -434,6 +457,11 @@ class _Replay:
         if which:
             del warp.store_groups[:done]
         return self._slept(warp, time, end, "store")
+
+
+def _key(event: Contribution | Waited) -> tuple[int, int]:
+    """The phase of a barrier that an event is about."""
+    return id(event.barrier), event.phase
 
 
 def _row(warp: _Warp) -> str:

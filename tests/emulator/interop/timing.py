@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
-from kernels.emulator.machine.trace import Event, Trace
+from kernels.emulator.machine.trace import Multiplied, Trace
 from kernels.emulator.timing.rates import BLACKWELL
 from kernels.emulator.timing.replay import Timing, estimate
 from tests.emulator.interop.run import Problem
@@ -133,10 +133,7 @@ def busiest(trace: Trace, count: int) -> Trace:
     for cta, warps in trace.warps.items():
         cluster, _ = trace.places[cta]
         products[cluster] += sum(
-            event.key
-            for warp in warps
-            for event in warp
-            if isinstance(event, Event) and event.kind == "product"
+            event.flops for warp in warps for event in warp if isinstance(event, Multiplied)
         )
     clusters = {cluster for cluster, _ in products.most_common(count // trace.cluster_size)}
     chosen = [cta for cta in trace.warps if trace.places[cta][0] in clusters]
