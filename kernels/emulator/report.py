@@ -1,8 +1,8 @@
 """What a launch did: instructions by class, operations, bytes and waits, by warp role.
 
 What an instruction costs follows from its text in nearly all cases, so a launch only counts how
-often each step ran and how many lanes sat out; `costs` has the rest. Effects whose cost is known at
-run time alone (sizes in descriptors) tell `Warp.count`.
+often each step ran and how many lanes sat out; `ptx.costs` has the rest. Effects whose cost is
+known at run time alone (sizes in descriptors) tell `Warp.count`.
 """
 
 from __future__ import annotations

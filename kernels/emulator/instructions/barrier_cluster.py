@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.emulator.machine.trace import Arrived, Waited
-from kernels.emulator.machine.warp import (
-    YIELD,
-    Wait,
-    Warp,
-    Yield,
-)
+from kernels.emulator.machine.warp import YIELD, Wait, Warp, Yield
 from kernels.emulator.memory import Fault
 from kernels.emulator.ptx.program import Effect
 from kernels.emulator.ptx.syntax import Instruction

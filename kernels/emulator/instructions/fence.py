@@ -7,10 +7,7 @@ import functools
 import numpy as np
 
 from kernels.emulator import tensor_map
-from kernels.emulator.machine.warp import (
-    Warp,
-    address_reader,
-)
+from kernels.emulator.machine.warp import Warp, address_reader
 from kernels.emulator.ptx.program import Effect
 from kernels.emulator.ptx.syntax import Immediate, Instruction
 

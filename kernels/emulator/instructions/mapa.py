@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.emulator.machine.cta import OFFSET_MASK, RANK_SHIFT
-from kernels.emulator.machine.warp import (
-    Reader,
-    Warp,
-    address_reader,
-    reader,
-    write,
-)
+from kernels.emulator.machine.warp import Reader, Warp, address_reader, reader, write
 from kernels.emulator.memory import Fault
 from kernels.emulator.ptx.program import SHARED_WINDOW, Effect
 from kernels.emulator.ptx.syntax import Address, Instruction, Operand, Register

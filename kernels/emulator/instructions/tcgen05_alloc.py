@@ -13,9 +13,7 @@ from kernels.emulator.machine.pairs import peer_of
 from kernels.emulator.machine.tensor_memory import LEAST_COLUMNS, TensorMemory
 from kernels.emulator.machine.warp import Reader, Wait, Warp, address_reader, reader, whole
 from kernels.emulator.memory import Fault
-from kernels.emulator.order.tensor_memory import (
-    TENSOR_COLUMNS,
-)
+from kernels.emulator.order.tensor_memory import TENSOR_COLUMNS
 from kernels.emulator.ptx.program import Effect
 from kernels.emulator.ptx.syntax import Instruction
 

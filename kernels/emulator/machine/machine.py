@@ -20,14 +20,7 @@ from kernels.emulator.machine.warp import Wait, Warp
 from kernels.emulator.memory import Fault, GlobalMemory
 from kernels.emulator.order.global_memory import GlobalOrder
 from kernels.emulator.policy import Policy
-from kernels.emulator.ptx.program import (
-    LANES,
-    Branch,
-    Exit,
-    Program,
-    Run,
-    Single,
-)
+from kernels.emulator.ptx.program import LANES, Branch, Exit, Program, Run, Single
 from kernels.emulator.ptx.syntax import Immediate, Instruction, Kernel
 
 REGISTERS_PER_SM = 65536

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from kernels.emulator.machine.cta import Cta
 from kernels.emulator.machine.warp import Warp
 from kernels.emulator.memory import Fault
-
-if TYPE_CHECKING:
-    from kernels.emulator.machine.cta import Cta
 
 
 def peer_of(warp: Warp) -> Cta:

@@ -120,7 +120,7 @@ class Warp:
         }
 
     def count(self, quantity: str, amount: int) -> None:
-        """Adds to one of report.QUANTITIES what the instruction's text does not tell."""
+        """Adds to one of costs.QUANTITIES what the instruction's text does not tell."""
         self.cta.machine.tallies[self.index].extra[quantity] += amount
 
     def note(self, event: Event) -> None:

@@ -60,7 +60,7 @@ class Clocks:
         self.threads = threads = ctas * threads_per_cta
         self.threads_per_cta = threads_per_cta
         self.first_slot, self.slots = threads + ctas, 0
-        # Behind the mbarriers comes what tensor_order keeps: pipes, and threads once more.
+        # Behind the mbarriers comes what order.tensor_memory keeps: pipes, and threads once more.
         self.first_pipe = self.first_slot + ctas * BARRIER_SLOTS
         agents = self.first_pipe + (2 * PIPE_SLOTS + threads if tensor else 0)
         self.clock = np.zeros((threads, agents), np.int32)
