@@ -5,14 +5,14 @@ docs/notes/mutations.md proves each of these redundant, or says what is blind.
 
 from __future__ import annotations
 
+import json
+import pathlib
 from collections import Counter
+from collections.abc import Mapping
 
 _REGISTERS = "removed: setmaxnreg.inc.sync.aligned.u32"
 _TRY_WAIT = "mbarrier.try_wait.parity.shared.b64"
 _WAIT = f"never waits: {_TRY_WAIT}"
-_WGMMA = "wgmma.mma_async.sync.aligned"
-_LATE_PROXY_FENCE = "moved down over bar.sync: fence.proxy.async.shared::cta"
-_LATE_INITIALISATION = "moved down over bar.sync: fence.mbarrier_init.release.cluster"
 _PRODUCT_FENCE = "removed: wgmma.fence.sync.aligned"
 _PRODUCT_GROUP = "removed: wgmma.commit_group.sync.aligned"
 _MEETING = "removed: bar.warp.sync"
@@ -52,66 +52,14 @@ SURVIVORS: dict[str, Counter[str]] = {
 otherwise: docs/notes/mutations.md proves each of these redundant. The preprocessing kernels
 synchronise nothing."""
 
-_MOVED_IN_FORWARD = Counter(
-    {
-        _LATE_PROXY_FENCE: 2,
-        _LATE_INITIALISATION: 1,
-        "moved down over arithmetic: wgmma.wait_group.sync.aligned": 1,
-        f"moved down over {_TRY_WAIT}: bar.arrive": 1,
-        f"moved down over {_TRY_WAIT}: mbarrier.arrive.shared.b64": 1,
-    }
-)
-
-
-def _moved_in_step(shape: str, loops: int) -> Counter[str]:
-    """Of a step of Hopper's forward, whose text comes once in every loop."""
-    kinds = (
-        f"moved down over bar.sync: {_TRY_WAIT}",
-        f"moved down over {_WGMMA}.{shape}.f32.bf16.bf16: wgmma.fence.sync.aligned",
-        "moved down over mbarrier.arrive.shared.b64: wgmma.wait_group.sync.aligned",
-    )
-    return Counter(dict.fromkeys(kinds, loops))
-
-
-_MOVED_IN_BACKWARD = Counter(
-    {
-        _LATE_PROXY_FENCE: 4,
-        _LATE_INITIALISATION: 1,
-        "moved down over wgmma.fence.sync.aligned: wgmma.wait_group.sync.aligned": 1,
-        "moved down over mbarrier.arrive.shared.b64: wgmma.wait_group.sync.aligned": 1,
-        f"moved down over mbarrier.arrive.expect_tx.shared.b64: {_TRY_WAIT}": 1,
-    }
-)
-_MOVED_IN_POST = Counter(
-    {
-        _LATE_PROXY_FENCE: 1,
-        "moved down over griddepcontrol.launch_dependents: griddepcontrol.wait": 1,
-    }
-)
+_MOVED = pathlib.Path(__file__).with_name("moved_survivors.json")
 MOVED_SURVIVORS: dict[str, Counter[str]] = {
-    "sm_90a_fwd_bf16_d64": _MOVED_IN_FORWARD + _moved_in_step("m64n64k16", 1),
-    "sm_90a_fwd_bf16_d128_band": _MOVED_IN_FORWARD + _moved_in_step("m64n128k16", 3),
-    "sm_90a_bwd_bf16_d128": _MOVED_IN_BACKWARD
-    + Counter(
-        {
-            "moved down over ld.global.v4.b32: bar.sync": 1,
-            f"moved down over {_WGMMA}.m64n64k16.f32.bf16.bf16: wgmma.fence.sync.aligned": 2,
-            f"moved down over {_WGMMA}.m64n128k16.f32.bf16.bf16: wgmma.fence.sync.aligned": 1,
-            f"moved up over {_WGMMA}.m64n128k16.f32.bf16.bf16: wgmma.commit_group.sync.aligned": 1,
-        }
-    ),
-    "sm_90a_bwd_bf16_d64_deterministic": _MOVED_IN_BACKWARD
-    + Counter(
-        {
-            f"moved down over {_TRY_WAIT}: mbarrier.arrive.shared.b64": 1,
-            f"moved down over {_WGMMA}.m64n64k16.f32.bf16.bf16: wgmma.fence.sync.aligned": 2,
-            f"moved down over {_WGMMA}.m64n32k16.f32.bf16.bf16: wgmma.fence.sync.aligned": 1,
-            f"moved up over {_WGMMA}.m64n64k16.f32.bf16.bf16: wgmma.commit_group.sync.aligned": 1,
-        }
-    ),
-    "sm_90a_bwd_post_bf16_d64": Counter({_LATE_PROXY_FENCE: 1}),
-    "sm_100f_bwd_post_bf16_d128": _MOVED_IN_POST,
-    "sm_100f_bwd_post_bf16_d192x128": _MOVED_IN_POST,
-    "sm_100f_bwd_post_bf16_d256": _MOVED_IN_POST,
+    name: Counter(kinds) for name, kinds in json.loads(_MOVED.read_text()).items()
 }
-"""The same of instructions that move, of the kernels of which every move has been tried."""
+"""The same of instructions that move; `mutation_score --kind moved --write` makes the file."""
+
+
+def write_moved(survivors: Mapping[str, Counter[str]]) -> None:
+    """Keeps what survives of the moves of every kernel."""
+    plain = {name: dict(sorted(kinds.items())) for name, kinds in sorted(survivors.items())}
+    _MOVED.write_text(json.dumps(plain, indent=1) + "\n")
