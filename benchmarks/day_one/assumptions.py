@@ -203,8 +203,8 @@ ASSUMPTIONS = (
         "outputs and gradients of all kernels: kernels/sm100/forward.py `store_tile`, "
         "backward_rows.py and backward_pair_rows.py `write_gradients`, backward_ends.py",
         "PTX ISA, cp.async.bulk.wait_group: .read is about sources alone; a grid's end completes "
-        "its memory operations (CUDA programming guide). CUTLASS's tma_store_wait is .read. All "
-        "else that a CTA may leave behind (commits, arrivals) ours wait for; flash-attn-4's do "
+        "its memory operations (CUDA programming guide). CUTLASS's tma_store_wait is .read. Our "
+        "kernels wait for all other pending operations (commits, arrivals); flash-attn-4's do "
         "not.",
         "outputs that lack tiles",
         "the wait_group before a CTA's end without .read",

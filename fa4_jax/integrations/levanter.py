@@ -3,8 +3,8 @@
     fa4_jax.integrations.levanter.install()
     config = LlamaConfig(attn_backend=AttentionBackend.NVTE)
 
-Levanter's AttentionBackend is a closed enumeration. NVTE is its default on GPUs, and the function
-behind it takes everything that ours needs.
+Levanter's AttentionBackend is a closed enumeration. NVTE is its default on GPUs, and its
+private function receives every argument that ours needs.
 """
 
 from __future__ import annotations

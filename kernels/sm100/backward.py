@@ -23,11 +23,11 @@ the memory.
 
 Note [what needs no barrier]: S(i+1) overwrites S(i), which compute warps have read before P(i) was
 full, and P(i), which dV(i), issued before, has read. dP(i+1) overwrites dP(i) and dS(i) likewise,
-behind dK(i). Where dQ begins with dP's columns, it comes behind dK(i), which has read dS(i), and
-dP(i+1) waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory behind dp_full of step i+1,
-whose commit also tells that dQ(i) is complete. A commit's arrival comes behind all that the MMA
-warp has waited for: s_full behind q_full, so that compute warps find lse_log2 and delta there;
-q_empty behind ds_full, so behind their last use of both.
+after dK(i). Where dQ begins with dP's columns, it comes after dK(i), which has read dS(i), and
+dP(i+1) waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory after dp_full of step i+1,
+whose commit also says that dQ(i) is complete. A commit's arrival comes after all that the MMA
+warp has waited for: s_full after q_full, so that compute warps find lse_log2 and delta there;
+q_empty after ds_full, so after their last use of both.
 
 Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4],
 where dQ is transposed as [column / 128][row / 4][column % 128][row % 4]: a warp adds 512
@@ -295,10 +295,10 @@ class Backward(BackwardHost):
 
     @cute.jit
     def multiply_dq(self, shared: Shared, step: Int32):
-        """dQ = dS K, or transposed K^T dS^T; behind dK's wait for dS.
+        """dQ = dS K, or transposed K^T dS^T; after dK's wait for dS.
 
         Where columns of K are lanes and not a multiple of them, the last product's other lanes get
-        columns of V, which lie behind; nobody reads them.
+        columns of V, which come next in memory; nobody reads them.
         """
         if cutlass.const_expr(not self.config.dq_takes_dp):
             self.await_dq_read(shared, step)

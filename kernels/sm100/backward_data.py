@@ -104,7 +104,7 @@ def take_ticket(config: cutlass.Constexpr, shared: Shared, dq_ticket: cute.Point
 
 
 def start_index(config: Any, shared: Any) -> Int32:
-    """Which one this CTA, or pair, is in the order of work; behind the CTA's first barrier."""
+    """Which one this CTA, or pair, is in the order of work; after the CTA's first barrier."""
     if config.deterministic and config.tile.ctas == 2:
         return cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket))
     if config.deterministic:

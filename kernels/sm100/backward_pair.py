@@ -34,11 +34,11 @@ the memory.
 The MMA warp waits in the even CTA for loads, compute and reduce warps of both; its commits arrive
 in both. Loads arrive in the CTA that issues them; the odd CTA's MMA warp relays them.
 
-Note [what needs no barrier]: a buffer's S(i+2) overwrites S(i), and dP(i+2) dP(i), behind dV(i) and
+Note [what needs no barrier]: a buffer's S(i+2) overwrites S(i), and dP(i+2) dP(i), after dV(i) and
 dK(i), which waited for P(i) and dS(i); dQ(i)'s fence stands between. p, ds and dst of step i are
-overwritten behind s_full and dp_full of step i+2, whose commits tell that dV(i), dK(i) and dQ(i)
+overwritten after s_full and dp_full of step i+2, whose commits tell that dV(i), dK(i) and dQ(i)
 are complete. S has left q, and dP do, when s_full and dp_full come. lse_log2 and delta of step i
-are overwritten by a load behind s_full of step i+2, issued behind ds_full of step i.
+are overwritten by a load after s_full of step i+2, issued after ds_full of step i.
 
 Two CTAs each add half of the columns of dQ, so both may have their turn at a time.
 
@@ -174,7 +174,7 @@ class PairBackward(BackwardHost):
 
     @cute.jit
     def load_rows(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
-        """q, lse_log2, delta and do of a step, behind S and dP of the step before."""
+        """q, lse_log2, delta and do of a step, after S and dP of the step before."""
         tile, barriers = self.config.tile, shared.barriers
         head, block = work.step(step, self.config.deterministic)
         row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
@@ -326,7 +326,7 @@ class PairBackward(BackwardHost):
 
     @cute.jit
     def multiply_dq(self, shared: Shared, step: Int32):
-        """dQ^T = K^T dS; behind dK's wait for dS."""
+        """dQ^T = K^T dS; after dK's wait for dS."""
         tile, barriers = self.config.tile, shared.barriers
         buffer = step % BUFFERS
         # The first passes find the columns empty: parity 1 passes on a new barrier.

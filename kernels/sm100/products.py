@@ -39,7 +39,7 @@ class Operand:
 
 
 def k_major(start: cute.Pointer, rows: int, columns: int, span_bytes: int) -> Operand:
-    """(rows, columns) with K along columns; spans of columns lie behind each other."""
+    """(rows, columns) with K along columns; spans of columns lie one after another."""
     per_span = span_bytes // (2 * K_STEP)
     steps = [
         (step // per_span * rows * span_bytes + step % per_span * 2 * K_STEP) // 16
@@ -151,13 +151,13 @@ def lane_base() -> Int32:
 
 
 def arrive(*barriers: cute.Pointer, ctas: int = 1):
-    """One arrival per warp at each barrier, in a pair the even CTA's, behind what its lanes did."""
+    """One arrival per warp at each barrier, in a pair the even CTA's, after what its lanes did."""
     cute.arch.sync_warp()
     signal(*barriers, ctas=ctas)
 
 
 def signal(*barriers: cute.Pointer, ctas: int = 1):
-    """The same, behind what its lanes did before they last met, and waited for since."""
+    """The same, for a warp whose lanes have met since; it follows what they did before that."""
     registers = ".reg .pred leader;"
     if ctas == 1:
         arrival = "@leader mbarrier.arrive.shared::cta.b64 _, [{{$r{}}}];"

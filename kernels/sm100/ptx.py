@@ -53,7 +53,7 @@ def fence_before_sync():
 
 
 def fence_after_sync():
-    """Orders the thread's tensor-memory accesses behind what it has just waited for."""
+    """Orders the thread's tensor-memory accesses after what it has just waited for."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 

@@ -35,7 +35,7 @@ deadlock, whatever the number of resident CTAs and the order in which the hardwa
 promises none). All walk the query blocks from last to first, so that under a causal band, too,
 neighbours start together and follow one another at a distance of one addition; from the diagonal, a
 CTA would first wait for all lower ones to come that far.
-Waiting and incrementing are the order warp's, so that their latency hides behind the products: it
+Waiting and incrementing are the order warp's, so that the products hide their latency: it
 opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`.
 Their additions happen before the arrivals, those before the order warp's release; cumulativity
 does the rest.

@@ -1,4 +1,4 @@
-"""Hopper backward, the kernel behind the main one; one CTA per query tile of a head.
+"""Hopper backward, the kernel after the main one; one CTA per query tile of a head.
 
 dQ = scale * dq_acc, from accumulator layout (backward.py, Note [dq_acc]) to [B, T, N, H]
 """

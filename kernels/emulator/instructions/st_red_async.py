@@ -30,8 +30,6 @@ _REDUCED = {
 }
 _STORED = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64")
 
-Put = Callable[[np.ndarray], np.ndarray]
-
 
 def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     """The effect of an asynchronous store or update, or None if it is none."""

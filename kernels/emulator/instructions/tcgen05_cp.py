@@ -71,7 +71,7 @@ def _copy(
         chunks, number = np.unique(source // CHUNK), pipe.issued + 1
         for cta in ctas:
             if (chunks[-1] + 1) * CHUNK > cta.shared.data.size:
-                raise Fault("out-of-bounds", "the source ends behind shared memory", lane)
+                raise Fault("out-of-bounds", "the source ends past shared memory", lane)
             for _, rectangle in targets:
                 cta.tensor.check(rectangle)
             cta.tensor.touched[thread] = number

@@ -191,7 +191,7 @@ def _check(ctas: tuple[Cta, ...], pipe: Pipe, operands: Operands, kind: str) -> 
             cta.tensor.check(piece.rectangle)
         for tile in tiles:
             if (tile_chunks(tile)[-1] + 1) * CHUNK > cta.shared.data.size:
-                raise Fault("out-of-bounds", "an operand ends behind shared memory")
+                raise Fault("out-of-bounds", "an operand ends past shared memory")
     number, form = pipe.issued + 1, _form(operands, kind)
     for cta in ctas:
         order, shadow = cta.order, cta.tensor.shadow

@@ -94,7 +94,7 @@ def _product(instruction: Instruction) -> Effect | None:
             a_tile = Tile(_uniform(warp, a_index), form.a_mn_major, first, 16)
             chunks = np.concatenate([tile_chunks(a_tile), chunks])
         if (chunks.max() + 1) * CHUNK > warp.cta.shared.data.size:
-            raise Fault("out-of-bounds", "an operand ends behind shared memory")
+            raise Fault("out-of-bounds", "an operand ends past shared memory")
         warp.products.issue(Product(form, a_tile, b_tile, bool(flag[0]), chunks, instruction))
 
     return effect

@@ -81,7 +81,7 @@ class Stored(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Multiplied(Event):
-    """tcgen05.mma was issued, for so many CTAs; `size` is what it reads of shared memory."""
+    """tcgen05.mma was issued for `ctas` CTAs; `size` is what it reads of shared memory."""
 
     flops: int
     ctas: int

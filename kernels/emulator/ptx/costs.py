@@ -140,7 +140,7 @@ def of_product(instruction: Instruction) -> dict[str, int]:
     shape = re.search(r"m64n(\d+)k(\d+)", instruction.mnemonic)
     assert shape is not None
     n, k = int(shape[1]), int(shape[2])
-    k_bytes = 32  # every kind takes so many of a row
+    k_bytes = 32  # of a row, whatever the kind
     from_registers = isinstance(instruction.operands[1], Vector)
     rows = n // _PRODUCT_WARPS + (0 if from_registers else 16)
     return {"mma_flops": 2 * 16 * n * k, "shared_mma_bytes": rows * k_bytes}
