@@ -170,6 +170,9 @@ BLACKWELL = dataclasses.replace(
 )
 """Lanes, products and shared memory by documentation; all else is assumed to be Hopper's."""
 
+RATES: Mapping[str, Rates] = {"sm_90a": HOPPER, "sm_100f": BLACKWELL}
+"""By architecture of a kernel's key."""
+
 _REDUCTIONS = (
     *(f"red.global.add.v4.f32/throughput/{n} threads/all SMs" for n in (128, 256, 384)),
     *(f"red.global.add.v4.f32/throughput/256 threads/all SMs, {n} to the same" for n in (2, 8, 32)),
