@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, catalogue, default, extents, partition, types, validate
-from fa4_jax.default import Operands
+from fa4_jax import autodiff, catalogue, extents, mesh_types, partition, validate, xla
+from fa4_jax.operands import Operands
 from fa4_jax.plan import Plan, Target, make_plan
 from fa4_jax.problem import Problem
 from fa4_jax.target import current_target, named_target
@@ -216,8 +216,8 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     offset = numbers.common_offset() if problem.band else None
     traced = None if traced is None else traced.astype(problem.accumulator)
     operands = Operands(q, k, v, numbers.array(b, t, s), bias, mask, offset, traced)
-    axes = types.union_varying(operands)
-    return jax.tree.map(lambda x: types.cast_varying(x, axes), operands), problem
+    axes = mesh_types.union_varying(operands)
+    return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands), problem
 
 
 def _rank_4(x: Any) -> jax.Array | None:
@@ -241,5 +241,5 @@ def find_target(arch: str | None) -> Target:
 def _attend(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, H] and log-sum-exp [B, N, T] f32."""
     if validate.is_empty(plan.problem):
-        return default.nothing(plan.problem, operands)
+        return xla.nothing(plan.problem, operands)
     return autodiff.attend(plan, operands)

@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from fa4_jax import batching
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 
 OUTPUT_NAME = "fa4_jax_output"

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fa4_jax import default, partition, platforms, types
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax import mesh_types, partition, platforms, xla
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 
 ForwardResult = tuple[jax.Array, jax.Array]
@@ -23,19 +23,19 @@ Way = Literal["native", "fold", "heads", "loop"]
 
 
 def _run_forward(plan: Plan, operands: Operands) -> ForwardResult:
-    xla = functools.partial(default.forward, plan.problem)
+    default = functools.partial(xla.forward, plan.problem)
     if not plan.forward:
-        return xla(platforms.left_out(plan, "forward and backward", operands))
-    return platforms.choose(plan, functools.partial(partition.forward, plan), xla, operands)
+        return default(platforms.left_out(plan, "forward and backward", operands))
+    return platforms.choose(plan, functools.partial(partition.forward, plan), default, operands)
 
 
 def _run_backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    xla = functools.partial(default.backward, plan.problem)
+    default = functools.partial(xla.backward, plan.problem)
     if not plan.backward:
         own = platforms.left_out(plan, "backward", operands) if plan.forward else operands
-        return xla(own, cotangents)
+        return default(own, cotangents)
     kernel = functools.partial(partition.backward, plan)
-    return platforms.choose(plan, kernel, xla, operands, cotangents)
+    return platforms.choose(plan, kernel, default, operands, cotangents)
 
 
 def _fold(tree: Any, batched: Any, size: int) -> Any:
@@ -75,8 +75,10 @@ def _unfold(tree: Any, size: int) -> Any:
 
 def _no_instances(tree: Any, args: Any) -> Any:
     """[0, ...] for every array [...]; they vary as `args` do."""
-    axes = types.union_varying(jax.tree.leaves(args))
-    return jax.tree.map(lambda x: types.cast_varying(jnp.zeros((0, *x.shape), x.dtype), axes), tree)
+    axes = mesh_types.union_varying(jax.tree.leaves(args))
+    return jax.tree.map(
+        lambda x: mesh_types.cast_varying(jnp.zeros((0, *x.shape), x.dtype), axes), tree
+    )
 
 
 def _no_gradients(flags: Operands, operands: Operands) -> Gradients:
@@ -112,7 +114,7 @@ def _native(function: Callable[..., Any], batched: Any, args: Any) -> Any:
 def _mapped_axes(flags: Any, args: Any) -> tuple[str, ...]:
     """Explicit mesh axes over which the instances lie."""
     leaves = zip(jax.tree.leaves(args), jax.tree.leaves(flags), strict=True)
-    return max((types.explicit_axes(x)[0] for x, flag in leaves if flag), key=len, default=())
+    return max((mesh_types.explicit_axes(x)[0] for x, flag in leaves if flag), key=len, default=())
 
 
 def _on_devices(
@@ -126,8 +128,8 @@ def _on_devices(
     )
 
     def local(*args: Any) -> Any:
-        varying = types.union_varying(jax.tree.leaves(args))
-        args = jax.tree.map(lambda x: types.cast_varying(x, varying), args)
+        varying = mesh_types.union_varying(jax.tree.leaves(args))
+        args = jax.tree.map(lambda x: mesh_types.cast_varying(x, varying), args)
         return _native(function, flags, args)
 
     return jax.shard_map(
@@ -149,7 +151,7 @@ def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
     def rule(size: int, batched: list[Operands], operands: Operands) -> Any:
         (flags,) = batched
         if size == 0:
-            out = _no_instances(default.nothing(plan.problem, operands), operands)
+            out = _no_instances(xla.nothing(plan.problem, operands), operands)
         elif axes := _mapped_axes(flags, operands):
             out = _on_devices(operation, axes, (flags,), (operands,))
         elif (way := _way(plan, flags, operands)) == "native":

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax import types, validate
+from fa4_jax import mesh_types, validate
 from fa4_jax.problem import UNBOUNDED
 
 _INT32 = np.iinfo(np.int32)
@@ -45,7 +45,7 @@ class Extents(NamedTuple):
         if isinstance(batch, int) and not any(isinstance(x, jax.Array) for x in columns):
             return jnp.asarray(np.stack([np.broadcast_to(x, (batch,)) for x in columns], axis=1))
         arrays = [jnp.broadcast_to(x, (batch,)) for x in columns]
-        return jnp.stack(types.sharded_alike(arrays), axis=1)
+        return jnp.stack(mesh_types.sharded_alike(arrays), axis=1)
 
 
 def _known(size: int) -> Any:

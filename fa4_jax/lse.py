@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import types
+from fa4_jax.dtypes import wide
 
 
 def merge(
@@ -30,7 +30,7 @@ def merge(
 
     def weighted(output: jax.Array, part: jax.Array) -> jax.Array:
         weight = jnp.exp(part - safe)  # [B, N, T]
-        return jnp.swapaxes(weight, -1, -2)[..., None] * output.astype(types.wide(output.dtype))
+        return jnp.swapaxes(weight, -1, -2)[..., None] * output.astype(wide(output.dtype))
 
     output = weighted(output_a, lse_a) + weighted(output_b, lse_b)
     return output.astype(output_a.dtype), lse

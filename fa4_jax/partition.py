@@ -30,8 +30,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from fa4_jax import kernels, told, types
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax import launches, log, mesh_types
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 
@@ -162,7 +162,7 @@ def in_mesh(attend: Callable[[Plan, Operands], Result], plan: Plan, operands: Op
     Inside a shard_map over some of the axes of an Explicit mesh JAX (to 0.12) cannot differentiate
     this one: make all of them manual.
     """
-    mesh = types.explicit_mesh(operands)
+    mesh = mesh_types.explicit_mesh(operands)
     if mesh is None:
         return attend(plan, operands)
     # Each device has the offsets of its own part of the batch.
@@ -180,8 +180,8 @@ def _in_explicit_mesh(attend: Any, plan: Plan, mesh: Any, operands: Operands) ->
 
     def local(operands: Operands) -> Result:
         # Outside the custom derivative: the cast's transpose sums the gradients of copies.
-        axes = types.union_varying(operands)
-        operands = jax.tree.map(lambda x: types.cast_varying(x, axes), operands)
+        axes = mesh_types.union_varying(operands)
+        operands = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
         key, value = (own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
         return attend(_local_plan(plan, split), operands._replace(key=key, value=value))
 
@@ -218,7 +218,7 @@ def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
     """
     found: dict[str, dict[str, Axes]] = {"batch": {}, "heads": {}}
     for name, x in operands._asdict().items():
-        for dimension, axes in zip(_DIMENSIONS[name], types.explicit_axes(x), strict=False):
+        for dimension, axes in zip(_DIMENSIONS[name], mesh_types.explicit_axes(x), strict=False):
             if dimension in found:
                 found[dimension][name] = axes
             elif axes:
@@ -258,12 +258,12 @@ def _longest(dimension: str, found: dict[str, Axes]) -> Axes:
 
 
 def forward(plan: Plan, operands: Operands) -> Result:
-    """`kernels.forward`, partitioned by batch and heads on Auto mesh axes."""
+    """`launches.forward`, partitioned by batch and heads on Auto mesh axes."""
 
     def local(split: Split, operands: Operands) -> Result:
         key, value = (own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
         own = operands._replace(key=key, value=value)
-        return kernels.forward(_local_plan(plan, split), own)
+        return launches.forward(_local_plan(plan, split), own)
 
     q, k, lse = _factors(plan.problem)
     rule = f"{q}, {k}, {k}, b e -> {q}, {lse}"
@@ -271,16 +271,16 @@ def forward(plan: Plan, operands: Operands) -> Result:
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """`kernels.backward`, partitioned by batch and heads on Auto mesh axes."""
+    """`launches.backward`, partitioned by batch and heads on Auto mesh axes."""
 
     def local(split: Split, operands: Operands, cotangents: Cotangents) -> Gradients:
         if not split.copied:
-            return kernels.backward(_local_plan(plan, split), operands, cotangents)
+            return launches.backward(_local_plan(plan, split), operands, cotangents)
         own_part = functools.partial(own_heads, split, plan.problem)
         key, key_transpose = jax.vjp(own_part, operands.key)
         value, value_transpose = jax.vjp(own_part, operands.value)
         own = operands._replace(key=key, value=value)
-        gradients = kernels.backward(_local_plan(plan, split), own, cotangents)
+        gradients = launches.backward(_local_plan(plan, split), own, cotangents)
         (dk,), (dv,) = key_transpose(gradients.key), value_transpose(gradients.value)
         dk, dv = (
             jax.lax.psum(x.astype(jnp.float32), split.copied).astype(x.dtype) for x in (dk, dv)
@@ -374,7 +374,7 @@ def _tell_of_gathering(mesh: Mesh, operands: Operands) -> None:
     """Says once that a sequence is gathered, and what does not."""
     for name, x in zip(("query", "key", "value"), operands[:3], strict=True):
         if axes := _mesh_axes(mesh, x, 1):
-            told.once(
+            log.warn_once(
                 f"{name} {x.shape} is sharded along its length, over mesh axis "
                 f"{' and '.join(map(repr, axes))}: every device gathers it whole; "
                 "fa4_jax.parallel.attention works on the shards"

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from fa4_jax import told
-from fa4_jax.default import Operands
+from fa4_jax import log
+from fa4_jax.operands import Operands
 from fa4_jax.plan import Plan, unsupported
 
 _zero_lowering = mlir.lower_fun(lambda: jnp.zeros((), jnp.int32), multiple_results=False)
@@ -47,7 +47,7 @@ _left_out_p.def_abstract_eval(_zero_type)
 
 
 def _left_out_lowering(ctx: Any, *, message: str) -> Any:
-    told.once(message)
+    log.warn_once(message)
     return _zero_lowering(ctx)
 
 
@@ -55,14 +55,14 @@ mlir.register_lowering(_left_out_p, lambda ctx, *, message: _zero_lowering(ctx))
 mlir.register_lowering(_left_out_p, _left_out_lowering, platform="cuda")
 
 
-def choose(plan: Plan, kernel: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
-    """Runs `kernel` where the program is lowered for one of the plan's platforms, else `xla`."""
+def choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
+    """Runs `kernel` in programs lowered for one of the plan's platforms, elsewhere `default`."""
 
     def otherwise(*args: Any) -> Any:
         if not plan.insist:
-            return xla(*args)
+            return default(*args)
         zero = _refuse_p.bind(platforms=plan.platforms)
-        return jax.tree.map(lambda x: x + zero.astype(x.dtype), xla(*args))
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), default(*args))
 
     branches = dict.fromkeys(plan.platforms, kernel)
     return jax.lax.platform_dependent(*args, default=otherwise, **branches)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from fa4_jax import blockwise, default
+from fa4_jax import xla
+from fa4_jax.xla import blockwise
 
 PATHS = ("dense", "blockwise")
 
@@ -25,7 +26,7 @@ def forced(path: str, block: int | None = None) -> Iterator[None]:
     scores = {"dense": sys.maxsize, "blockwise": 0}[path]
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(default, "SETTINGS", default.Settings(dense_scores=scores))
+        patch.setattr(xla, "SETTINGS", xla.Settings(dense_scores=scores))
         if block is not None:
             patch.setattr(blockwise, "BLOCK_RANGE", (block, block))
         yield

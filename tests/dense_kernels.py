@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import Problem
 
 Array = jax.Array
@@ -45,7 +45,7 @@ def _scores(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, 
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
-    """As `default.forward`."""
+    """As `xla.forward`."""
     s, _, _, v = _scores(problem, operands)
     lse = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
@@ -54,7 +54,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """As `default.backward`: rows with a log-sum-exp of -inf see nothing."""
+    """As `xla.backward`: rows with a log-sum-exp of -inf see nothing."""
     assert problem.scale is not None, "kernels take no traced scale"
     s, q, k, v = _scores(problem, operands)
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]

@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from fa4_jax.autodiff import LSE_NAME, OUTPUT_NAME
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands
 
 Result = tuple[jax.Array, jax.Array]
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax import types
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax.dtypes import wide
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.parallel import pair
 from fa4_jax.parallel.cut import Cut, Pairs
 from fa4_jax.parallel.derivative import differentiable
@@ -81,12 +81,12 @@ def _returned(work: Work, x: Array) -> Array:
         x = to_zigzag(x, cut.devices) if cut.layout == "zigzag" else x
         x = x.reshape(b, cut.devices, length // cut.devices, *rest)
         x = lax.all_to_all(x, work.axis, split_axis=1, concat_axis=1, tiled=True)
-        return x.astype(types.wide(x.dtype)).sum(1)
+        return x.astype(wide(x.dtype)).sum(1)
     start = _absent(work, distances) * cut.keys
     joined = lax.dynamic_update_slice_in_dim(
         jnp.concatenate([jnp.zeros_like(x)] * 2, axis=1), x, start, axis=1
     )
-    total = jnp.zeros_like(x[:, : cut.keys], types.wide(x.dtype))
+    total = jnp.zeros_like(x[:, : cut.keys], wide(x.dtype))
     for i, distance in enumerate(distances):
         shard = lax.slice_in_dim(joined, i * cut.keys, (i + 1) * cut.keys, axis=1)
         if distance:
@@ -144,8 +144,8 @@ def _run_forward(work: Work, operands: Operands) -> Result:
 def _sum(arrays: tuple[Array, ...]) -> Array:
     """The sum in float32 or wider, rounded to the arrays' type."""
     first, *rest = arrays
-    wide = types.wide(first.dtype)
-    return sum((x.astype(wide) for x in rest), first.astype(wide)).astype(first.dtype)
+    total = wide(first.dtype)
+    return sum((x.astype(total) for x in rest), first.astype(total)).astype(first.dtype)
 
 
 def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from fa4_jax import api, autodiff, extents, types, validate
+from fa4_jax import api, autodiff, extents, mesh_types, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
-from fa4_jax.default import Operands
+from fa4_jax.operands import Operands
 from fa4_jax.parallel import gather, ring, ulysses
 from fa4_jax.parallel.cut import Cut
 from fa4_jax.parallel.layout import Layout, from_zigzag, to_zigzag
@@ -80,7 +80,7 @@ def local_attention(
         numerics=numerics,
     )
     operands, problem = api.canonicalise(call)
-    if types.explicit_mesh(operands) is not None:
+    if mesh_types.explicit_mesh(operands) is not None:
         raise ValueError(
             "an axis of the mesh is still Explicit inside this shard_map: make all of its axes "
             "manual (leave out axis_names)"
@@ -147,8 +147,8 @@ def _typed(scheme: Scheme, operands: Operands, whole: jax.Array) -> Operands:
     operands = operands._replace(extents=whole, offset=None)
     # Where types do not tell (check_vma=False) an index has none, and nothing is cast.
     indices = [lax.axis_index(axis) for axis in scheme.axes]
-    axes = types.union_varying([*operands, *indices])
-    return jax.tree.map(lambda x: types.cast_varying(x, axes), operands)
+    axes = mesh_types.union_varying([*operands, *indices])
+    return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
 
 
 def _attend(scheme: Scheme, static: _Static, problem: Problem, operands: Operands) -> Result:

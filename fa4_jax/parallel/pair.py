@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import batching
-from fa4_jax.default import Cotangents, Operands
+from fa4_jax.operands import Cotangents, Operands
 from fa4_jax.plan import Plan
 
 Array = jax.Array

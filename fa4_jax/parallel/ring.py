@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import lse as lse_merging
-from fa4_jax import types
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax import mesh_types
+from fa4_jax.dtypes import wide
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.parallel import pair
 from fa4_jax.parallel.cut import visits
 from fa4_jax.parallel.derivative import differentiable
@@ -38,7 +39,7 @@ def _merged(total: Result | None, part: Result) -> Result:
     """Output and log-sum-exp, float32 or wider, over the keys of both."""
     output, lse = part
     if total is None:
-        return output.astype(types.wide(output.dtype)), lse
+        return output.astype(wide(output.dtype)), lse
     return lse_merging.merge(*total, output, lse)
 
 
@@ -46,7 +47,7 @@ def _added(total: Array | None, part: Array | None) -> Array | None:
     """The sum in float32, or float64 of float64."""
     if part is None:
         return total
-    part = part.astype(types.wide(part.dtype))
+    part = part.astype(wide(part.dtype))
     return part if total is None else total + part
 
 
@@ -92,10 +93,10 @@ def nothing(operands: Operands) -> Result:
     """Output and log-sum-exp where no row sees any key."""
     query, value = operands.query, operands.value
     b, t, n, _ = query.shape
-    axes = types.union_varying(operands)
-    output = jnp.zeros((b, t, n, value.shape[-1]), types.wide(value.dtype))
-    lse = jnp.full((b, n, t), -jnp.inf, types.wide(value.dtype))
-    return types.cast_varying(output, axes), types.cast_varying(lse, axes)
+    axes = mesh_types.union_varying(operands)
+    output = jnp.zeros((b, t, n, value.shape[-1]), wide(value.dtype))
+    lse = jnp.full((b, n, t), -jnp.inf, wide(value.dtype))
+    return mesh_types.cast_varying(output, axes), mesh_types.cast_varying(lse, axes)
 
 
 def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from fa4_jax import api, extents, partition, types, validate
+from fa4_jax import api, extents, mesh_types, partition, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
 from fa4_jax.parallel.local import local_attention
 from fa4_jax.parallel.schemes import Scheme
@@ -197,7 +197,7 @@ def _find_mesh(mesh: Any, arrays: tuple[jax.Array, ...]) -> Any:
       ValueError: there is none.
     """
     current = jax.sharding.get_abstract_mesh()
-    found = mesh or types.explicit_mesh(arrays) or current
+    found = mesh or mesh_types.explicit_mesh(arrays) or current
     if found.empty:
         raise ValueError("there is no mesh: pass mesh=, or call within jax.set_mesh(mesh)")
     return current if current.manual_axes else found
@@ -237,8 +237,8 @@ def _find_split(
         if len(each) != 3:
             raise ValueError(f"specs must be one PartitionSpec or three, got {specs}")
         dimensions = [_dimensions(name, x, rank) for name, x in zip(NAMES, each, strict=True)]
-    elif types.explicit_mesh(arrays) is not None:
-        dimensions = [tuple(types.explicit_axes(x)) for x in arrays]
+    elif mesh_types.explicit_mesh(arrays) is not None:
+        dimensions = [tuple(mesh_types.explicit_axes(x)) for x in arrays]
     else:
         raise ValueError(
             "specs must be given on a mesh of Auto axes, which show no shardings: "
@@ -352,7 +352,7 @@ def _cut(x: jax.Array, length: int, axis: int) -> jax.Array:
     """The first of an axis that may have been padded."""
     if x.shape[axis] == length:
         return x
-    mesh = types.explicit_mesh(x)
+    mesh = mesh_types.explicit_mesh(x)
     if mesh is not None:
         # A length that the devices do not divide cannot be sharded.
         spec = [*jax.typeof(x).sharding.spec]
@@ -379,8 +379,8 @@ def _on_mesh(
 
     def local(arrays: tuple[jax.Array, ...], given: dict[str, jax.Array]) -> Any:
         # Outside the custom derivative: the cast's transpose sums the gradients of copies.
-        axes = types.union_varying([*arrays, *given.values()])
-        query, key, value = (types.cast_varying(x, axes) for x in arrays)
+        axes = mesh_types.union_varying([*arrays, *given.values()])
+        query, key, value = (mesh_types.cast_varying(x, axes) for x in arrays)
         key, value = (
             partition.own_heads(split.heads_split, request.problem, x) for x in (key, value)
         )

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax import types
-from fa4_jax.default import Operands
+from fa4_jax.dtypes import wide
+from fa4_jax.operands import Operands
 
 Array = jax.Array
 Result = tuple[Array, Array]
@@ -44,9 +44,9 @@ def _copies(x: Array, devices: int) -> Array:
     b, length, heads, h = x.shape
     if heads % devices == 0:
         return x
-    wide = x.astype(types.wide(x.dtype))[:, :, :, None]
-    wide = jnp.broadcast_to(wide, (b, length, heads, devices // heads, h))
-    return wide.reshape(b, length, devices, h).astype(x.dtype)
+    copies = x.astype(wide(x.dtype))[:, :, :, None]
+    copies = jnp.broadcast_to(copies, (b, length, heads, devices // heads, h))
+    return copies.reshape(b, length, devices, h).astype(x.dtype)
 
 
 def attend(axis: str, inner: Callable[[Operands], Result], operands: Operands) -> Result:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax import attention, calls, doctor, runtime
+from fa4_jax import attention, doctor, ffi_call, runtime
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict
 from fa4_jax.conformance.oracle import make_inputs
@@ -154,7 +154,7 @@ def run_copy(x: np.ndarray, body: str, folder: pathlib.Path) -> np.ndarray | str
     got: list[np.ndarray] = []
 
     def call() -> None:
-        run = jax.jit(lambda x: calls.launch(Kernel(key, launch), {"x": x}, {})["y"])
+        run = jax.jit(lambda x: ffi_call.launch(Kernel(key, launch), {"x": x}, {})["y"])
         got.append(np.asarray(run(jnp.asarray(x))))
 
     return _error(call) or got[0]

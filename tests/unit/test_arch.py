@@ -21,12 +21,12 @@ from fa4_jax import (
     attention,
     catalogue,
     explain,
+    log,
     parallel,
     runtime,
     support,
     supports,
     target,
-    told,
 )
 from fa4_jax.plan import Target
 from tests.fakes import TILE, fake_manifest
@@ -42,7 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runtime, "manifest", lambda: manifest)
     for module in (api, support, target):
         monkeypatch.setattr(module, "current_target", lambda: none)
-    told.once.cache_clear()
+    log.warn_once.cache_clear()
     yield
     jax.clear_caches()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fa4_jax import attention, default
+from fa4_jax import attention, xla
 from tests.default_paths import PATHS, forced
 
 T, S, B, N, K, H = 23, 37, 3, 4, 2, 8
@@ -44,14 +44,14 @@ def gradient_text(length: int, **options: Any) -> str:
 
 
 def test_few_scores_need_no_loop():
-    few = int((default.SETTINGS.dense_scores / 4) ** 0.5)
+    few = int((xla.SETTINGS.dense_scores / 4) ** 0.5)
     for options in ({}, {"is_causal": True}, {"is_causal": True, "query_offset": jnp.int32(3)}):
         assert "stablehlo.while" not in gradient_text(few, **options)
         assert "stablehlo.while" in gradient_text(few + 1, **options)
 
 
 def test_a_dense_block_holds_no_more_scores_than_blocks_do():
-    few = int((default.SETTINGS.dense_scores / 4) ** 0.5)
+    few = int((xla.SETTINGS.dense_scores / 4) ** 0.5)
 
     def temporary_bytes(length: int) -> int:
         operand = jax.ShapeDtypeStruct((1, length, 4, 8), jnp.float32)

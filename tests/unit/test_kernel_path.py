@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fa4_jax
-from fa4_jax import api, attention, catalogue, told
+from fa4_jax import api, attention, catalogue, log
 from fa4_jax.key import Pass
 from tests.fakes import fake_target
 
@@ -211,7 +211,7 @@ def test_a_missing_backward_is_an_error_where_kernels_are_insisted_on(operands, 
 def test_a_missing_backward_is_told_once(operands, monkeypatch, caplog):
     keys = tuple(k for k in catalogue.all_keys() if k.kernel is Pass.FORWARD)
     monkeypatch.setattr(api, "current_target", lambda: fake_target(keys))
-    told.once.cache_clear()
+    log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fa4_jax"):
         for _ in range(2):
             program(gradient(causal), *operands)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fa4_jax import api, default, kernels, parallel
+from fa4_jax import api, launches, parallel, xla
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.plan import Plan
@@ -64,8 +64,8 @@ def dense() -> Iterator[None]:
         patch.setattr(api, "current_target", lambda: target)
         for name in ("forward", "backward"):
             stand_in = getattr(dense_kernels, name)
-            patch.setattr(default, name, stand_in)
-            patch.setattr(kernels, name, on_kernels(stand_in))
+            patch.setattr(xla, name, stand_in)
+            patch.setattr(launches, name, on_kernels(stand_in))
         yield
     jax.clear_caches()
 

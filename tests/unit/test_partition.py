@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fa4_jax
-from fa4_jax import api, attention, default, kernels, runtime, told
+from fa4_jax import api, attention, launches, log, runtime, xla
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
@@ -72,16 +72,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
 
     def forward(plan: Any, operands: Any) -> Any:
         problems.append(plan.problem)
-        return default.forward(plan.problem, operands)
+        return xla.forward(plan.problem, operands)
 
     def backward(plan: Any, *args: Any) -> Any:
         problems.append(plan.problem)
-        return default.backward(plan.problem, *args)
+        return xla.backward(plan.problem, *args)
 
     jax.clear_caches()
     monkeypatch.setattr(api, "current_target", lambda: target)
-    monkeypatch.setattr(kernels, "forward", forward)
-    monkeypatch.setattr(kernels, "backward", backward)
+    monkeypatch.setattr(launches, "forward", forward)
+    monkeypatch.setattr(launches, "backward", backward)
     yield problems
     jax.clear_caches()
 
@@ -241,7 +241,7 @@ def test_replicated_keys_of_sharded_queries(kind, seed, launched):
 
 
 def test_auto_gathers_lengths_and_head_dim_and_tells_of_lengths(seed, launched, caplog):
-    told.once.cache_clear()
+    log.warn_once.cache_clear()
     rows = P("x", "y")
     where = (rows, P("x", None, None, "y"), P("x", "y"), (X,) * 3, (rows, P("x", None, "y")))
     program = assert_sharded_right(AUTO, make_case("bf16", (4, 2)), seed, where)
@@ -457,7 +457,7 @@ def launchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.clear_caches()
 
 
-def launches(program: Any) -> list[str]:
+def launch_types(program: Any) -> list[str]:
     """Result types of the launches."""
     return re.findall(r"= (.*) custom-call\(.*fa4_jax_launch", program.as_text())
 
@@ -467,7 +467,7 @@ def test_partitioned_launches(kind, launchable):
     layout, case = LAYOUTS["one KV head"], make_case("bf16", (4, 1))
     args = arguments(case, make_inputs(case, 0))
     program, _ = compiled(both_ways, make_mesh(kind), args, specs(layout))
-    found = launches(program)
+    found = launch_types(program)
     assert len(found) == 4
     assert "bf16[2,40,2,8]" in found[0] and "bf16[2,56,1,8]" in found[2]
     assert collectives(program) == {"all-reduce"}

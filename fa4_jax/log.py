@@ -1,4 +1,4 @@
-"""What the library says in its log, each thing once."""
+"""The library's log, to which each message goes once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ logger = logging.getLogger("fa4_jax")
 
 
 @functools.lru_cache(maxsize=256)
-def once(message: str) -> None:
-    """A warning, the first time."""
+def warn_once(message: str) -> None:
+    """Logs a warning the first time that it is called with this message."""
     logger.warning(message)

@@ -18,9 +18,10 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import blockwise, dense, types
+from fa4_jax import mesh_types
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import Problem
+from fa4_jax.xla import blockwise, dense
 
 Array = jax.Array
 
@@ -67,5 +68,5 @@ def nothing(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     b, t, n = problem.batch, problem.query_length, problem.query_heads
     output = jnp.zeros((b, t, n, problem.head_dims[1]), operands.query.dtype)
     lse = jnp.full((b, n, t), -jnp.inf, problem.accumulator)
-    axes = types.union_varying(operands)
-    return types.cast_varying(output, axes), types.cast_varying(lse, axes)
+    axes = mesh_types.union_varying(operands)
+    return mesh_types.cast_varying(output, axes), mesh_types.cast_varying(lse, axes)

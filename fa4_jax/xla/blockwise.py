@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax import types
-from fa4_jax.blocks import Range, Side, band_range, block_size
+from fa4_jax import mesh_types
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import UNBOUNDED, Problem
-from fa4_jax.products import clean, dot, is_bad, poisoned
+from fa4_jax.xla.blocks import Range, Side, band_range, block_size
+from fa4_jax.xla.products import clean, dot, is_bad, poisoned
 
 Array = jax.Array
 
@@ -224,7 +224,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     tiling = steps.tiling
     keys = _key_blocks(operands.key, tiling.keys)
     values = _key_blocks(operands.value, tiling.keys)
-    axes = types.union_varying(operands)
+    axes = mesh_types.union_varying(operands)
 
     def rows(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         row_block, q = xs  # q: [b, k, g, q, h]
@@ -243,9 +243,9 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
             acc = acc * shrink + dot("bkgqs,bksh->bkgqh", p.astype(v.dtype), v)
             return new_top, total, acc
 
-        zero = types.cast_varying(jnp.zeros((*q.shape[:-1], 1), problem.accumulator), axes)
+        zero = mesh_types.cast_varying(jnp.zeros((*q.shape[:-1], 1), problem.accumulator), axes)
         acc = jnp.zeros((*q.shape[:-1], values.shape[-1]), problem.accumulator)
-        acc = types.cast_varying(acc, axes)
+        acc = mesh_types.cast_varying(acc, axes)
         top, total, acc = _loop(steps.row_range(row_block), step, (zero - jnp.inf, zero, acc))
         empty = total == 0
         if problem.has_lengths:
@@ -281,7 +281,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
     )
     keys = _key_blocks(operands.key, tiling.keys)
     values = _key_blocks(operands.value, tiling.keys)
-    axes = types.union_varying((*operands, *cotangents))
+    axes = mesh_types.union_varying((*operands, *cotangents))
 
     def columns(carry: Any, key_block: Array) -> Any:
         def step(row_block: Any, carry: Any) -> Any:
@@ -309,15 +309,15 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             return dq, dbias, dk, dv
 
         zeros = (jnp.zeros(x.shape[1:], problem.accumulator) for x in (keys, values))
-        zeros = (types.cast_varying(x, axes) for x in zeros)
+        zeros = (mesh_types.cast_varying(x, axes) for x in zeros)
         dq, dbias, dk, dv = _loop(steps.key_range(key_block), step, (*carry, *zeros))
         dk *= steps.scale
         return (dq, dbias), (dk.astype(keys.dtype), dv.astype(values.dtype))
 
-    dq = types.cast_varying(jnp.zeros(row_arrays[0].shape, problem.accumulator), axes)
+    dq = mesh_types.cast_varying(jnp.zeros(row_arrays[0].shape, problem.accumulator), axes)
     dbias = None
     if steps.bias is not None:
-        dbias = types.cast_varying(jnp.zeros(steps.bias.shape, problem.accumulator), axes)
+        dbias = mesh_types.cast_varying(jnp.zeros(steps.bias.shape, problem.accumulator), axes)
     (dq, dbias), (dk, dv) = lax.scan(columns, (dq, dbias), jnp.arange(tiling.keys.count))
     dscale = None
     if operands.scale is not None:

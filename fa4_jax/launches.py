@@ -6,8 +6,8 @@ import math
 
 import jax
 
-from fa4_jax import calls
-from fa4_jax.default import Cotangents, Gradients, Operands
+from fa4_jax import ffi_call
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 
@@ -30,12 +30,12 @@ def attributes(problem: Problem) -> dict[str, float]:
 def _run(kernels, problem: Problem, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     scalars = attributes(problem)
     for kernel in kernels:
-        buffers = buffers | calls.launch(kernel, buffers, scalars)
+        buffers = buffers | ffi_call.launch(kernel, buffers, scalars)
     return buffers
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T] f32, as `default.forward`."""
+    """Output [B, T, N, H] and log-sum-exp [B, N, T] f32, as `xla.forward`."""
     buffers = {
         "q": operands.query,
         "k": operands.key,
@@ -47,7 +47,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """Gradients of query, key and value, as `default.backward`."""
+    """Gradients of query, key and value, as `xla.backward`."""
     buffers = {
         "q": operands.query,
         "k": operands.key,

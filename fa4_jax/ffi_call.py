@@ -9,7 +9,7 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax import runtime, types
+from fa4_jax import mesh_types, runtime
 from fa4_jax.manifest import Result, evaluate_size
 from fa4_jax.plan import Kernel
 
@@ -36,7 +36,7 @@ def launch(
 
     def struct(result: Result) -> jax.ShapeDtypeStruct:
         shape = tuple(evaluate_size(size, shapes) for size in result.shape)
-        return types.struct(shape, _DTYPES[result.dtype], operands)
+        return mesh_types.struct(shape, _DTYPES[result.dtype], operands)
 
     scalars = {
         param.name: _SCALARS[param.kind](attributes[param.name])

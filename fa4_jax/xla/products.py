@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax import types
+from fa4_jax.dtypes import wide
 
 Array = jax.Array
 
@@ -20,7 +20,7 @@ def dot(equation: str, x: Array, y: Array) -> Array:
     """Product whose sums and result are float32, or float64 for float64."""
 
     def product(x: Array, y: Array) -> Array:
-        return jnp.einsum(equation, x, y, preferred_element_type=types.wide(x.dtype))
+        return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype))
 
     # The CPU of jaxlib 0.8.0 refuses some of these products of narrow types when it runs them.
     if jax.__version_info__ > (0, 8, 0) or x.dtype.itemsize >= 4:
@@ -40,7 +40,7 @@ def clean(x: Array) -> Array:
 def is_bad(x: Array) -> Array:
     """Rows of x, [..., rows, h], that hold an Inf or NaN; bool [..., rows]."""
     # One sum of floats: XLA's CPU compiles it to less than a reduction of booleans.
-    return jnp.isnan(jnp.where(jnp.isfinite(x), 0.0, jnp.nan).astype(types.wide(x.dtype)).sum(-1))
+    return jnp.isnan(jnp.where(jnp.isfinite(x), 0.0, jnp.nan).astype(wide(x.dtype)).sum(-1))
 
 
 def poisoned(weights: Array, scores: Array, bad: Array) -> Array:

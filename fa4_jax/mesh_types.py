@@ -40,11 +40,6 @@ def cast_varying(x: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def wide(dtype: Any) -> Any:
-    """The type in which sums of a floating type are kept: float32, or float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def struct(shape: tuple[int, ...], dtype: Any, operands: Iterable[Any]) -> jax.ShapeDtypeStruct:
     """Type of a result that varies over every manual axis that an operand varies over."""
     widest = max(operands, key=lambda x: len(varying(x)))

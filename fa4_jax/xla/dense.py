@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import UNBOUNDED, Problem
-from fa4_jax.products import clean, dot, is_bad, poisoned
+from fa4_jax.xla.products import clean, dot, is_bad, poisoned
 
 Array = jax.Array
 
@@ -112,7 +112,7 @@ def _merged(x: Array) -> Array:
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
-    """Attention output and log-sum-exp, as `default.forward`."""
+    """Attention output and log-sum-exp, as `xla.forward`."""
     q = _rows(operands.query, problem)
     k, v = (_keys(x, problem, operands) for x in (operands.key, operands.value))
     s = _scores(problem, operands, q, k)
@@ -134,7 +134,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
 
 
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """Gradients of the operands, as `default.backward`."""
+    """Gradients of the operands, as `xla.backward`."""
     query, output_bar = operands.query, cotangents.output_bar
     if problem.has_lengths:
         rows = _row_padding(problem, operands)[:, :, None, None]
