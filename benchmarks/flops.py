@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from benchmarks.shapes import Case
+from fa4_jax import bands
 
 
 def visible_pairs(case: Case) -> int:
     """Pairs (row, key) that enter one head of one batch element."""
-    if not case.is_causal:
-        return case.query_length * case.key_length
-    last = np.arange(case.query_length, dtype=np.int64) + case.query_offset
-    return int(np.clip(last + 1, 0, case.key_length).sum())
+    window = bands.CAUSAL if case.is_causal else bands.EVERYTHING
+    band = bands.Band(case.query_length, case.key_length, case.query_offset, *window)
+    return bands.visible_pairs(band)
 
 
 def flops(case: Case, direction: str) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fa4_jax import mesh_types, validate
-from fa4_jax.problem import UNBOUNDED
+from fa4_jax.bands import UNBOUNDED
 
 _INT32 = np.iinfo(np.int32)
 

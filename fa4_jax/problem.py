@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-UNBOUNDED = 2**30
-"""Window side without a limit; lengths and offsets stay below it, so int32 sums cannot overflow."""
+from fa4_jax.bands import EVERYTHING, Band, Window
+from fa4_jax.bands import UNBOUNDED as UNBOUNDED
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One attention call, without its arrays. Hashable: part of the jit cache key.
 
-    Row i sees the keys j with -window[0] <= j - (i + query offset) <= window[1]. The offset is a
-    value of the run, as lengths are: a program serves all of them.
+    Which keys a row sees is said in `bands`. Query offset and lengths are values of the run: a
+    program serves all of them.
 
     Attributes:
       batch, query_length, key_length, query_heads, kv_heads, head_dim: sizes B, T, S, N, K, H.
       dtype: storage of query, key, value and output: "bf16", "fp16", "f32" or "f64".
       scale: softmax scale, applied to query . key; None if it is traced.
-      window: (left, right) in keys, causality included; UNBOUNDED for a side without limit.
+      window: as `bands` has it.
       has_lengths: query or key lengths were given, so padding may hold anything.
       has_bias, has_mask: a dense [B, N, T, S] operand (or one that broadcasts to it) is added.
       deterministic: gradients must be bitwise reproducible.
@@ -35,7 +35,7 @@ class Problem:
     head_dim: int
     dtype: str
     scale: float | None
-    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    window: Window = EVERYTHING
     has_lengths: bool = False
     has_bias: bool = False
     has_mask: bool = False
@@ -56,9 +56,13 @@ class Problem:
     @property
     def band(self) -> bool:
         """Whether causality or a window limits the keys of a row."""
-        return self.window != (UNBOUNDED, UNBOUNDED)
+        return self.window != EVERYTHING
 
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.query_heads // self.kv_heads
+
+    def band_of(self, query_length: int, key_length: int, offset: int) -> Band:
+        """The band of a batch entry of these lengths and this offset."""
+        return Band(query_length, key_length, offset, *self.window)

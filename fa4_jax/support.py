@@ -10,16 +10,18 @@ import jax
 import jax.core
 import numpy as np
 
-from fa4_jax import catalogue, validate
+from fa4_jax import bands, catalogue, validate
 from fa4_jax.api import Call, canonicalise, find_target
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest, evaluate_size
 from fa4_jax.plan import Plan, kernel_keys, make_plan, unsupported
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 from fa4_jax.target import current_target
 
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4}
 _OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+_UNKNOWN = bands.UNBOUNDED
+"""Stands for an offset that is traced; no call has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,18 +213,12 @@ def visible_pairs(problem: Problem, call: dict[str, Any]) -> int:
 
     query_lengths = values("query_seq_lengths", problem.query_length)
     key_lengths = values("key_value_seq_lengths", problem.key_length)
-    offsets = values("query_offset", UNBOUNDED if "query_offset" in call else 0)
-    left, right = problem.window
+    offsets = values("query_offset", _UNKNOWN if "query_offset" in call else 0)
     total = 0
     for t, s, offset in zip(query_lengths, key_lengths, offsets, strict=True):
         t, s = min(int(t), problem.query_length), min(int(s), problem.key_length)
-        if offset == UNBOUNDED:
-            total += t * s
-            continue
-        position = np.arange(t, dtype=np.int64) + int(offset)
-        low = 0 if left >= UNBOUNDED else np.clip(position - left, 0, s)
-        high = s if right >= UNBOUNDED else np.clip(position + right + 1, 0, s)
-        total += int(np.sum(np.broadcast_to(np.maximum(high - low, 0), (t,))))
+        known = int(offset) != _UNKNOWN
+        total += bands.visible_pairs(problem.band_of(t, s, int(offset))) if known else t * s
     return total
 
 

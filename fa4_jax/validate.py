@@ -11,7 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.bands import UNBOUNDED
+from fa4_jax.problem import Problem
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
 IMPLEMENTATIONS = (None, "kernel", "xla")

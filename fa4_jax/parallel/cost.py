@@ -15,7 +15,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from fa4_jax import validate
+from fa4_jax import bands, validate
+from fa4_jax.api import Window
 from fa4_jax.parallel.layout import Layout
 from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
 from fa4_jax.parallel.ulysses import check_heads
@@ -26,7 +27,9 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of the GPUs and their links. Defaults: fitted to 4 H200s with NVLink, bf16, d = 128, causal
+    """Speeds of the GPUs and their links.
+
+    The defaults are fitted to 4 H200s with NVLink, bf16, d = 128, causal
     (benchmarks/results/nvidia-h200-x4-parallel.json), but for what is between hosts.
 
     Attributes:
@@ -65,7 +68,7 @@ class Rates:
 class Workload:
     """Self-attention of whole sequences, sharded over one axis of devices.
 
-    Attributes: as the arguments of `choose`; window is (left, right) in keys, None without limit.
+    Attributes: as the arguments of `choose`; window is that of `bands`.
     """
 
     tokens: int
@@ -73,7 +76,7 @@ class Workload:
     kv_heads: int
     head_dim: int
     batch: int
-    window: tuple[int | None, int | None]
+    window: bands.Window
     devices: int
     devices_per_host: int
     storage_bytes: int
@@ -81,59 +84,47 @@ class Workload:
 
     @property
     def layout(self) -> Layout:
-        """The one that shares out the work evenly."""
-        return "zigzag" if self.window == (None, 0) else "contiguous"
+        """The layout that gives every device the same work."""
+        return "zigzag" if self.window == bands.CAUSAL else "contiguous"
 
     @property
     def rows(self) -> int:
-        """Of a shard."""
+        """Rows of a shard."""
         return -(-self.tokens // self.devices)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """That are made."""
+        """The passes of a step: forward alone, or forward and backward."""
         return PASSES if self.backward else PASSES[:1]
 
     def pairs(self, rows: int) -> int:
-        """(row, key) that see each other, of the first so many rows of a sequence."""
-        last = self.tokens - 1
-        left, right = (last if side is None else min(side, last) for side in self.window)
-        low = min(left, rows)
-        # Rows from here on have fewer than `right` keys behind them.
-        full = min(rows, self.tokens - right)
-        behind = full * right + sum_of(last - rows + 1, last - full)
-        return rows + low * (low - 1) // 2 + (rows - low) * left + behind
+        """The number of pairs (row, key) that see each other, in the first `rows` rows."""
+        return bands.visible_pairs(bands.Band(self.tokens, self.tokens, 0, *self.window), rows)
 
     @property
     def neighbours(self) -> int:
-        """Other shards of which the rows of a shard see keys, at most."""
-        sides = (self.devices if x is None else -(-x // self.rows) for x in self.window)
-        return min(sum(sides), self.devices - 1)
+        """At most this many other shards hold keys that the rows of a shard see."""
+        return min(sum(-(-side // self.rows) for side in self.window), self.devices - 1)
 
     @property
     def query_bytes(self) -> int:
-        """Of a shard of queries, or of the output."""
+        """Bytes of a shard of queries, or of the output."""
         return self.batch * self.rows * self.query_heads * self.head_dim * self.storage_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Of a shard of keys and values."""
+        """Bytes of a shard of keys and values."""
         return 2 * self.batch * self.rows * self.kv_heads * self.head_dim * self.storage_bytes
 
     @property
     def float_bytes(self) -> int:
-        """Of a shard of the output in float32."""
+        """Bytes of a shard of the output in float32."""
         return self.query_bytes * 4 // self.storage_bytes
 
     @property
     def own_bytes(self) -> int:
-        """Of operands and results."""
+        """Bytes of operands and results."""
         return (2 * self.query_bytes + self.block_bytes) * len(self.passes)
-
-
-def sum_of(first: int, last: int) -> int:
-    """first + ... + last; 0 if there are none."""
-    return (first + last) * (last - first + 1) // 2 if last >= first else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +197,7 @@ def choose(
     devices_per_host: int | None = None,
     batch: int = 1,
     is_causal: bool = False,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
+    local_window_size: Window = None,
     storage_bytes: int = 2,
     backward: bool = True,
     axis: str = "seq",
@@ -247,13 +238,8 @@ def choose(
         raise ValueError(f"{query_heads} query heads are no multiple of {kv_heads} KV heads")
     if devices % per_host:
         raise ValueError(f"{devices} devices do not fill hosts of {per_host}")
-    window = local_window_size
-    left, right = window if isinstance(window, tuple) else (window, window)
-    for side in (left, right):
-        if side is not None and side < 0:
-            raise ValueError(f"local_window_size must not be negative, got {local_window_size}")
-    validate.flag("is_causal", is_causal)
-    work = Workload(window=(left, 0 if is_causal else right), backward=backward, **numbers)
+    window = validate.window(local_window_size, is_causal)
+    work = Workload(window=window, backward=backward, **numbers)
     rates = rates or Rates()
     found = [
         _ring(work, rates, axis),
@@ -265,7 +251,7 @@ def choose(
 
 
 def _kernel_s(work: Workload, rates: Rates, which: Pass, pairs: float, heads: float) -> float:
-    """Seconds of attention's kernels for so many pairs, in each sequence of the batch."""
+    """Seconds of attention's kernels for `pairs` pairs in each sequence of the batch."""
     forward = 4 * work.batch * heads * work.head_dim * pairs
     if which == "forward":
         return forward / rates.forward_flops
@@ -277,8 +263,8 @@ def _ideal_s(work: Workload, rates: Rates) -> float:
     return sum(_kernel_s(work, rates, x, pairs, work.query_heads) for x in work.passes)
 
 
-def _busiest(work: Workload) -> float:
-    """Pairs of the device that has most."""
+def _max_pairs(work: Workload) -> float:
+    """The number of pairs of the device that has the most."""
     if work.layout == "zigzag":
         return work.pairs(work.tokens) / work.devices
     ends = [min(i * work.rows, work.tokens) for i in range(work.devices + 1)]
@@ -287,13 +273,13 @@ def _busiest(work: Workload) -> float:
 
 
 def _shards_fit(work: Workload, chunks: int) -> str:
-    """Why zig-zag is not to be had, or nothing."""
+    """The reason why zig-zag is unavailable, or an empty string."""
     if work.layout == "zigzag" and work.tokens % chunks:
         return f"zig-zag takes a multiple of {chunks} tokens, not {work.tokens}: pad them"
     return ""
 
 
-def _made(
+def _estimate(
     work: Workload, rates: Rates, scheme: Scheme, name: str, times: tuple[float, float], extra: int
 ) -> Estimate:
     compute, exposed = times
@@ -304,7 +290,7 @@ def _made(
 def _steps_s(
     work: Workload, rates: Rates, kernels: Mapping[Pass, float], steps: int, block: int, hosts: bool
 ) -> float:
-    """What the permutes of a ring expose, and merging.
+    """Seconds of a ring's permutes that no kernel hides, and of merging.
 
     Args:
       kernels: seconds of all kernels of a pass.
@@ -329,7 +315,7 @@ def _ring(work: Workload, rates: Rates, axis: str) -> Estimate:
     if reason := _shards_fit(work, 2 * work.devices):
         return Estimate("ring", None, reason=reason)
     steps = work.neighbours
-    pairs = _busiest(work)
+    pairs = _max_pairs(work)
     kernels: Mapping[Pass, float] = {
         x: _kernel_s(work, rates, x, pairs, work.query_heads) for x in work.passes
     }
@@ -337,7 +323,7 @@ def _ring(work: Workload, rates: Rates, axis: str) -> Estimate:
     exposed = _steps_s(work, rates, kernels, steps, work.block_bytes, hosts)
     extra = 4 * work.float_bytes + 2 * work.block_bytes
     times = sum(kernels.values()), exposed
-    return _made(work, rates, Ring(axis, work.layout), "ring", times, extra)
+    return _estimate(work, rates, Ring(axis, work.layout), "ring", times, extra)
 
 
 def _all_gather(work: Workload, rates: Rates, axis: str) -> Estimate:
@@ -345,7 +331,7 @@ def _all_gather(work: Workload, rates: Rates, axis: str) -> Estimate:
         return Estimate("all-gather", None, reason=reason)
     n, per_host, block = work.devices, work.devices_per_host, work.block_bytes
     shards = work.neighbours
-    pairs = _busiest(work)
+    pairs = _max_pairs(work)
     compute = sum(_kernel_s(work, rates, x, pairs, work.query_heads) for x in work.passes)
     within = block * shards / rates.gather_bytes_per_s
     gather, back = within, within
@@ -364,7 +350,9 @@ def _all_gather(work: Workload, rates: Rates, axis: str) -> Estimate:
         exposed += 4 * latency + gather + back
     held = block * (shards + 1)
     extra = work.float_bytes + 2 * held + 2 * block
-    return _made(work, rates, AllGather(axis, work.layout), "all-gather", (compute, exposed), extra)
+    return _estimate(
+        work, rates, AllGather(axis, work.layout), "all-gather", (compute, exposed), extra
+    )
 
 
 def _exchange_s(work: Workload, rates: Rates, devices: int, per_host: int, kv: int) -> float:
@@ -382,13 +370,13 @@ def _exchange_s(work: Workload, rates: Rates, devices: int, per_host: int, kv: i
     )
 
 
-def _copied(work: Workload, devices: int) -> int:
+def _replicated_kv_bytes(work: Workload, devices: int) -> int:
     """Bytes of K and V shards, with the copies of heads that several devices need."""
     return work.block_bytes * max(1, devices // work.kv_heads)
 
 
 def _heads_fit(work: Workload, devices: int) -> str:
-    """Why Ulysses is not to be had, or nothing."""
+    """The reason why Ulysses is unavailable, or an empty string."""
     try:
         check_heads(work.query_heads, work.kv_heads, "seq", devices)
     except ValueError:
@@ -401,11 +389,11 @@ def _ulysses(work: Workload, rates: Rates, axis: str) -> Estimate:
     n = work.devices
     if reason := _heads_fit(work, n):
         return Estimate("Ulysses", None, reason=reason)
-    kv = _copied(work, n)
+    kv = _replicated_kv_bytes(work, n)
     exchange = _exchange_s(work, rates, n, work.devices_per_host, kv)
     extra = work.float_bytes + 2 * work.query_bytes + kv
     times = _ideal_s(work, rates), len(work.passes) * exchange
-    return _made(work, rates, Ulysses(axis), "Ulysses", times, extra)
+    return _estimate(work, rates, Ulysses(axis), "Ulysses", times, extra)
 
 
 def _ring_ulysses(work: Workload, rates: Rates, axis: str) -> Estimate:
@@ -423,10 +411,10 @@ def _ring_ulysses(work: Workload, rates: Rates, axis: str) -> Estimate:
     name = f"ring {rings} x Ulysses {u}"
     if reason := _shards_fit(work, math.lcm(n, 2 * rings)):
         return Estimate(name, None, reason=reason)
-    kv = _copied(work, u)
+    kv = _replicated_kv_bytes(work, u)
     wide = dataclasses.replace(work, devices=rings, devices_per_host=max(1, per_host // u))
     steps = wide.neighbours
-    pairs = _busiest(wide)
+    pairs = _max_pairs(wide)
     heads = work.query_heads / u
     kernels: Mapping[Pass, float] = {
         x: _kernel_s(work, rates, x, pairs, heads) for x in work.passes
@@ -435,4 +423,4 @@ def _ring_ulysses(work: Workload, rates: Rates, axis: str) -> Estimate:
     exposed += len(work.passes) * _exchange_s(work, rates, u, per_host, kv)
     extra = 4 * work.float_bytes + 2 * work.query_bytes + 3 * kv
     scheme = RingUlysses(f"{axis}_ring", f"{axis}_ulysses", work.layout)
-    return _made(work, rates, scheme, name, (sum(kernels.values()), exposed), extra)
+    return _estimate(work, rates, scheme, name, (sum(kernels.values()), exposed), extra)

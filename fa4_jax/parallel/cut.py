@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+from fa4_jax.bands import CAUSAL, EVERYTHING, Band, Window, may_meet
 from fa4_jax.parallel.layout import Layout
-from fa4_jax.problem import UNBOUNDED
 
 Pairs = tuple[tuple[int, int], ...]
 """(source device, destination device), each at most once on either side."""
@@ -29,7 +29,7 @@ class Cut:
     layout: Layout
     rows: int
     keys: int
-    window: tuple[int, int]
+    window: Window
     offset: int | None
 
     @property
@@ -50,7 +50,7 @@ class Cut:
     @property
     def band(self) -> bool:
         """Whether causality or a window limits the keys of a row."""
-        return self.window != (UNBOUNDED, UNBOUNDED)
+        return self.window != EVERYTHING
 
     @property
     def kind(self) -> Literal["whole", "causal", "general"]:
@@ -62,7 +62,7 @@ class Cut:
         if self.layout == "contiguous" or not self.band:
             return "whole"
         aligned = self.offset == 0 and self.rows == self.keys
-        return "causal" if aligned and self.window == (UNBOUNDED, 0) else "general"
+        return "causal" if aligned and self.window == CAUSAL else "general"
 
     def chunk(self, device: Any, half: int) -> Any:
         """Index, in the natural order, of a device's first or second chunk (ints or arrays)."""
@@ -72,12 +72,13 @@ class Cut:
         """Whether a row of one chunk may see a key of another."""
         if self.offset is None:
             return True
-        left, right = self.window
-        first_row = row_chunk * self.rows_of_chunk + self.offset
-        first_key = key_chunk * self.keys_of_chunk
-        last_row = first_row + self.rows_of_chunk - 1
-        last_key = first_key + self.keys_of_chunk - 1
-        return first_key <= last_row + right and last_key >= first_row - left
+        t, s = self.devices * self.rows, self.devices * self.keys
+        first_row, first_key = row_chunk * self.rows_of_chunk, key_chunk * self.keys_of_chunk
+        return may_meet(
+            Band(t, s, self.offset, *self.window),
+            range(first_row, first_row + self.rows_of_chunk),
+            range(first_key, first_key + self.keys_of_chunk),
+        )
 
     def halves_meet(self, device: int, owner: int, row_half: int, key_half: int) -> bool:
         """Whether a chunk of a device's rows may see a chunk of an owner's keys."""

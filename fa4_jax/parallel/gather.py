@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.parallel import pair
@@ -23,7 +24,6 @@ from fa4_jax.parallel.derivative import differentiable
 from fa4_jax.parallel.layout import from_zigzag, to_zigzag
 from fa4_jax.parallel.pair import Part
 from fa4_jax.parallel.parts import Work, extents, shard_lengths
-from fa4_jax.problem import UNBOUNDED
 
 Array = jax.Array
 Result = tuple[Array, Array]

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from fa4_jax import api, autodiff, extents, mesh_types, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
+from fa4_jax.bands import EVERYTHING
 from fa4_jax.operands import Operands
 from fa4_jax.parallel import gather, ring, ulysses
 from fa4_jax.parallel.cut import Cut
@@ -22,7 +23,7 @@ from fa4_jax.parallel.layout import Layout, from_zigzag, to_zigzag
 from fa4_jax.parallel.parts import Work
 from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
 from fa4_jax.plan import Plan, make_plan
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 
 Result = tuple[jax.Array, jax.Array]
 
@@ -204,7 +205,7 @@ def _work(axis: str, layout: Layout, static: _Static, problem: Problem) -> Work:
     cut = Cut(devices, layout, t, s, problem.window, static.offset)
     dense = dataclasses.replace(
         problem,
-        window=(UNBOUNDED, UNBOUNDED),
+        window=EVERYTHING,
         has_lengths=problem.has_lengths or cut.kind == "causal",
     )
     return Work(axis, cut, static.plan(problem), static.plan(dense))

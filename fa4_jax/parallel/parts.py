@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.parallel.cut import Cut
 from fa4_jax.parallel.pair import Part, View
 from fa4_jax.plan import Plan
-from fa4_jax.problem import UNBOUNDED
 
 Array = jax.Array
 

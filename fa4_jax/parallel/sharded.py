@@ -17,10 +17,11 @@ from jax.typing import ArrayLike
 
 from fa4_jax import api, extents, mesh_types, partition, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.parallel.local import local_attention
 from fa4_jax.parallel.schemes import Scheme
 from fa4_jax.partition import Axes, Split
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 
 Specs = PartitionSpec | Sequence[PartitionSpec] | None
 Dimensions = tuple[Axes, Axes, Axes, Axes]

@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.operands import Operands
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 from fa4_jax.xla import blockwise
 from fa4_jax.xla.blocks import Side, band_range, block_size
 

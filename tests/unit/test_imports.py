@@ -60,8 +60,8 @@ def test_one_module_calls_the_ffi_and_one_binds_it(path: pathlib.Path):
     assert "jax._src" not in text
 
 
-@pytest.mark.parametrize("name", ["key", "manifest", "catalogue"])
-def test_what_the_build_reads_imports_no_jax(name: str):
+@pytest.mark.parametrize("name", ["bands", "key", "manifest", "catalogue", "problem", "plan"])
+def test_what_build_and_emulator_read_imports_no_jax(name: str):
     names = imported(ROOT / "fa4_jax" / f"{name}.py")
     assert not {x for x in names if x.split(".")[0] in ("jax", "numpy")}
 

@@ -81,7 +81,7 @@ def test_results_alias_operands_of_their_name(operands):
     text = program(gradient(lambda *x: causal(*x, deterministic=True)), *operands)
     main = next(line for line in text.splitlines() if "bwd_bf16_d128_band_deterministic" in line)
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", main)
-    assert aliases == [("2", "7"), ("3", "8")]  # dq_acc and dq_order
+    assert aliases == [("2", "7"), ("3", "8"), ("4", "9")]  # dq_acc, dq_order, dq_ticket
 
 
 def test_remat_with_the_policy_does_not_rerun_the_kernel(operands):

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fa4_jax import api, launches, parallel, xla
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.plan import Plan
-from fa4_jax.problem import UNBOUNDED
 from tests import dense_kernels
 from tests.fakes import fake_target
 from tests.parallel_cases import (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.parallel import AllGather, Choice, Estimate, Rates, Ring, RingUlysses, Ulysses, choose
 from fa4_jax.parallel.cost import Workload
 
@@ -63,13 +64,12 @@ def test_ranking_at_128k_is_the_measured_one():
     assert of_case(case).best == Ulysses("seq")
 
 
-@pytest.mark.parametrize("left", [0, 3, 40, None])
-@pytest.mark.parametrize("right", [0, 5, 40, None])
+@pytest.mark.parametrize("left", [0, 3, 40, UNBOUNDED])
+@pytest.mark.parametrize("right", [0, 5, 40, UNBOUNDED])
 def test_pairs_are_counted(left, right):
     work = Workload(23, 1, 1, 8, 1, (left, right), 4, 4, 2, True)
-    low, high = (99 if side is None else side for side in (left, right))
     for rows in range(24):
-        seen = sum(-low <= j - i <= high for i in range(rows) for j in range(23))
+        seen = sum(-left <= j - i <= right for i in range(rows) for j in range(23))
         assert work.pairs(rows) == seen
 
 
@@ -105,6 +105,10 @@ def test_crossing_hosts_takes_longer_and_2d_helps_most_there():
         assert far[name].exposed_s > near[name].exposed_s
     assert far["ring 2-D"].scheme == RingUlysses("seq_ring", "seq_ulysses", "zigzag")
     assert far["ring 2-D"].total_s < far["ring"].total_s
+
+
+def test_windows_are_given_as_to_attention():
+    assert chosen(local_window_size=[4096, 0]) == chosen(local_window_size=(4096, 0))
 
 
 def test_windows_need_neighbours_only():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fa4_jax import parallel
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.parallel.cut import Cut, visits
 from fa4_jax.parallel.gather import neighbours, transfers
-from fa4_jax.problem import UNBOUNDED
 
 WINDOWS = [
     (UNBOUNDED, UNBOUNDED),

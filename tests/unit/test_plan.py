@@ -8,9 +8,10 @@ import itertools
 import pytest
 
 from fa4_jax import catalogue
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.plan import Plan, Target, kernel_keys, make_plan
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 from tests.fakes import fake_target
 
 PROBLEM = Problem(2, 100, 120, 4, 2, 128, "bf16", 0.1)

@@ -54,12 +54,14 @@ def test_explain_kernels(kernels_present: None):
     assert told.backward[1] == "sm_90a_bwd_bf16_d128_band_deterministic"
     assert told.tiles[told.forward[0]] == {"m": TILE}
     sizes = {w.name: w.num_bytes for w in told.workspaces}
-    rows = 2 * 4 * 384
+    tiles = 2 * 4 * 5  # of 64 queries
+    rows = tiles * 64
     assert sizes == {
         "lse_log2": rows * 4,
         "delta": rows * 4,
         "dq_acc": rows * 128 * 4,
-        "dq_order": 2 * 4 * 3 * 4,
+        "dq_order": tiles * 4,
+        "dq_ticket": 4,
     }
     for text in (*told.forward, *told.backward, "dq_acc", "GFLOP"):
         assert text in str(told)
