@@ -1,7 +1,8 @@
 """What a kernel consists of, as data that plain Python reads; nothing here needs CuTe-DSL.
 
-A description names a kernel's warp roles, its mbarriers and named barriers, and its regions of
-shared memory. The kernel allocates and initialises from it (`kernels.common.resources`); the
+A description names a kernel's warp roles, its mbarriers and named barriers, its regions of shared
+memory and its columns of tensor memory. The kernel allocates and initialises from it
+(`kernels.common.resources`); the
 manifest's launch, the emulator's reports, the tests of budgets and the diagrams of the
 documentation read the same data.
 """
@@ -21,6 +22,8 @@ REGISTERS_PER_SM = 65536
 MAX_SHARED_BYTES = 227 * 1024  # of one CTA
 NAMED_BARRIERS = 16  # of one CTA; number 0 is the one that all of its threads meet at
 BARRIER_BYTES = 8
+TENSOR_MEMORY_LANES = 128
+TENSOR_MEMORY_COLUMNS = 512  # of 32 bits, in every lane
 _SWIZZLED_ALIGNMENT = 1024
 """Where operand tiles start, as 128-byte swizzling asks."""
 
@@ -164,6 +167,44 @@ class Region:
         return math.prod(self.shape) * (2 if self.element == "operand" else 4)
 
 
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of tensor memory, of all its lanes, that hold one matrix or several of a kind.
+
+    Attributes:
+      first: of the first matrix.
+      width: of one, in columns of 32 bits.
+      count: how many there are, such as two buffers.
+      stride: from the first column of one to that of the next; 0 where they lie side by side.
+      shares: name of the columns that these overlap, or none; the kernel's notes say why no value
+        is lost.
+      holds: what is in them.
+    """
+
+    name: str
+    first: int
+    width: int
+    holds: str
+    count: int = 1
+    stride: int = 0
+    shares: str = ""
+
+    @property
+    def step(self) -> int:
+        """From the first column of one to that of the next."""
+        return self.stride or self.width
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first column of each."""
+        return tuple(self.first + i * self.step for i in range(self.count))
+
+    @property
+    def end(self) -> int:
+        """One past the last column."""
+        return self.firsts[-1] + self.width
+
+
 def operand(
     name: str,
     shape: tuple[int, ...],
@@ -205,11 +246,33 @@ class TensorMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
-    """Roles, barriers, shared memory and tensor maps of one kernel; barriers lie before regions.
+class Division:
+    """How the work is divided among CTAs, and when they start.
 
     Attributes:
+      rows: query rows of a tile: of a CTA's or a pair's in the forward, of dQ's in the backward.
+      keys: of a CTA's or a pair's tile in the main backward kernel; 0 in the others.
+      columns: of dQ's tile, in the main backward kernel and the one before it; 0 in the others.
+      persistent: one CTA a multiprocessor takes tile after tile.
+      programmatic: the kernel may start while the launch before it ends.
+    """
+
+    rows: int
+    keys: int = 0
+    columns: int = 0
+    persistent: bool = False
+    programmatic: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """Roles, barriers, memory and tensor maps of one kernel; barriers lie before regions.
+
+    Attributes:
+      regions: of shared memory.
+      division: of the work among CTAs.
       maps: its tensor maps, which are its first parameters.
+      tensor_memory: its columns, on Blackwell.
       ctas: 1, or 2 for a pair, whose CTAs are alike but for `Barrier.of_pair`.
     """
 
@@ -217,7 +280,9 @@ class Description:
     barriers: tuple[Barrier, ...]
     named_barriers: tuple[NamedBarrier, ...]
     regions: tuple[Region, ...]
+    division: Division
     maps: tuple[TensorMap, ...] = ()
+    tensor_memory: tuple[Columns, ...] = ()
     ctas: int = 1
 
     def role(self, name: str) -> Role:
@@ -231,6 +296,11 @@ class Description:
     def named_barrier(self, name: str) -> NamedBarrier:
         """The named barriers of a name."""
         (found,) = (barrier for barrier in self.named_barriers if barrier.name == name)
+        return found
+
+    def columns(self, name: str) -> Columns:
+        """The columns of tensor memory of a name."""
+        (found,) = (columns for columns in self.tensor_memory if columns.name == name)
         return found
 
     @functools.cached_property

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from fa4_jax.key import KernelKey, Pass
-from kernels.common import ends_description
 from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
 from kernels.sm90 import forward_description as sm90_forward
-from kernels.sm90.tiles import BACKWARD_TILES as SM90_BACKWARD_TILES
-from kernels.sm90.tiles import WARPGROUP_ROWS
 from kernels.sm100 import backward_description as sm100_backward
 from kernels.sm100 import forward_description as sm100_forward
-from kernels.sm100.tiles import BACKWARD_TILES as SM100_BACKWARD_TILES
 
 
 def describe(key: KernelKey) -> Description:
@@ -23,14 +19,14 @@ def describe(key: KernelKey) -> Description:
     if key.arch not in ("sm_90a", "sm_100f"):
         raise NotImplementedError(f"no kernel description for {key.name}")
     hopper = key.arch == "sm_90a"
+    if key.kernel is Pass.BACKWARD_PRE and hopper:
+        return sm90_backward.pre(key.head_dim)
     if key.kernel is Pass.BACKWARD_PRE:
-        return ends_description.pre()
+        return sm100_backward.pre(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD_POST and hopper:
-        tile = SM90_BACKWARD_TILES[key.head_dim]
-        return ends_description.post(tile.m, WARPGROUP_ROWS, key.head_dim, tile.span_bytes)
+        return sm90_backward.post(key.head_dim)
     if key.kernel is Pass.BACKWARD_POST:
-        tile = SM100_BACKWARD_TILES[key.head_dim, key.value_dim]
-        return ends_description.post(tile.m, tile.m, tile.head_dim, tile.span_bytes)
+        return sm100_backward.post(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD and hopper:
         return sm90_backward.description(key.head_dim, key.deterministic)
     if key.kernel is Pass.BACKWARD:

@@ -10,9 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import KernelKey
-from kernels.common import ends_description, tensors
+from kernels.common import tensors
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PreHost, pre_source
+from kernels.description import Description
 from kernels.interface import PreBuffers, RowSizes
 from kernels.sources import KernelSource
 
@@ -32,19 +33,18 @@ def query_tile(query_length: Int32, heads: Int32, rows: int) -> tuple[Int32, Int
 class Preprocess(PreHost):
     """Row statistics of the backward; attributes are compile-time constants."""
 
-    def __init__(self, key: KernelKey, rows: int, columns: int):
+    def __init__(self, key: KernelKey, description: Description):
         self.dtype = tensors.TYPES[key.dtype]
-        self.columns = columns
+        self.rows, self.columns = description.division.rows, description.division.columns
         self.deterministic = key.deterministic
-        self.description = ends_description.pre()
-        self.rows = rows
+        self.description = description
         # The main kernel may start while this one ends; on Hopper it gained nothing (measured).
-        self.programmatic = key.arch == "sm_100f"
+        self.lets_main_start = key.arch == "sm_100f"
         self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= key.value_dim)
 
     @cute.kernel
     def kernel(self, buffers: PreBuffers, sizes: RowSizes, head_dim: Int32):
-        if cutlass.const_expr(self.programmatic):
+        if cutlass.const_expr(self.lets_main_start):
             cute.arch.griddepcontrol_launch_dependents()
         query_length, heads = sizes.query_length, sizes.heads
         thread, _, _ = cute.arch.thread_idx()
@@ -108,6 +108,6 @@ class Preprocess(PreHost):
         return total
 
 
-def source(key: KernelKey, rows: int, columns: int) -> KernelSource:
-    """The preprocessing kernel of a key, with its launch; dQ's tiles are rows x columns."""
-    return pre_source(Preprocess(key, rows, columns), key)
+def source(key: KernelKey, description: Description) -> KernelSource:
+    """The preprocessing kernel of a key, with its launch."""
+    return pre_source(Preprocess(key, description), key)

@@ -16,7 +16,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.manifest import Launch
 from kernels import interface
 from kernels.common import launches, tensors
 from kernels.common.resources import Maps, with_fields
@@ -92,14 +91,10 @@ class ForwardHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
-      rows: query rows of a CTA's tile, or a pair's.
-      persistent: one CTA a multiprocessor takes tile after tile.
     """
 
     description: Description
     dtype: Any
-    rows: int
-    persistent: bool
     kernel: Any
 
     @cute.jit
@@ -114,8 +109,9 @@ class ForwardHost:
     ):
         description = self.description
         maps = tensor_maps(description, self.dtype, _pointers(buffers), _shapes(sizes, dims))
-        tiles = cute.ceil_div(sizes.query_length, self.rows) * sizes.heads * sizes.batch
-        if cutlass.const_expr(self.persistent):
+        rows = description.division.rows
+        tiles = cute.ceil_div(sizes.query_length, rows) * sizes.heads * sizes.batch
+        if cutlass.const_expr(description.division.persistent):
             tiles = cutlass.min(tiles, cutlass.max(device.sm_count // description.ctas, 1))
         self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars).launch(
             grid=[tiles * description.ctas, 1, 1],
@@ -132,19 +128,12 @@ class BackwardHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
-      keys: of a CTA's tile, or a pair's.
-      rows, columns: of a tile of dQ.
       deterministic: dQ is added in order, by counters.
-      programmatic: it may start while the launch before it ends.
     """
 
     description: Description
     dtype: Any
-    keys: int
-    rows: int
-    columns: int
     deterministic: bool
-    programmatic: bool
     kernel: Any
 
     @cute.jit
@@ -163,14 +152,14 @@ class BackwardHost:
         maps = tensor_maps(description, self.dtype, pointers, _shapes(sizes, dims))
         if cutlass.const_expr(not self.deterministic):
             rows = dataclasses.replace(rows, dq_order=None, dq_ticket=None)
-        tiles = cute.ceil_div(sizes.key_length, self.keys) * description.ctas
+        tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas
         self.kernel(maps, rows, sizes, scalars).launch(
             grid=[tiles * sizes.kv_heads * sizes.batch, 1, 1],
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=self.programmatic,
+            use_pdl=description.division.programmatic,
         )
 
 
@@ -179,13 +168,10 @@ class PreHost:
 
     Attributes:
       description: of the kernel.
-      rows, columns: of a tile of dQ.
       deterministic: there are counters.
     """
 
     description: Description
-    rows: int
-    columns: int
     deterministic: bool
     kernel: Any
 
@@ -194,7 +180,7 @@ class PreHost:
         if cutlass.const_expr(not self.deterministic):
             buffers = dataclasses.replace(buffers, dq_order=None, dq_ticket=None)
         sizes = RowSizes(shape.query_length, shape.heads)
-        tiles = cute.ceil_div(shape.query_length, self.rows)
+        tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         self.kernel(buffers, sizes, shape.head_dim).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
@@ -208,14 +194,10 @@ class PostHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
-      rows: of a tile of dQ.
-      programmatic: it may start while the launch before it ends.
     """
 
     description: Description
     dtype: Any
-    rows: int
-    programmatic: bool
     kernel: Any
 
     @cute.jit
@@ -228,13 +210,13 @@ class PostHost:
     ):
         shapes = {"dq": (shape.batch, shape.query_length, shape.heads, shape.head_dim)}
         maps = tensor_maps(self.description, self.dtype, _pointers(buffers), shapes)
-        tiles = cute.ceil_div(shape.query_length, self.rows)
+        tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         sizes = RowSizes(shape.query_length, shape.heads)
         self.kernel(maps, buffers.dq_acc, sizes, scalars).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
-            use_pdl=self.programmatic,
+            use_pdl=self.description.division.programmatic,
         )
 
 
@@ -250,38 +232,32 @@ for _host, _pass in (
 def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
     """What the compiler needs of a forward kernel; tile: sizes to show a person."""
     takes = (ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount)
-    launch = launches.forward(key, host.description, host.rows, host.persistent)
-    return _source(host, key, takes, launch, tile)
+    return _source(host, key, takes, tile)
 
 
 def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
     """The same of a main backward kernel."""
     takes = (BackwardOperands, RowBuffers, BackwardResults, Sizes, HeadDims, BackwardScalars)
-    dq_tile = (host.rows, host.columns)
-    launch = launches.backward(key, host.description, host.keys, dq_tile, host.programmatic)
-    return _source(host, key, takes, launch, tile)
+    return _source(host, key, takes, tile)
 
 
 def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
     """The same of a kernel before the main one."""
-    tile = {"m": host.rows}
-    launch = launches.backward_pre(key, host.description, host.rows, host.columns)
-    return _source(host, key, (PreBuffers, RowShape), launch, tile, of="do")
+    tile = {"m": host.description.division.rows}
+    return _source(host, key, (PreBuffers, RowShape), tile, of="do")
 
 
 def post_source(host: PostHost, key: KernelKey) -> KernelSource:
     """The same of a kernel after the main one."""
-    tile = {"m": host.rows}
+    tile = {"m": host.description.division.rows}
     takes = (PostBuffers, RowShape, PostScalars)
-    launch = launches.backward_post(key, host.description, host.rows, host.programmatic)
-    return _source(host, key, takes, launch, tile, of="q")
+    return _source(host, key, takes, tile, of="q")
 
 
 def _source(
     host: Any,
     key: KernelKey,
     takes: tuple[type, ...],
-    launch: Launch,
     tile: dict[str, int],
     of: str = "",
 ) -> KernelSource:
@@ -290,7 +266,7 @@ def _source(
         host=host,
         arguments=(*(_example(some, key.dtype) for some in takes), make_fake_stream()),
         host_arguments=tuple(param for some in takes for param in interface.params(some, of)),
-        launch=launch,
+        launch=launches.launch(key, host.description),
         tile=tile,
         symbol_prefix=_PREFIXES[key.kernel],
     )

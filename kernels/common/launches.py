@@ -1,17 +1,30 @@
-"""How each kernel family is launched: from a description to the manifest's record."""
+"""How each kernel is launched: from a description to the manifest's record.
+
+Nothing here needs CuTe-DSL.
+"""
 
 from __future__ import annotations
 
-from fa4_jax.key import KernelKey
+from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Factor, Launch, Param, Result, Size
 from kernels import interface
-from kernels.description import Description
+from kernels.description import Description, Division
 
 _ONE: Size = (Factor(),)
 
 
-def forward(key: KernelKey, description: Description, rows: int, persistent: bool) -> Launch:
-    """A forward kernel with tiles of `rows` query rows."""
+def launch(key: KernelKey, description: Description) -> Launch:
+    """The launch of the kernel of a key, which the description is of."""
+    families = {
+        Pass.FORWARD: _forward,
+        Pass.BACKWARD_PRE: _backward_pre,
+        Pass.BACKWARD: _backward,
+        Pass.BACKWARD_POST: _backward_post,
+    }
+    return families[key.kernel](key, description)
+
+
+def _forward(key: KernelKey, description: Description) -> Launch:
     whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
     return Launch(
         operands=("q", "k", "v", "extents"),
@@ -25,22 +38,15 @@ def forward(key: KernelKey, description: Description, rows: int, persistent: boo
             *interface.params(interface.Sizes),
             *interface.params(interface.ForwardScalars),
         ),
-        grid=((*_tiles("q", rows), *whole), _ONE, _ONE),
+        grid=((*_tiles("q", description.division.rows), *whole), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
         cluster=(description.ctas, 1, 1),
-        persistent=persistent,
+        persistent=description.division.persistent,
     )
 
 
-def backward(
-    key: KernelKey,
-    description: Description,
-    keys: int,
-    dq_tile: tuple[int, int],
-    programmatic: bool,
-) -> Launch:
-    """A main backward kernel with tiles of `keys` keys, and of (rows, columns) of dQ."""
+def _backward(key: KernelKey, description: Description) -> Launch:
     counters = _counters(key)
     skipped = () if key.deterministic else ("dq_order", "dq_ticket")
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
@@ -49,7 +55,7 @@ def backward(
         results=(
             Result("dk", key.dtype, _dims("k", (0, 1, 2, 3))),
             Result("dv", key.dtype, _dims("v", (0, 1, 2, 3))),
-            *_accumulators(*dq_tile, key),
+            *_accumulators(key, description.division),
         ),
         params=(
             *_maps(description),
@@ -57,16 +63,16 @@ def backward(
             *interface.params(interface.Sizes),
             *interface.params(interface.BackwardScalars),
         ),
-        grid=(_tiles("k", keys, description.ctas), _ONE, _ONE),
+        grid=(_tiles("k", description.division.keys, description.ctas), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
         cluster=(description.ctas, 1, 1),
-        programmatic=programmatic,
+        programmatic=description.division.programmatic,
     )
 
 
-def backward_pre(key: KernelKey, description: Description, rows: int, columns: int) -> Launch:
-    """The kernel before the main one; dQ's tiles are rows x columns."""
+def _backward_pre(key: KernelKey, description: Description) -> Launch:
+    rows = description.division.rows
     tiles = Factor(buffer="do", axis=1, divisor=rows, multiple=rows)
     padded = (*_dims("do", (0, 2)), (tiles,))
     skipped = () if key.deterministic else ("dq_order", "dq_ticket")
@@ -76,7 +82,7 @@ def backward_pre(key: KernelKey, description: Description, rows: int, columns: i
         results=(
             Result("lse_log2", "f32", padded),
             Result("delta", "f32", padded),
-            *_accumulators(rows, columns, key),
+            *_accumulators(key, description.division),
         ),
         params=(
             *(param for param in buffers if param.name not in skipped),
@@ -88,10 +94,7 @@ def backward_pre(key: KernelKey, description: Description, rows: int, columns: i
     )
 
 
-def backward_post(
-    key: KernelKey, description: Description, rows: int, programmatic: bool
-) -> Launch:
-    """The kernel after the main one; dQ's tiles have `rows` rows."""
+def _backward_post(key: KernelKey, description: Description) -> Launch:
     return Launch(
         operands=("q", "dq_acc"),
         results=(Result("dq", key.dtype, _dims("q", (0, 1, 2, 3))),),
@@ -101,10 +104,10 @@ def backward_post(
             *interface.params(interface.RowSizes, "q"),
             *interface.params(interface.PostScalars),
         ),
-        grid=(_tiles("q", rows), _ONE, _ONE),
+        grid=(_tiles("q", description.division.rows), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
-        programmatic=programmatic,
+        programmatic=description.division.programmatic,
     )
 
 
@@ -149,13 +152,14 @@ def _counters(key: KernelKey) -> tuple[str, ...]:
     return ("dq_order", "dq_ticket") if key.deterministic else ()
 
 
-def _accumulators(rows: int, columns: int, key: KernelKey) -> tuple[Result, ...]:
-    """dQ's fp32 accumulators, in tiles of `rows` queries, and the counters of a key.
+def _accumulators(key: KernelKey, division: Division) -> tuple[Result, ...]:
+    """dQ's fp32 accumulators, tile by tile, and the counters of a key.
 
     The layout inside a tile is the backward kernel's own.
     """
     heads = ((Factor(buffer="do", axis=0),), (Factor(buffer="do", axis=2),))
-    tiles = Factor(buffer="do", axis=1, divisor=rows)
-    dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(rows * columns),)))
+    tiles = Factor(buffer="do", axis=1, divisor=division.rows)
+    tile_size = division.rows * division.columns
+    dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(tile_size),)))
     shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (_ONE,)}
     return (dq_acc, *(Result(name, "i32", shapes[name]) for name in _counters(key)))

@@ -46,6 +46,7 @@ from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.description import TENSOR_MEMORY_COLUMNS, Columns
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_data import (
@@ -58,7 +59,7 @@ from kernels.sm100.backward_data import (
 )
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_rows import RowRoles
-from kernels.sm100.tiles import LANES, TENSOR_MEMORY_COLUMNS
+from kernels.sm100.tiles import LANES
 from kernels.sources import KernelSource
 
 
@@ -68,9 +69,7 @@ class Backward(BackwardHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        tile = self.config.tile
-        self.keys, self.rows, self.columns = tile.n, tile.m, tile.head_dim
-        self.deterministic, self.programmatic = key.deterministic, True
+        self.deterministic = key.deterministic
         self.row_roles = RowRoles(self.config)
 
     @cute.kernel
@@ -227,7 +226,7 @@ class Backward(BackwardHost):
         cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
         self.clear_queries(shared.q[None, None, slot], work, step)
         d = self.config.tile.head_dim
-        self.product_of_shared(shared.k, shared.q, d, slot, self.config.columns.s)
+        self.product_of_shared(shared.k, shared.q, d, slot, self.config.columns("s").first)
         products.commit(shared.barriers.s_full)
 
     @cute.jit
@@ -237,7 +236,7 @@ class Backward(BackwardHost):
         cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
         self.clear_queries(shared.do[None, None, slot], work, step)
         d = self.config.tile.value_dim
-        self.product_of_shared(shared.v, shared.do, d, slot, self.config.columns.dp)
+        self.product_of_shared(shared.v, shared.do, d, slot, self.config.columns("dp").first)
         products.commit(shared.barriers.dp_full)
 
     def product_of_shared(self, a: cute.Tensor, b: cute.Tensor, d: int, slot: Int32, column: int):
@@ -257,7 +256,7 @@ class Backward(BackwardHost):
         tile, columns = self.config.tile, self.config.columns
         outputs = products.mn_major(shared.do.iterator, tile.m, tile.span_bytes)
         outputs = outputs.moved(slot * (tile.m * tile.value_dim * 2))
-        self.product_of_tensor(self.config.dv, outputs, columns.s, columns.dv, step > 0)
+        self.product_of_tensor(self.config.dv, columns("p"), outputs, columns("dv").first, step > 0)
         products.commit(shared.barriers.do_empty + slot)
 
     @cute.jit
@@ -269,29 +268,28 @@ class Backward(BackwardHost):
         tile, columns = self.config.tile, self.config.columns
         queries = products.mn_major(shared.q.iterator, tile.m, tile.span_bytes)
         queries = queries.moved(slot * (tile.m * tile.head_dim * 2))
-        self.product_of_tensor(self.config.dk, queries, columns.dp, columns.dk, step > 0)
+        self.product_of_tensor(
+            self.config.dk, columns("ds"), queries, columns("dk").first, step > 0
+        )
         products.commit(shared.barriers.q_empty + slot)
 
     def product_of_tensor(
         self,
         product: products.Product,
+        a: Columns,
         b: products.Operand,
-        scores: int,
         accumulator: int,
         accumulate: Boolean,
     ):
-        """(keys, columns of b) += a b with a in tensor memory, by halves of the queries.
-
-        scores: first column of the scores whose halves begin with those of a.
-        """
+        """(keys, columns of b) += a b with a in tensor memory, by halves of the queries."""
         m = self.config.tile.m
         half = m // COMPUTE_GROUPS // products.K_STEP
         for part in range(COMPUTE_GROUPS):
             # Where a would begin if the columns of its halves were next to each other.
-            a = scores + part * (m // COMPUTE_GROUPS - m // COMPUTE_GROUPS // 2)
+            begin = a.firsts[part] - part * a.width
             steps = (part * half, (part + 1) * half)
             before = accumulate if part == 0 else True
-            product.issue(accumulator, a, b, before, steps)
+            product.issue(accumulator, begin, b, before, steps)
 
     @cute.jit
     def multiply_dq(self, shared: Shared, step: Int32):
@@ -302,14 +300,14 @@ class Backward(BackwardHost):
         """
         if cutlass.const_expr(not self.config.dq_takes_dp):
             self.await_dq_read(shared, step)
-        tile = self.config.tile
+        tile, dq = self.config.tile, self.config.columns("dq")
         keys = products.mn_major(shared.k.iterator, tile.n, tile.span_bytes)
         scores = products.mn_major(shared.ds.iterator, tile.n, 128)
         steps = (0, tile.n // products.K_STEP)
         for index in range(tile.dq_products):
             lanes = keys.moved(index * (LANES * tile.n * 2))
             operands = (lanes, scores) if tile.dq_transposed else (scores, lanes)
-            column = self.config.columns.dq + index * tile.dq_width
+            column = dq.first + index * dq.step
             self.config.dq.issue(column, *operands, False, steps)
         products.commit(shared.barriers.dq_full)
 

@@ -35,7 +35,7 @@ class Config:
         assert isinstance(tile, BackwardTile)
         self.tile = tile
         self.description = description(key.head_dim, key.value_dim, key.deterministic)
-        self.columns = self.tile.columns()
+        self.columns = self.description.columns
         n = self.tile.n
         self.scores = products.Product(self.dtype, n, self.tile.m)
         self.dv = products.Product(self.dtype, n, tile.value_dim)
@@ -45,7 +45,7 @@ class Config:
     @property
     def dq_takes_dp(self) -> bool:
         """Whether dQ begins with dP's columns."""
-        return self.columns.dq == self.columns.dp
+        return self.columns("dq").shares == "dp"
 
 
 @dataclasses.dataclass(frozen=True)

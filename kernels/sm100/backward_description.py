@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 
+from kernels.common import ends_description
 from kernels.description import (
     LANES,
+    TENSOR_MEMORY_COLUMNS,
     Barrier,
+    Columns,
     Description,
+    Division,
     NamedBarrier,
     Region,
     Role,
@@ -49,9 +53,24 @@ def description(head_dim: int, value_dim: int, deterministic: bool) -> Descripti
             ),
         ),
         regions=_pair_regions(tile) if pair else _regions(tile),
+        division=Division(tile.m, tile.n, tile.head_dim, programmatic=True),
         maps=_pair_maps(tile) if pair else _maps(tile),
+        tensor_memory=_pair_columns(tile) if pair else _columns(tile),
         ctas=tile.ctas,
     )
+
+
+def pre(head_dim: int, value_dim: int) -> Description:
+    """The kernel before the main one."""
+    tile = BACKWARD_TILES[head_dim, value_dim]
+    return ends_description.pre(tile.m, tile.head_dim)
+
+
+def post(head_dim: int, value_dim: int) -> Description:
+    """The kernel after the main one."""
+    tile = BACKWARD_TILES[head_dim, value_dim]
+    division = Division(tile.m, programmatic=True)
+    return ends_description.post(division, tile.m, tile.head_dim, tile.span_bytes)
 
 
 def _roles(budget: BackwardRegisters, pair: bool) -> tuple[Role, ...]:
@@ -180,6 +199,46 @@ def _pair_regions(tile: BackwardPairTile) -> tuple[Region, ...]:
         Region(
             "dst", (tile.n, queries, BUFFERS), "dS of all keys, the CTA's queries", alignment=1024
         ),
+    )
+
+
+def _columns(tile: BackwardTile) -> tuple[Columns, ...]:
+    """P takes the first half of the columns of each half of S, dS of each half of dP.
+
+    A thread of compute warpgroup c has read its row of half c before it writes there, and no other
+    thread reads that row. dQ begins with dP's columns if there is no room beside them.
+    """
+    m, dq_width, dq_columns = tile.m, tile.dq_width, tile.dq_products * tile.dq_width
+    beside = 2 * m + dq_columns + tile.head_dim + tile.value_dim <= TENSOR_MEMORY_COLUMNS
+    first_dv = 2 * m if beside else max(2 * m, m + dq_columns)
+    first_dk = first_dv + tile.value_dim
+    first_dq = first_dk + tile.head_dim if beside else m
+    half, of_half = m // COMPUTE_GROUPS, m // COMPUTE_GROUPS // 2
+    return (
+        Columns("s", 0, m, "S of a step"),
+        Columns("p", 0, of_half, "P by halves, 16 bits each", COMPUTE_GROUPS, half, shares="s"),
+        Columns("dp", m, m, "dP of a step"),
+        Columns("ds", m, of_half, "dS by halves, 16 bits each", COMPUTE_GROUPS, half, shares="dp"),
+        Columns("dv", first_dv, tile.value_dim, "dV"),
+        Columns("dk", first_dk, tile.head_dim, "dK"),
+        Columns(
+            *("dq", first_dq, dq_width, "dQ of a step", tile.dq_products),
+            shares="" if beside else "dp",
+        ),
+    )
+
+
+def _pair_columns(tile: BackwardPairTile) -> tuple[Columns, ...]:
+    """What each CTA of a pair has."""
+    queries, m, part = tile.queries, tile.m, tile.part
+    first_dq = 2 * BUFFERS * queries
+    first_dv = first_dq + BUFFERS * m
+    return (
+        Columns("s", 0, queries, "S of a step", BUFFERS),
+        Columns("dp", BUFFERS * queries, queries, "dP of a step", BUFFERS),
+        Columns("dq", first_dq, m, "dQ of a step, transposed", BUFFERS),
+        Columns("dv", first_dv, part, "dV, the CTA's part"),
+        Columns("dk", first_dv + part, part, "dK, the CTA's part"),
     )
 
 

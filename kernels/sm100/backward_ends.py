@@ -9,13 +9,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import KernelKey
-from kernels.common import backward_pre, ends_description, hosts, resources, tensors
+from kernels.common import backward_pre, hosts, resources, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.backward_pre import query_tile
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
 from kernels.interface import PostScalars, RowSizes
+from kernels.sm100 import backward_description
 from kernels.sm100.tiles import BACKWARD_TILES, LANES
 from kernels.sources import KernelSource
 
@@ -27,9 +28,8 @@ class Postprocess(PostHost):
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.tile = tile = BACKWARD_TILES[key.head_dim, key.value_dim]
-        self.rows, self.programmatic = tile.m, True
-        self.description = ends_description.post(tile.m, tile.m, tile.head_dim, tile.span_bytes)
+        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.description = backward_description.post(key.head_dim, key.value_dim)
 
     @cute.kernel
     def kernel(self, maps: Maps, dq_acc: cute.Pointer, sizes: RowSizes, scalars: PostScalars):
@@ -81,8 +81,8 @@ class Postprocess(PostHost):
 
 def pre_source(key: KernelKey) -> KernelSource:
     """The preprocessing kernel of a key, with its launch."""
-    tile = BACKWARD_TILES[key.head_dim, key.value_dim]
-    return backward_pre.source(key, tile.m, tile.head_dim)
+    description = backward_description.pre(key.head_dim, key.value_dim)
+    return backward_pre.source(key, description)
 
 
 def post_source(key: KernelKey) -> KernelSource:

@@ -56,12 +56,13 @@ from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_data import Rows, Work, assign, take_ticket, take_turns
 from kernels.sm100.backward_pair_data import Config
 from kernels.sm100.backward_pair_rows import RowRoles
-from kernels.sm100.tiles import BUFFERS, TENSOR_MEMORY_COLUMNS
+from kernels.sm100.tiles import BUFFERS
 from kernels.sources import KernelSource
 
 
@@ -79,9 +80,7 @@ class PairBackward(BackwardHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        tile = self.config.tile
-        self.keys, self.rows, self.columns = tile.n, tile.m, tile.head_dim
-        self.deterministic, self.programmatic = key.deterministic, True
+        self.deterministic = key.deterministic
         self.row_roles = RowRoles(self.config)
 
     @cute.kernel
@@ -298,14 +297,15 @@ class PairBackward(BackwardHost):
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         buffer = step % BUFFERS
         for a, b, b_full, column, full in (
-            (shared.k, shared.q, barriers.q_full, columns.s, barriers.s_full),
-            (shared.v, shared.do, barriers.do_full, columns.dp, barriers.dp_full),
+            (shared.k, shared.q, barriers.q_full, columns("s"), barriers.s_full),
+            (shared.v, shared.do, barriers.do_full, columns("dp"), barriers.dp_full),
         ):
             self.receive(b, b_full, work, step)
             keys = products.k_major(a.iterator, tile.keys, tile.head_dim, tile.span_bytes)
             queries = products.k_major(b.iterator, tile.queries, tile.head_dim, tile.span_bytes)
             steps = (0, tile.head_dim // products.K_STEP)
-            self.config.scores.issue(column + buffer * tile.queries, keys, queries, False, steps)
+            first = column.first + buffer * column.step
+            self.config.scores.issue(first, keys, queries, False, steps)
             products.commit(full + buffer, 2)
 
     @cute.jit
@@ -315,7 +315,10 @@ class PairBackward(BackwardHost):
         buffer, phase = step % BUFFERS, step // BUFFERS & 1
         of_dv = (shared.p, barriers.p_full, shared.dot, barriers.dot_full, barriers.dot_empty)
         of_dk = (shared.ds, barriers.ds_full, shared.qt, barriers.qt_full, barriers.qt_empty)
-        for column, (a, a_full, b, b_full, b_empty) in ((columns.dv, of_dv), (columns.dk, of_dk)):
+        for column, (a, a_full, b, b_full, b_empty) in (
+            (columns("dv").first, of_dv),
+            (columns("dk").first, of_dk),
+        ):
             self.receive(b, b_full, work, step)
             products.wait(a_full + buffer, phase, 2)
             keys = products.k_major(a.iterator, tile.keys, tile.m, tile.span_bytes)
@@ -336,8 +339,8 @@ class PairBackward(BackwardHost):
         columns = products.mn_major(shared.kt.iterator, tile.n, tile.span_bytes)
         scores = products.mn_major(shared.dst.iterator, tile.n, tile.queries * 2)
         scores = scores.moved(buffer * (tile.n * tile.queries * 2))
-        column, steps = self.config.columns.dq + buffer * tile.m, (0, tile.n // products.K_STEP)
-        self.config.dq.issue(column, columns, scores, False, steps)
+        dq, steps = self.config.columns("dq"), (0, tile.n // products.K_STEP)
+        self.config.dq.issue(dq.first + buffer * dq.step, columns, scores, False, steps)
         products.commit(barriers.dq_full + buffer, 2)
 
 

@@ -18,7 +18,7 @@ class Config:
         self.dtype = tensors.TYPES[key.dtype]
         self.band = key.band
         self.deterministic = key.deterministic
-        self.columns = tile.columns()
+        self.columns = self.description.columns
         self.scores = products.Product(self.dtype, tile.n, tile.m, ctas=2)
         self.grads = products.Product(self.dtype, tile.n, tile.head_dim, ctas=2)
         self.dq = products.Product(self.dtype, tile.head_dim, tile.m, ctas=2)

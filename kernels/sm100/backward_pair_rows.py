@@ -78,7 +78,7 @@ class RowRoles:
     def compute_step(self, shared: Shared, place: Place, of_step: Queries, scale_log2: Float32):
         """P and dS of one key and half of the queries of a step; the group is the buffer."""
         buffer, half, key_row, step = place.group, place.half, place.key_row, of_step.step
-        tile, barriers = self.config.tile, shared.barriers
+        tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         queries, own_row = tile.queries, key_row % tile.keys
         phase = step // BUFFERS & 1
         first = of_step.first
@@ -86,7 +86,7 @@ class RowRoles:
         cute.arch.mbarrier_wait(barriers.s_full + buffer, phase)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(
-            products.lane_base() + self.config.columns.s + buffer * queries, queries
+            products.lane_base() + columns("s").first + buffer * columns("s").step, queries
         )
         lse_log2 = statistics(shared.lse_log2, slot, first, queries)
         p = probabilities(scores, lse_log2, scale_log2, of_step)
@@ -98,7 +98,7 @@ class RowRoles:
         cute.arch.mbarrier_wait(barriers.dp_full + buffer, phase)
         ptx.fence_after_sync()
         dp = ptx.tmem_load(
-            products.lane_base() + self.config.columns.dp + buffer * queries, queries
+            products.lane_base() + columns("dp").first + buffer * columns("dp").step, queries
         )
         delta = statistics(shared.delta, slot, first, queries)
         rounded = rounded_pairs(self.config.dtype, score_gradients(p, 0, dp, delta))
@@ -132,9 +132,9 @@ class RowRoles:
             ptx.fence_after_sync()
         for part in cutlass.range_constexpr(2):
             if group == part:
-                column, staging = ((columns.dv, shared.v), (columns.dk, shared.k))[part]
+                column, staging = ((columns("dv"), shared.v), (columns("dk"), shared.k))[part]
                 factor = (Float32(1.0), scale)[part]
-                first = products.lane_base() + column
+                first = products.lane_base() + column.first
                 # Not unrolled, as in the forward's write_output.
                 for start in cutlass.range(0, tile.part, CHUNK, unroll=1):
                     fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
@@ -176,7 +176,8 @@ class RowRoles:
             buffer, phase = step % BUFFERS, step // BUFFERS & 1
             cute.arch.mbarrier_wait(shared.barriers.dq_full + buffer, phase)
             ptx.fence_after_sync()
-            first = products.lane_base() + self.config.columns.dq + buffer * tile.m
+            dq = self.config.columns("dq")
+            first = products.lane_base() + dq.first + buffer * dq.step
             values = ptx.tmem_load(first, tile.m)
             ptx.fence_before_sync()
             products.arrive(shared.barriers.dq_empty + buffer, ctas=2)

@@ -132,7 +132,7 @@ class RowRoles:
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
         slot, _ = tensors.ring_slot(step, tile.stages)
-        scores_at = products.lane_base() + self.config.columns.s + first
+        scores_at = products.lane_base() + self.config.columns("s").first + first
         cute.arch.mbarrier_wait(barriers.s_full, step & 1)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, count)
@@ -154,7 +154,7 @@ class RowRoles:
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
         slot, _ = tensors.ring_slot(step, tile.stages)
-        dp_at = products.lane_base() + self.config.columns.dp + first
+        dp_at = products.lane_base() + self.config.columns("dp").first + first
         cute.arch.mbarrier_wait(barriers.dp_full, step & 1)
         ptx.fence_after_sync()
         for start in cutlass.range_constexpr(0, count, CHUNK):
@@ -199,8 +199,8 @@ class RowRoles:
         for part in cutlass.range_constexpr(COMPUTE_GROUPS):
             if group == part:
                 column, staging, d = (
-                    (columns.dv, shared.v, tile.value_dim),
-                    (columns.dk, shared.k, tile.head_dim),
+                    (columns("dv").first, shared.v, tile.value_dim),
+                    (columns("dk").first, shared.k, tile.head_dim),
                 )[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base() + column
@@ -236,7 +236,7 @@ class RowRoles:
         tile = self.config.tile
         width, tile_size = tile.dq_width, tile.m * tile.head_dim
         thread, _, _ = cute.arch.thread_idx()
-        first = products.lane_base() + self.config.columns.dq
+        first = products.lane_base() + self.config.columns("dq").first
         for step in cutlass.range(work.steps(), unroll=1):
             head, block = work.step(step, self.config.deterministic)
             query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block

@@ -45,6 +45,7 @@ from kernels.common import resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule
+from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import ptx
 from kernels.sm100.forward_data import Config, pop_work
@@ -52,7 +53,6 @@ from kernels.sm100.forward_description import UNIT, WORK_SLOTS
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import RowRoles
 from kernels.sm100.packing import Work, assign, make_schedule, to_words
-from kernels.sm100.tiles import TENSOR_MEMORY_COLUMNS
 from kernels.sources import KernelSource
 
 
@@ -62,7 +62,6 @@ class Forward(ForwardHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        self.rows, self.persistent = self.config.tile.m, True
         self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
 

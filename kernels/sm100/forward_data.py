@@ -24,7 +24,7 @@ class Config:
         self.tile = FORWARD_TILES[key.head_dim]
         self.description = description(key.head_dim)
         self.polynomial_pairs = self.tile.polynomial_pairs if key.polynomial_exp2 else 0
-        self.columns = self.tile.columns(key.head_dim)
+        self.columns = self.description.columns
         self.shape = ForwardShape(
             m=self.tile.m,
             n=self.tile.n,

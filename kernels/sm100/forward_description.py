@@ -7,7 +7,9 @@ import functools
 from kernels.description import (
     LANES,
     Barrier,
+    Columns,
     Description,
+    Division,
     NamedBarrier,
     Region,
     Role,
@@ -47,7 +49,9 @@ def description(head_dim: int) -> Description:
             ),
         ),
         regions=_regions(tile, head_dim),
+        division=Division(tile.m, persistent=True),
         maps=_maps(tile, head_dim),
+        tensor_memory=_columns(tile, head_dim),
         ctas=tile.ctas,
     )
 
@@ -134,6 +138,20 @@ def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
         operand("k", (tile.keys, head_dim, ring), span, kv),
         operand("v", (tile.n, columns_of_v, ring), span, "the same ring", shares="k"),
         operand("o", (rows, head_dim), span, "a query tile's output on its way"),
+    )
+
+
+def _columns(tile: ForwardTile, head_dim: int) -> tuple[Columns, ...]:
+    """P, two 16-bit values a column, takes the upper half of S's columns.
+
+    A thread writes its row of P after it has read its whole row of S, and the next S is multiplied
+    after P has been.
+    """
+    n = tile.n
+    return (
+        Columns("s", 0, n, "S of a block", BUFFERS),
+        Columns("p", n // 2, n // 2, "P of a block, 16 bits each", BUFFERS, n, shares="s"),
+        Columns("o", BUFFERS * n, head_dim, "O of a query tile", tile.query_tiles),
     )
 
 

@@ -174,11 +174,11 @@ class ProductRoles:
         """S = Q_t K^T of the CTA's ordinal-th block; `last` of its tile."""
         buffer, _ = self.config.buffer(t, ordinal)
         tile, d = self.config.tile, self.config.head_dim
-        row_bytes = d * 2
+        row_bytes, scores = d * 2, self.config.columns("s")
         q = products.k_major(shared.q.iterator, tile.rows, d, tile.span_bytes)
         k = products.k_major(shared.k.iterator, tile.keys, d, tile.span_bytes)
         self.qk.issue(
-            self.config.columns.s[0] + buffer * tile.n,
+            scores.first + buffer * scores.step,
             q.moved(t * tile.rows * row_bytes),
             k.moved(k_slot * (tile.keys * row_bytes)),
             False,
@@ -201,10 +201,10 @@ class ProductRoles:
         tile = self.config.tile
         n = tile.n
         buffer, phase = self.config.buffer(t, ordinal)
-        p = self.config.columns.p[0] + buffer * n
+        p = self.config.columns("p").first + buffer * self.config.columns("p").step
         v = products.mn_major(shared.v.iterator, n, tile.span_bytes)
         v = v.moved(v_slot * (tile.keys * self.config.head_dim * 2))
-        acc = self.config.columns.o[t]
+        acc = self.config.columns("o").firsts[t]
         first = 0
         for part in cutlass.range_constexpr(len(tile.parts)):
             barrier = part_barrier(shared.barriers, tile, buffer, part)

@@ -161,10 +161,10 @@ class RowRoles:
     ) -> RowState:
         """P of one block from its S; returns the row's new state."""
         shift, scale_log2 = state.shift, scales.scale_log2
-        n, columns = self.config.tile.n, self.config.columns
+        n, s, p = self.config.tile.n, self.config.columns("s"), self.config.columns("p")
         buffer, phase = self.config.buffer(block.query_tile, block.ordinal)
-        scores_at = products.lane_base() + columns.s[0] + buffer * n
-        probabilities_at = scores_at + (columns.p[0] - columns.s[0])
+        scores_at = products.lane_base() + s.first + buffer * s.step
+        probabilities_at = scores_at + (p.first - s.first)
         cute.arch.mbarrier_wait(shared.barriers.s_full + buffer, phase)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, n)
@@ -286,7 +286,7 @@ class RowRoles:
         thread, _, _ = cute.arch.thread_idx()
         factor = shared.factors[thread % self.config.tile.rows, buffer]
         if cute.arch.vote_any_sync(factor != 1.0):
-            first = products.lane_base() + self.config.columns.o[t]
+            first = products.lane_base() + self.config.columns("o").firsts[t]
             for start in cutlass.range_constexpr(0, self.config.head_dim, CHUNK):
                 values = ptx.tmem_load(first + start, CHUNK)
                 ptx.tmem_store(first + start, softmax.multiply(values, factor))
@@ -306,7 +306,7 @@ class RowRoles:
             phase = output.last_ordinal if cutlass.const_expr(single_tile) else output.tiles_done
             cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
             ptx.fence_after_sync()
-        first = products.lane_base() + self.config.columns.o[t]
+        first = products.lane_base() + self.config.columns("o").firsts[t]
         tile, d = self.config.tile, self.config.head_dim
         # Not unrolled: the addresses of all stores would be kept in registers.
         for span in cutlass.range(0, d // tile.span, unroll=1):

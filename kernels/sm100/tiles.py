@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-LANES = 128  # of tensor memory
-TENSOR_MEMORY_COLUMNS = 512
+from kernels.description import TENSOR_MEMORY_LANES as LANES
+
 L2_BUDGET_BYTES = 100 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (B200: 126 MB)."""
 
@@ -92,31 +92,6 @@ class ForwardTile:
         """How many blocks of scores of a query tile there may be at a time."""
         return BUFFERS // self.query_tiles
 
-    def columns(self, head_dim: int) -> TensorColumns:
-        """What lives where in tensor memory."""
-        n = self.n
-        first_o = BUFFERS * n
-        return TensorColumns(
-            s=tuple(range(0, first_o, n)),
-            p=tuple(range(n // 2, first_o, n)),
-            o=tuple(range(first_o, first_o + self.query_tiles * head_dim, head_dim)),
-            end=first_o + self.query_tiles * head_dim,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorColumns:
-    """First columns of scores and probabilities by buffer, of output accumulators by query tile.
-
-    P, two 16-bit values a column, takes the upper half of S's columns: a thread writes P after it
-    has read its whole row of S, and the next S is multiplied after P has been.
-    """
-
-    s: tuple[int, ...]
-    p: tuple[int, ...]
-    o: tuple[int, ...]
-    end: int
-
 
 FORWARD_TILES: dict[int, ForwardTile] = {
     # head_dim
@@ -175,18 +150,6 @@ class BackwardTile:
         """Columns of tensor memory that one of these products has."""
         return self.m if self.dq_transposed else self.head_dim
 
-    def columns(self) -> BackwardColumns:
-        """What lives where in tensor memory; dQ begins with dP's columns if they are needed."""
-        dq_end = self.m + self.dq_products * self.dq_width
-        dk_and_dv = self.head_dim + self.value_dim
-        if self.m + dq_end + dk_and_dv <= TENSOR_MEMORY_COLUMNS:
-            first = 2 * self.m
-            dq = first + dk_and_dv
-        else:
-            first = max(2 * self.m, dq_end)
-            dq = self.m
-        return BackwardColumns(s=0, dp=self.m, dv=first, dk=first + self.value_dim, dq=dq)
-
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPairTile:
@@ -226,40 +189,6 @@ class BackwardPairTile:
     def queries(self) -> int:
         """Queries whose rows of q, do, dst a CTA has; half of a step's."""
         return self.m // self.ctas
-
-    def columns(self) -> BackwardPairColumns:
-        """What lives where in tensor memory."""
-        s, dp, dq = self.queries, self.queries, self.m
-        first_dp = BUFFERS * s
-        first_dq = first_dp + BUFFERS * dp
-        dv = first_dq + BUFFERS * dq
-        return BackwardPairColumns(s=0, dp=first_dp, dq=first_dq, dv=dv, dk=dv + self.part)
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardPairColumns:
-    """First columns of two buffers of S, dP, dQ^T each, and of the accumulators dV, dK."""
-
-    s: int
-    dp: int
-    dq: int
-    dv: int
-    dk: int
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardColumns:
-    """First columns of the transposed scores S, dP and of the accumulators dV, dK, dQ.
-
-    P takes the first quarter of the columns of each half of S, dS of each half of dP: a thread of
-    compute warpgroup c has read its row of half c before it writes there, and nobody else reads it.
-    """
-
-    s: int
-    dp: int
-    dv: int
-    dk: int
-    dq: int
 
 
 BACKWARD_TILES: dict[tuple[int, int], BackwardTile | BackwardPairTile] = {

@@ -72,8 +72,6 @@ class Backward(BackwardHost):
         self.band = key.band
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim]
-        self.keys, self.rows, self.columns = self.tile.n, self.tile.m, key.head_dim
-        self.programmatic = False
         self.description = description(key.head_dim, key.deterministic)
         named = self.description.named_barrier
         self.scores_ready, self.finished = named("scores_ready"), named("finished")

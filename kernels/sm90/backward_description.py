@@ -1,12 +1,14 @@
-"""What the Hopper backward's main kernel consists of; see `backward`."""
+"""What the Hopper backward's kernels consist of; see `backward`."""
 
 from __future__ import annotations
 
 import functools
 
+from kernels.common import ends_description
 from kernels.description import (
     Barrier,
     Description,
+    Division,
     NamedBarrier,
     Region,
     Role,
@@ -45,8 +47,20 @@ def description(head_dim: int, deterministic: bool) -> Description:
             for number, (name, meaning) in enumerate(meanings.items(), 1)
         ),
         regions=_regions(tile, head_dim, deterministic),
+        division=Division(tile.m, tile.n, head_dim),
         maps=_maps(tile, head_dim),
     )
+
+
+def pre(head_dim: int) -> Description:
+    """The kernel before the main one."""
+    return ends_description.pre(BACKWARD_TILES[head_dim].m, head_dim)
+
+
+def post(head_dim: int) -> Description:
+    """The kernel after the main one."""
+    tile = BACKWARD_TILES[head_dim]
+    return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.span_bytes)
 
 
 def _roles(load: int, mma: int, groups: int, deterministic: bool) -> tuple[Role, ...]:

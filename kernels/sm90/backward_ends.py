@@ -9,14 +9,15 @@ from cutlass import Float32, Int64
 from cutlass.cute.nvgpu import warp
 
 from fa4_jax.key import KernelKey
-from kernels.common import backward_pre, ends_description, hosts, resources, tensors
+from kernels.common import backward_pre, hosts, resources, tensors
 from kernels.common.backward_pre import query_tile
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
 from kernels.interface import PostScalars, RowSizes
+from kernels.sm90 import backward_description
 from kernels.sm90.backward_data import make_products
-from kernels.sm90.tiles import BACKWARD_TILES, WARPGROUP_ROWS
+from kernels.sm90.tiles import BACKWARD_TILES
 from kernels.sources import KernelSource
 
 
@@ -27,10 +28,7 @@ class Postprocess(PostHost):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
         self.tile = BACKWARD_TILES[key.head_dim]
-        self.rows, self.programmatic = self.tile.m, False
-        self.description = ends_description.post(
-            self.tile.m, WARPGROUP_ROWS, key.head_dim, self.tile.span_bytes
-        )
+        self.description = backward_description.post(key.head_dim)
         self.product = make_products(self.dtype, self.head_dim, self.tile).dq
 
     @cute.kernel
@@ -73,7 +71,7 @@ class Postprocess(PostHost):
 
 def pre_source(key: KernelKey) -> KernelSource:
     """The preprocessing kernel of a key, with its launch."""
-    return backward_pre.source(key, BACKWARD_TILES[key.head_dim].m, key.head_dim)
+    return backward_pre.source(key, backward_description.pre(key.head_dim))
 
 
 def post_source(key: KernelKey) -> KernelSource:

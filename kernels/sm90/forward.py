@@ -53,7 +53,6 @@ class Forward(ForwardHost):
         named = self.description.named_barrier
         self.turn, self.epilogue = named("turn"), named("epilogue")
         self.padding = named("padding")
-        self.rows, self.persistent = self.tile.m, self.tile.persistent
         self.turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
             m=self.tile.m,

@@ -7,6 +7,7 @@ import functools
 from kernels.description import (
     Barrier,
     Description,
+    Division,
     NamedBarrier,
     Region,
     Role,
@@ -65,6 +66,7 @@ def description(head_dim: int, band: bool) -> Description:
             ),
         ),
         regions=_regions(tile, head_dim),
+        division=Division(tile.m, persistent=tile.persistent),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
             TensorMap("k", "k", tile.n, head_dim, tile.span_bytes),

@@ -13,7 +13,7 @@ from fa4_jax import catalogue
 from fa4_jax.conformance.compare import POLYNOMIAL_ERROR, POLYNOMIAL_SHARE
 from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
 from kernels.build import cache, cubin_info
-from kernels.sm100 import tiles
+from kernels.sm100 import backward_description, forward_description, tiles
 
 OPCODES = {
     "UTCHMMA": (0x5EA, 0x9EA),  # A from shared memory, from tensor memory
@@ -42,17 +42,15 @@ def test_forward_tile_fits(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
-def test_tensor_memory_is_disjoint_where_live(head_dim: int) -> None:
-    """S by buffers, O by query tiles; P inside its own S, behind what is read first of it."""
-    tile = tiles.FORWARD_TILES[head_dim]
-    columns = tile.columns(head_dim)
-    areas = [(s, tile.n) for s in columns.s] + [(o, head_dim) for o in columns.o]
-    used = [column for first, width in areas for column in range(first, first + width)]
-    assert len(used) == len(set(used)) and max(used) < tiles.TENSOR_MEMORY_COLUMNS
-    assert len(columns.s) == tiles.BUFFERS and len(columns.o) == tile.query_tiles
-    assert columns.end == max(used) + 1
-    for s, p in zip(columns.s, columns.p, strict=True):
-        assert s <= p and p + tile.n // 2 <= s + tile.n
+def test_the_forward_has_columns_for_its_products(head_dim: int) -> None:
+    """S by buffers, O by query tiles; P, 16 bits each, inside its own S."""
+    tile, columns = tiles.FORWARD_TILES[head_dim], forward_description.description(head_dim).columns
+    s, p, o = columns("s"), columns("p"), columns("o")
+    assert (s.count, s.width) == (tiles.BUFFERS, tile.n)
+    assert (p.count, p.width, p.shares) == (tiles.BUFFERS, tile.n // 2, "s")
+    assert (o.count, o.width) == (tile.query_tiles, head_dim)
+    for of_s, of_p in zip(s.firsts, p.firsts, strict=True):
+        assert of_s <= of_p and of_p + p.width <= of_s + s.width
 
 
 KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.FORWARD]
@@ -143,10 +141,10 @@ def test_backward_tile_fits(head_dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("head_dims", tiles.BACKWARD_TILES)
-def test_backward_tensor_memory_is_disjoint_where_live(head_dims: tuple[int, int]) -> None:
-    """S, dP, dV, dK apart; dQ apart from all but, where declared, dP."""
+def test_the_backward_has_columns_for_its_products(head_dims: tuple[int, int]) -> None:
+    """S, dP, dV, dK, dQ of their sizes; P and dS, 16 bits each, begin the halves of S and dP."""
     tile = tiles.BACKWARD_TILES[head_dims]
-    columns = tile.columns()
+    columns = backward_description.description(*head_dims, False).columns
     if isinstance(tile, tiles.BackwardPairTile):
         widths = {
             **{"s": tiles.BUFFERS * tile.queries, "dp": tiles.BUFFERS * tile.queries},
@@ -157,11 +155,12 @@ def test_backward_tensor_memory_is_disjoint_where_live(head_dims: tuple[int, int
             **{"s": tile.m, "dp": tile.m, "dv": tile.value_dim, "dk": tile.head_dim},
             **{"dq": tile.dq_products * tile.dq_width},
         }
-    areas = {name: (getattr(columns, name), width) for name, width in widths.items()}
-    if columns.dq == columns.dp:
-        del areas["dp"]
-    used = [column for first, width in areas.values() for column in range(first, first + width)]
-    assert len(used) == len(set(used)) and max(used) < tiles.TENSOR_MEMORY_COLUMNS
+        for scores, of_16_bits in (("s", "p"), ("dp", "ds")):
+            written, half = columns(of_16_bits), tile.m // 2
+            assert written.shares == scores and written.width == half // 2
+            assert written.firsts == tuple(columns(scores).first + half * i for i in range(2))
+    for name, width in widths.items():
+        assert columns(name).count * columns(name).step == width
 
 
 BACKWARD_KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.BACKWARD]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -11,10 +14,14 @@ from fa4_jax import catalogue
 from fa4_jax.key import KernelKey, Pass
 from kernels import description as parts
 from kernels.build import cache
+from kernels.common import launches
 from kernels.description import Description
 from kernels.descriptions import describe, warps_of_roles
 
+REPOSITORY = pathlib.Path(__file__).parents[2]
 KEYS = [key for key in catalogue.all_keys() if key.dtype == "bf16"]
+TENSOR_MEMORY = {Pass.FORWARD: ("softmax", "correction"), Pass.BACKWARD: ("reduce", "compute")}
+"""The roles that reach tensor memory."""
 EVERY = pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 
 
@@ -94,6 +101,28 @@ def test_shared_memory_fits(key: KernelKey) -> None:
 
 
 @EVERY
+def test_tensor_memory_fits(key: KernelKey) -> None:
+    """Columns are apart, but for those that say whose they share."""
+    tensor_memory = describe(key).tensor_memory
+    on_blackwell = key.arch == "sm_100f" and key.kernel in TENSOR_MEMORY
+    assert bool(tensor_memory) == on_blackwell
+    places = {
+        columns.name: {
+            column for first in columns.firsts for column in range(first, first + columns.width)
+        }
+        for columns in tensor_memory
+    }
+    for columns in tensor_memory:
+        assert len(places[columns.name]) == columns.count * columns.width
+        assert places[columns.name] <= set(range(parts.TENSOR_MEMORY_COLUMNS))
+        assert columns.end == max(places[columns.name]) + 1
+    for a, b in itertools.combinations(tensor_memory, 2):
+        shared = places[a.name] & places[b.name]
+        aliased = {a.name, a.shares} & {b.name, b.shares} - {""}
+        assert bool(shared) == bool(aliased), (a.name, b.name)
+
+
+@EVERY
 def test_maps_are_of_whole_spans(key: KernelKey) -> None:
     for wanted in describe(key).maps:
         assert wanted.columns * 2 % wanted.span_bytes == 0
@@ -102,17 +131,21 @@ def test_maps_are_of_whole_spans(key: KernelKey) -> None:
 
 @EVERY
 def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
-    """Threads, shared memory and CTAs of its launch; initialisations in its text."""
+    """Its launch; initialisations in its text."""
     entry = cache.find(key)
     assert entry is not None, "run python -m kernels.build"
     description, launch = describe(key), entry.cubin.launch
     assert launch.block == (description.threads, 1, 1)
     assert launch.dynamic_smem_bytes == description.shared_bytes
     assert launch.cluster == (description.ctas, 1, 1)
+    assert launch == launches.launch(key, description)
     assert entry.ptx.count("mbarrier.init.shared") == description.barrier_count
 
 
-TENSOR_MEMORY = {Pass.FORWARD: ("softmax", "correction"), Pass.BACKWARD: ("reduce", "compute")}
+def test_launches_need_no_cute_dsl() -> None:
+    """Environments without it run the tests that use them, by `tests.fakes`."""
+    code = "import sys, tests.fakes as f; f.fake_manifest(); sys.exit('cutlass' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +171,7 @@ def _tiny(ctas: int = 2) -> Description:
         parts.operand("y", (8, 64, 2), 128, ""),
         parts.operand("z", (8, 128), 128, "", shares="y"),
     )
-    return Description(roles, barriers, (), regions, (), ctas)
+    return Description(roles, barriers, (), regions, parts.Division(1), ctas=ctas)
 
 
 def test_arrivals_count_warps_and_ctas() -> None:
