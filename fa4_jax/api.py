@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, catalogue, extents, mesh_types, partition, validate, xla
+from fa4_jax import autodiff, catalogue, extents, mesh_types, validate, xla
 from fa4_jax.operands import Operands
 from fa4_jax.plan import Plan, Target, make_plan
 from fa4_jax.problem import Problem
+from fa4_jax.sharding import explicit
 from fa4_jax.target import current_target, named_target
 
 Implementation = Literal["kernel", "xla"] | None
@@ -152,7 +153,7 @@ def attention(
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     plan = make_plan(problem, find_target(arch), implementation)
-    output, lse = partition.in_mesh(_attend, plan, operands)
+    output, lse = explicit.attend_on_mesh(_attend, plan, operands)
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fa4_jax import mesh_types, partition, platforms, xla
+from fa4_jax import mesh_types, platforms, xla
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
+from fa4_jax.sharding import auto
 
 ForwardResult = tuple[jax.Array, jax.Array]
 Way = Literal["native", "fold", "heads", "loop"]
@@ -26,7 +27,7 @@ def _run_forward(plan: Plan, operands: Operands) -> ForwardResult:
     default = functools.partial(xla.forward, plan.problem)
     if not plan.forward:
         return default(platforms.left_out(plan, "forward and backward", operands))
-    return platforms.choose(plan, functools.partial(partition.forward, plan), default, operands)
+    return platforms.choose(plan, functools.partial(auto.forward, plan), default, operands)
 
 
 def _run_backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
@@ -34,7 +35,7 @@ def _run_backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gra
     if not plan.backward:
         own = platforms.left_out(plan, "backward", operands) if plan.forward else operands
         return default(own, cotangents)
-    kernel = functools.partial(partition.backward, plan)
+    kernel = functools.partial(auto.backward, plan)
     return platforms.choose(plan, kernel, default, operands, cotangents)
 
 

@@ -69,7 +69,6 @@ def local_attention(
       ValueError: an argument is wrong, or does not fit the scheme; the message says what would.
       NotImplementedError: as `fa4_jax.attention`.
     """
-    sizes = {axis: _axis_size(axis) for axis in scheme.axes}
     call = Call(
         query,
         key,
@@ -80,50 +79,86 @@ def local_attention(
         deterministic=deterministic,
         numerics=numerics,
     )
+    sizes = tuple((axis, _axis_size(axis)) for axis in scheme.axes)
     operands, problem = api.canonicalise(call)
-    if mesh_types.explicit_mesh(operands) is not None:
-        raise ValueError(
-            "an axis of the mesh is still Explicit inside this shard_map: make all of its axes "
-            "manual (leave out axis_names)"
-        )
-    validate.known_sizes(problem, "fa4_jax.parallel")
-    validate.static_scale(problem.scale)
+    check_static(problem)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     whole = extents.checked(query_seq_lengths, key_value_seq_lengths, query_offset, problem.batch)
     problem = dataclasses.replace(problem, has_lengths=whole.has_lengths)
-    offset = int(query_offset) if isinstance(query_offset, Integral) else None
-    static = _Static(sizes, offset, implementation, arch)
-    devices = math.prod(sizes[axis] for axis in scheme.axes)
-    t, s = devices * problem.query_length, devices * problem.key_length
-    operands = _typed(scheme, operands, whole.array(problem.batch, t, s))
-    if validate.is_empty(problem):
-        output, lse = ring.nothing(operands)
-        output = output.astype(operands.query.dtype)
-    else:
-        output, lse = _attend(scheme, static, problem, operands)
+    request = Request(scheme, sizes, static_offset(query_offset), implementation, arch)
+    t, s = request.devices * problem.query_length, request.devices * problem.key_length
+    array = whole.array(problem.batch, t, s)
+    output, lse = attend(request, problem, operands._replace(extents=array, offset=None))
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
 
 
+def check_static(problem: Problem) -> None:
+    """What context parallelism has to know while a program is traced.
+
+    Raises:
+      NotImplementedError: the scale is traced, or a size symbolic.
+    """
+    validate.known_sizes(problem, "fa4_jax.parallel")
+    validate.static_scale(problem.scale)
+
+
+def static_offset(query_offset: Any) -> int | None:
+    """The query offset where it is a number, by which it is decided which shards meet, or None."""
+    return int(query_offset) if isinstance(query_offset, Integral) else None
+
+
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """What is known about a call besides its problem.
+class Request:
+    """What is known about a call besides its problem. Hashable.
 
     Attributes:
-      sizes: of the scheme's mesh axes.
-      offset: the query offset, by which it is decided which shards meet; None if it is an array.
+      sizes: (name, size) of the scheme's mesh axes.
+      offset: the query offset; None if it is an array.
     """
 
-    sizes: dict[str, int]
+    scheme: Scheme
+    sizes: tuple[tuple[str, int], ...]
     offset: int | None
     implementation: Implementation
     arch: str | None
 
+    @property
+    def devices(self) -> int:
+        """The number of devices that a sequence is shared out among."""
+        return math.prod(size for _, size in self.sizes)
+
+    def size(self, axis: str) -> int:
+        """The number of devices along one of the scheme's axes."""
+        return dict(self.sizes)[axis]
+
     def plan(self, problem: Problem) -> Plan:
         """The launches of a call on one device."""
         return make_plan(problem, api.find_target(self.arch), self.implementation)
+
+
+def attend(request: Request, problem: Problem, operands: Operands) -> Result:
+    """Output and log-sum-exp of this device's shards, inside a shard_map.
+
+    Args:
+      problem: attention of one shard's rows and one shard's keys, with the device's heads.
+      operands: its shards, with the extents of the whole sequences, int32 [B, 4].
+
+    Raises:
+      ValueError: an axis is Explicit here, or the shards do not fit the scheme.
+    """
+    if mesh_types.explicit_mesh(operands) is not None:
+        raise ValueError(
+            "an axis of the mesh is still Explicit inside this shard_map: make all of its axes "
+            "manual (leave out axis_names)"
+        )
+    operands = _typed(request.scheme, operands)
+    if not validate.is_empty(problem):
+        return _attend(request, problem, operands)
+    output, lse = ring.nothing(operands)
+    return output.astype(operands.query.dtype), lse
 
 
 def _axis_size(axis: str) -> int:
@@ -143,34 +178,28 @@ def _axis_size(axis: str) -> int:
         ) from None
 
 
-def _typed(scheme: Scheme, operands: Operands, whole: jax.Array) -> Operands:
+def _typed(scheme: Scheme, operands: Operands) -> Operands:
     """Operands that all vary over the same axes, the scheme's among them."""
-    operands = operands._replace(extents=whole, offset=None)
     # Where types do not tell (check_vma=False) an index has none, and nothing is cast.
     indices = [lax.axis_index(axis) for axis in scheme.axes]
     axes = mesh_types.union_varying([*operands, *indices])
     return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
 
 
-def _attend(scheme: Scheme, static: _Static, problem: Problem, operands: Operands) -> Result:
-    sizes = static.sizes
-    match scheme:
+def _attend(request: Request, problem: Problem, operands: Operands) -> Result:
+    match request.scheme:
         case Ring(axis, layout):
-            work = _work(axis, layout, static, problem)
-            return ring.attend(work, operands)
+            return ring.attend(_work(axis, layout, request, problem), operands)
         case AllGather(axis, layout):
-            work = _work(axis, layout, static, problem)
-            return gather.attend(work, operands)
+            return gather.attend(_work(axis, layout, request, problem), operands)
         case Ulysses(axis, layout):
-            local = _share_of_heads(problem, axis, sizes[axis])
-
-            def whole(operands: Operands) -> Result:
-                return _whole(static.plan(local), layout, sizes[axis], operands)
-
+            devices = request.size(axis)
+            plan = request.plan(_share_of_heads(problem, axis, devices))
+            whole = functools.partial(_whole, plan, layout, devices)
             return ulysses.attend(axis, whole, operands)
         case RingUlysses(ring_axis, ulysses_axis, layout):
-            local = _share_of_heads(problem, ulysses_axis, sizes[ulysses_axis])
-            work = _work(ring_axis, layout, static, local)
+            local = _share_of_heads(problem, ulysses_axis, request.size(ulysses_axis))
+            work = _work(ring_axis, layout, request, local)
             return ulysses.attend(ulysses_axis, functools.partial(ring.attend, work), operands)
 
 
@@ -190,25 +219,25 @@ def _share_of_heads(problem: Problem, axis: str, devices: int) -> Problem:
     )
 
 
-def _work(axis: str, layout: Layout, static: _Static, problem: Problem) -> Work:
+def _work(axis: str, layout: Layout, request: Request, problem: Problem) -> Work:
     """A device's share, given the problem of its shards.
 
     Raises:
       ValueError: the shards cannot be two equal chunks.
     """
-    t, s, devices = problem.query_length, problem.key_length, static.sizes[axis]
+    t, s, devices = problem.query_length, problem.key_length, request.size(axis)
     if layout == "zigzag" and (t % 2 or s % 2):
         raise ValueError(
             f"zig-zag takes two equal chunks a device, but the shards have {t} rows and {s} keys: "
             f"pad the sequences to multiples of {2 * devices}, and give their lengths"
         )
-    cut = Cut(devices, layout, t, s, problem.window, static.offset)
+    cut = Cut(devices, layout, t, s, problem.window, request.offset)
     dense = dataclasses.replace(
         problem,
         window=EVERYTHING,
         has_lengths=problem.has_lengths or cut.kind == "causal",
     )
-    return Work(axis, cut, static.plan(problem), static.plan(dense))
+    return Work(axis, cut, request.plan(problem), request.plan(dense))
 
 
 def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Result:

@@ -6,22 +6,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from fa4_jax import api, extents, mesh_types, partition, validate
+from fa4_jax import api, mesh_types, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
-from fa4_jax.bands import UNBOUNDED
-from fa4_jax.parallel.local import local_attention
+from fa4_jax.operands import Operands
+from fa4_jax.parallel.local import Request, attend, check_static, static_offset
 from fa4_jax.parallel.schemes import Scheme
-from fa4_jax.partition import Axes, Split
 from fa4_jax.problem import Problem
+from fa4_jax.sharding.explicit import used
+from fa4_jax.sharding.split import Axes, Split, local_problem, make_split, own_heads
 
 Specs = PartitionSpec | Sequence[PartitionSpec] | None
 Dimensions = tuple[Axes, Axes, Axes, Axes]
@@ -88,107 +87,20 @@ def attention(
         numerics=numerics,
     )
     operands, problem = api.canonicalise(call)
-    arrays = operands[:3]
-    validate.known_sizes(problem, "fa4_jax.parallel")
+    check_static(problem)
     validate.flag("return_residual", return_residual)
-    mesh = _find_mesh(mesh, arrays)
-    split = _find_split(scheme, mesh, problem, arrays, specs, jnp.ndim(query))
-    static = isinstance(query_offset, Integral)
-    options = {
-        "scheme": scheme,
-        "scale": validate.static_scale(problem.scale),
-        "is_causal": is_causal,
-        "local_window_size": _hashable(local_window_size),
-        "deterministic": deterministic,
-        "numerics": numerics,
-        "implementation": implementation,
-        "arch": arch,
-    }
-    if static:
-        options["query_offset"] = query_offset
-    request = _Request(scheme, mesh, split, problem, tuple(options.items()))
-    numbers = extents.checked(*lengths, query_offset, problem.batch)
-    given = _given(numbers._replace(query_offset=None) if static else numbers, problem)
-    output, lse = _on_mesh(request, *_padded(request, arrays, given))
+    validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
+    found = _find_mesh(mesh, operands[:3])
+    split = _find_split(scheme, found, problem, operands[:3], specs, jnp.ndim(query))
+    sizes = tuple((axis, found.shape[axis]) for axis in scheme.axes)
+    request = Request(scheme, sizes, static_offset(query_offset), implementation, arch)
+    padded, operands = _padded(request, problem, operands._replace(offset=None))
+    output, lse = _on_mesh(request, found, split, padded, operands)
     output = _cut(output, problem.query_length, axis=1)
     lse = _cut(lse, problem.query_length, axis=2)
     if jnp.ndim(query) == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """What is static about a call. Hashable.
-
-    Attributes:
-      problem: of the whole arrays.
-      options: keyword arguments of `local_attention`.
-    """
-
-    scheme: Scheme
-    mesh: Any
-    split: _Split
-    problem: Problem
-    options: tuple[tuple[str, Any], ...]
-
-    @property
-    def devices(self) -> int:
-        """Devices that a sequence is shared out among."""
-        return math.prod(self.mesh.shape[axis] for axis in self.scheme.axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """Mesh axes of batch, query heads, KV heads and the sequences, and the sizes of all axes."""
-
-    batch: Axes
-    heads: Axes
-    kv_heads: Axes
-    sequence: Axes
-    sizes: tuple[tuple[str, int], ...]
-
-    @property
-    def heads_split(self) -> Split:
-        """As the module that shares out heads has it."""
-        return Split(self.batch, self.heads, self.kv_heads, dict(self.sizes))
-
-    @property
-    def query(self) -> PartitionSpec:
-        """Of query and output, [B, T, N, H]."""
-        return _spec(self.batch, self.sequence, self.heads)
-
-    @property
-    def key(self) -> PartitionSpec:
-        """Of key and value, [B, S, K, H]."""
-        return _spec(self.batch, self.sequence, self.kv_heads)
-
-    @property
-    def lse(self) -> PartitionSpec:
-        """Of the log-sum-exp, [B, N, T]."""
-        return _spec(self.batch, self.heads, self.sequence)
-
-
-def _spec(*dimensions: Axes) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in dimensions))
-
-
-def _given(numbers: extents.Extents, problem: Problem) -> dict[str, jax.Array]:
-    """The numbers that are no part of the program, by their names as arguments, int32."""
-    limits = {
-        "query_seq_lengths": (numbers.query_lengths, 0, problem.query_length),
-        "key_value_seq_lengths": (numbers.key_lengths, 0, problem.key_length),
-        "query_offset": (numbers.query_offset, -UNBOUNDED, UNBOUNDED),
-    }
-    return {
-        name: jnp.asarray(extents.to_int32(*limit))
-        for name, limit in limits.items()
-        if limit[0] is not None
-    }
-
-
-def _hashable(window: Any) -> Any:
-    return tuple(window) if isinstance(window, list) else window
 
 
 def _find_mesh(mesh: Any, arrays: tuple[jax.Array, ...]) -> Any:
@@ -216,7 +128,7 @@ def _find_split(
     arrays: tuple[jax.Array, ...],
     specs: Specs,
     rank: int,
-) -> _Split:
+) -> Split:
     """How batch, heads and sequences are shared out.
 
     Raises:
@@ -264,7 +176,7 @@ def _dimensions(name: str, spec: PartitionSpec, rank: int) -> Dimensions:
 
 def _checked_split(
     scheme: Scheme, mesh: Any, problem: Problem, dimensions: Sequence[Any], one: bool
-) -> _Split:
+) -> Split:
     """The split that the dimensions of query, key and value ask for.
 
     Args:
@@ -311,42 +223,44 @@ def _checked_split(
                 f"query's {name} of {count} cannot be shared out among the {shards} devices of "
                 f"mesh axes {axes}"
             )
-    split = partition.make_split(problem, batch, heads, mesh.shape)
+    split = make_split(problem, batch, heads, mesh.shape)
     if not one and key[2] != heads[: len(key[2])]:
         raise ValueError(
             f"key's heads are sharded over mesh axes {key[2]}, but query's over {heads}: they "
             "must be the same, or the first of them where KV heads are too few"
         )
-    return _Split(batch, heads, split.kv_heads, scheme.axes, tuple(mesh.shape.items()))
+    return dataclasses.replace(split, sequence=scheme.axes)
 
 
-def _padded(
-    request: _Request, arrays: tuple[jax.Array, ...], given: dict[str, jax.Array]
-) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """Lengths that the devices divide, and what says where the sequences end.
+def _padded(request: Request, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The call with lengths that the devices divide; the extents say where the sequences end.
 
     Raises:
-      ValueError: zig-zag, whose order padding would change.
+      ValueError: the layout is zig-zag, whose order padding would change.
     """
-    problem, devices, scheme = request.problem, request.devices, request.scheme
-    result = list(arrays)
-    for name, length, indices in (
-        ("query_seq_lengths", problem.query_length, (0,)),
-        ("key_value_seq_lengths", problem.key_length, (1, 2)),
-    ):
-        missing = -length % devices
-        if scheme.layout == "zigzag":
-            chunks = math.lcm(devices, 2 * request.mesh.shape[scheme.axes[0]])
+    scheme, devices = request.scheme, request.devices
+    lengths = {"query_length": problem.query_length, "key_length": problem.key_length}
+    if scheme.layout == "zigzag":
+        chunks = math.lcm(devices, 2 * request.size(scheme.axes[0]))
+        for length in lengths.values():
             if length % chunks:
                 raise ValueError(
                     f"zig-zag over {devices} devices takes lengths that are multiples of {chunks}, "
                     f"got {length}: pad before to_zigzag, and give the sequence lengths"
                 )
-        elif missing:
-            for i in indices:
-                result[i] = jnp.pad(result[i], ((0, 0), (0, missing), (0, 0), (0, 0)))
-            given = {name: jnp.full((problem.batch,), length, jnp.int32)} | given
-    return tuple(result), given
+    padded = {name: length + -length % devices for name, length in lengths.items()}
+    if padded == lengths:
+        return problem, operands
+
+    def pad(x: jax.Array, length: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+
+    operands = operands._replace(
+        query=pad(operands.query, padded["query_length"]),
+        key=pad(operands.key, padded["key_length"]),
+        value=pad(operands.value, padded["key_length"]),
+    )
+    return dataclasses.replace(problem, has_lengths=True, **padded), operands
 
 
 def _cut(x: jax.Array, length: int, axis: int) -> jax.Array:
@@ -363,38 +277,31 @@ def _cut(x: jax.Array, length: int, axis: int) -> jax.Array:
 
 
 # Jitted because types hold no devices: eagerly, shard_map would need them.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _on_mesh(
-    request: _Request, arrays: tuple[jax.Array, ...], given: dict[str, jax.Array]
+    request: Request, mesh: Any, split: Split, problem: Problem, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp of whole arrays whose lengths the devices divide."""
-    split, mesh = request.split, request.mesh
-    per_batch = {name: _spec(split.batch) if x.ndim else _spec() for name, x in given.items()}
-    in_specs = ((split.query, split.key, split.key), per_batch)
+    specs = split.operands(operands)
     if AxisType.Explicit in mesh.axis_types:
-        arrays, given = jax.tree.map(
-            lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)),
-            (arrays, given),
-            in_specs,
+        operands = jax.tree.map(
+            lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs
         )
 
-    def local(arrays: tuple[jax.Array, ...], given: dict[str, jax.Array]) -> Any:
+    def local(operands: Operands) -> Any:
         # Outside the custom derivative: the cast's transpose sums the gradients of copies.
-        axes = mesh_types.union_varying([*arrays, *given.values()])
-        query, key, value = (mesh_types.cast_varying(x, axes) for x in arrays)
-        key, value = (
-            partition.own_heads(split.heads_split, request.problem, x) for x in (key, value)
-        )
-        options = dict(request.options)
-        return local_attention(query, key, value, return_residual=True, **given, **options)
+        axes = mesh_types.union_varying(operands)
+        operands = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
+        key, value = (own_heads(split, problem, x) for x in (operands.key, operands.value))
+        own = operands._replace(key=key, value=value)
+        return attend(request, local_problem(problem, split), own)
 
     manual = set(_manual(mesh))
     output, lse = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=in_specs,
+        in_specs=(specs,),
         out_specs=(split.query, split.lse),
         axis_names=set(mesh.axis_names) - manual if manual else set(),
-    )(arrays, given)
-    # The name makes the result used: JAX 0.8 fails where a residual is a result that nobody uses.
-    return output, checkpoint_name(lse, "fa4_jax_lse_in_mesh")
+    )(operands)
+    return output, used(lse)

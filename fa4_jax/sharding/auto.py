@@ -1,0 +1,172 @@
+"""Attention on Auto mesh axes: the compiler shares it out, by a rule for the kernels' launches.
+
+The compiler cannot see into a launch, so `forward` and `backward` wrap it in a partitioning rule.
+The pure-JAX implementation it partitions by itself. An operand that is sharded along its length or
+head_dim is gathered, and the former is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from fa4_jax import launches, log
+from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.plan import Plan
+from fa4_jax.problem import Problem
+from fa4_jax.sharding.split import Axes, Split, local_plan, make_split, own_heads, shards
+
+Result = tuple[jax.Array, jax.Array]
+
+
+def forward(plan: Plan, operands: Operands) -> Result:
+    """`launches.forward`, partitioned by batch and heads on Auto mesh axes."""
+
+    def local(split: Split, operands: Operands) -> Result:
+        key, value = (own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
+        own = operands._replace(key=key, value=value)
+        return launches.forward(local_plan(plan, split), own)
+
+    q, k, lse = _factors(plan.problem)
+    rule = f"{q}, {k}, {k}, b e -> {q}, {lse}"
+    return _partitioned(plan.problem, local, rule)(operands._replace(offset=None))
+
+
+def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
+    """`launches.backward`, partitioned by batch and heads on Auto mesh axes."""
+
+    def local(split: Split, operands: Operands, cotangents: Cotangents) -> Gradients:
+        if not split.copied:
+            return launches.backward(local_plan(plan, split), operands, cotangents)
+        own_part = functools.partial(own_heads, split, plan.problem)
+        key, key_transpose = jax.vjp(own_part, operands.key)
+        value, value_transpose = jax.vjp(own_part, operands.value)
+        own = operands._replace(key=key, value=value)
+        gradients = launches.backward(local_plan(plan, split), own, cotangents)
+        (dk,), (dv,) = key_transpose(gradients.key), value_transpose(gradients.value)
+        dk, dv = (
+            jax.lax.psum(x.astype(jnp.float32), split.copied).astype(x.dtype) for x in (dk, dv)
+        )
+        return gradients._replace(key=dk, value=dv)
+
+    q, k, lse = _factors(plan.problem)
+    rule = f"{q}, {k}, {k}, b e, {q}, {lse}, {q}, {lse} -> {q}, {k}, {k}"
+    return _partitioned(plan.problem, local, rule)(operands._replace(offset=None), cotangents)
+
+
+def _factors(problem: Problem) -> tuple[str, str, str]:
+    """Dimensions of query, of key and of the log-sum-exp in a Shardy rule.
+
+    Query and KV heads are one factor only if there are as many. With a factor for groups and one
+    for their members Shardy would cut mesh axes in two, and collectives cannot name half an axis.
+    """
+    kv_heads = "n" if problem.group == 1 else "k"
+    return "b t n h", f"b s {kv_heads} h", "b n t"
+
+
+def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Callable[..., Any]:
+    """One device's work as an operation on all devices' operands.
+
+    Args:
+      local: takes a Split and the device's parts of the operands.
+      rule: Shardy's, over the flat operands.
+    """
+    enclosing = jax.sharding.get_abstract_mesh()
+    if not enclosing.empty and enclosing.manual_axes == enclosing.axis_names:
+        return functools.partial(local, Split())
+
+    def partition(mesh: Mesh, args: tuple[Any, ...], _: Any) -> Any:
+        operands = args[0]
+        if enclosing.manual_axes:
+            mesh = _rest(enclosing, operands)
+        split = _auto_split(problem, mesh, operands)
+        _tell_of_gathering(mesh, operands)
+        if enclosing.manual_axes:
+            # The compiler's mesh is that of one group of devices, whose axis_index and psum are not
+            # those of the program. Where query heads follow the KV heads neither is needed.
+            split = dataclasses.replace(split, heads=split.kv_heads)
+        arg_specs: Any = (split.operands(operands),)
+        result_specs: Any = (split.query, split.lse)
+        if len(args) == 2:
+            arg_specs += (Cotangents(split.query, split.lse, split.query, split.lse),)  # type: ignore[arg-type]
+            result_specs = Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
+        arg_shardings, result_shardings = (
+            jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+            for specs in (arg_specs, result_specs)
+        )
+        return mesh, functools.partial(_without_mesh, local, split), result_shardings, arg_shardings
+
+    operation = custom_partitioning(lambda *args: local(Split(), *args))
+    operation.def_partition(
+        partition,
+        sharding_rule=rule,
+        need_replication_factors=("t", "h", "s", "e"),
+        # Shardings may cut a mesh axis in two, which has no name: `_mesh_axes` makes do with it.
+        decode_shardings=False,
+    )
+    return operation
+
+
+def _without_mesh(local: Callable[..., Any], *args: Any) -> Any:
+    """Calls local, traced for one device, though the compiler runs within the caller's set_mesh."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return local(*args)
+
+
+def _rest(enclosing: Any, operands: Operands) -> Mesh:
+    """Inside a shard_map over some of the axes: the mesh of the others, of one group of devices."""
+    sizes = [enclosing.shape[axis] for axis in enclosing.auto_axes]
+    devices = list(operands.query.sharding.device_set)[: math.prod(sizes)]
+    return Mesh(np.array(devices).reshape(sizes), enclosing.auto_axes)
+
+
+def _auto_split(problem: Problem, mesh: Mesh, operands: Operands) -> Split:
+    """The split that the compiler has chosen, as far as whole mesh axes describe it."""
+    q, k = operands.query, operands.key
+    batch = _mesh_axes(mesh, q, 0) or _mesh_axes(mesh, k, 0)
+    heads = _mesh_axes(mesh, q, 2) or _mesh_axes(mesh, k, 2)
+    heads = tuple(axis for axis in heads if axis not in batch)
+    while True:
+        try:
+            return make_split(problem, batch, heads, mesh.shape)
+        except ValueError:
+            heads = heads[:-1]
+
+
+def _tell_of_gathering(mesh: Mesh, operands: Operands) -> None:
+    """Says once that a sequence is gathered, and what does not."""
+    for name, x in zip(("query", "key", "value"), operands[:3], strict=True):
+        if axes := _mesh_axes(mesh, x, 1):
+            log.warn_once(
+                f"{name} {x.shape} is sharded along its length, over mesh axis "
+                f"{' and '.join(map(repr, axes))}: every device gathers it whole; "
+                "fa4_jax.parallel.attention works on the shards"
+            )
+
+
+def _mesh_axes(mesh: Mesh, x: Any, dimension: int) -> Axes:
+    """Mesh axes that cut a dimension of x into equal parts, major first."""
+    sharding = x.sharding._to_xla_hlo_sharding(x.ndim)
+    if sharding.is_replicated() or mesh.empty:
+        return ()
+    tiles = np.array(sharding.tile_assignment_devices())
+    tiles = tiles.reshape(sharding.tile_assignment_dimensions())
+    part = np.empty(tiles.size, np.int64)  # of this dimension, by device
+    part[tiles.ravel()] = np.indices(tiles.shape)[dimension].ravel()
+    part = part.reshape(mesh.devices.shape)
+    steps = {}
+    for i, (axis, size) in enumerate(mesh.shape.items()):
+        along = np.moveaxis(part, i, 0).reshape(size, -1)[:, 0]
+        if size > 1 and len(np.unique(along)) == size:
+            steps[axis] = along[1] - along[0]
+    axes = tuple(sorted(steps, key=lambda axis: -steps[axis]))
+    return axes if x.shape[dimension] % shards(axes, mesh.shape) == 0 else ()
