@@ -135,11 +135,7 @@ def attention(
       NotImplementedError: no implementation takes this call; the message says why.
     """
     call = Call(
-        query,
-        key,
-        value,
-        bias,
-        mask,
+        *(query, key, value, bias, mask),
         scale=scale,
         is_causal=is_causal,
         query_offset=query_offset,

@@ -1,6 +1,6 @@
 """The forward and backward operations, with their vmap rules: an unbatched operand is not copied.
 
-Both implementations share the rules, since they are chosen below them (`platforms`), when the
+Both implementations share the rules, since they are chosen below them (`dispatch`), when the
 program is lowered and the platform is known.
 """
 
@@ -14,29 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fa4_jax import mesh_types, platforms, xla
+from fa4_jax import dispatch, mesh_types, xla
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan
-from fa4_jax.sharding import auto
 
 ForwardResult = tuple[jax.Array, jax.Array]
 Way = Literal["native", "fold", "heads", "loop"]
-
-
-def _run_forward(plan: Plan, operands: Operands) -> ForwardResult:
-    default = functools.partial(xla.forward, plan.problem)
-    if not plan.forward:
-        return default(platforms.left_out(plan, "forward and backward", operands))
-    return platforms.choose(plan, functools.partial(auto.forward, plan), default, operands)
-
-
-def _run_backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    default = functools.partial(xla.backward, plan.problem)
-    if not plan.backward:
-        own = platforms.left_out(plan, "backward", operands) if plan.forward else operands
-        return default(own, cotangents)
-    kernel = functools.partial(auto.backward, plan)
-    return platforms.choose(plan, kernel, default, operands, cotangents)
 
 
 def _fold(tree: Any, batched: Any, size: int) -> Any:
@@ -145,7 +128,7 @@ def _all_true(tree: Any) -> Any:
 @functools.lru_cache(maxsize=512)
 def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
     """Output [B, T, N, H] and log-sum-exp [B, N, T] of Operands, for one plan."""
-    run = functools.partial(_run_forward, plan)
+    run = functools.partial(dispatch.forward, plan)
     operation = jax.custom_batching.custom_vmap(lambda operands: run(operands))
 
     @operation.def_vmap
@@ -184,7 +167,7 @@ def _forward_in_heads(plan: Plan, size: int, operands: Operands) -> ForwardResul
 @functools.lru_cache(maxsize=512)
 def backward(plan: Plan) -> Callable[[Operands, Cotangents], Gradients]:
     """Gradients of the operands, for one plan."""
-    run = functools.partial(_run_backward, plan)
+    run = functools.partial(dispatch.backward, plan)
     operation = jax.custom_batching.custom_vmap(lambda *args: run(*args))
 
     @operation.def_vmap

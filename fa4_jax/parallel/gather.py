@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fa4_jax.autodiff import differentiable
 from fa4_jax.bands import UNBOUNDED
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.parallel import pair
 from fa4_jax.parallel.cut import Cut, Pairs
-from fa4_jax.parallel.derivative import differentiable
 from fa4_jax.parallel.layout import from_zigzag, to_zigzag
 from fa4_jax.parallel.pair import Part
 from fa4_jax.parallel.parts import Work, extents, shard_lengths
@@ -165,5 +165,5 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
     return Gradients(query_bar, key_bar.astype(key.dtype), value_bar.astype(value.dtype), None)
 
 
-attend = differentiable(_run_forward, _run_backward)
+attend = differentiable(_run_forward, _run_backward, fence_backward=True)
 """Output and log-sum-exp of this device's rows; extents are those of the whole sequences."""

@@ -101,8 +101,6 @@ def backward(
     """
     operands = part.operands(query, key, value)
     plan = part.sized_plan(operands)
-    if plan.insist and not plan.backward:
-        raise NotImplementedError(f"implementation='kernel': backward: {plan.backward_reason}")
     rows = part.rows
     lse = rows.of_lse(whole.lse)
     if part.partial_rows:

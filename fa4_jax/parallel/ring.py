@@ -24,11 +24,11 @@ from jax import lax
 
 from fa4_jax import lse as lse_merging
 from fa4_jax import mesh_types
+from fa4_jax.autodiff import differentiable
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.parallel import pair
 from fa4_jax.parallel.cut import visits
-from fa4_jax.parallel.derivative import differentiable
 from fa4_jax.parallel.parts import Work, keep_rows, parts, rows_used
 
 Array = jax.Array
@@ -136,5 +136,5 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
     return Gradients(query_bar, key_bar, value_bar, None)
 
 
-attend = differentiable(_run_forward, _run_backward)
+attend = differentiable(_run_forward, _run_backward, fence_backward=True)
 """Output and log-sum-exp of this device's rows; extents are those of the whole sequences."""

@@ -23,11 +23,6 @@ ALLOWED = {
         "tests/build/sample_kernels.py: __call__",
         "tests/emulator/interop/hosts.py: __call__",
     },
-    # Most of these lines are docstrings of the signatures above.
-    "lines of a function": {
-        "fa4_jax/api.py: attention",
-        "fa4_jax/parallel/sharded.py: attention",
-    },
 }
 
 

@@ -1,10 +1,12 @@
-"""The choice between the kernels and the default path, made when a program is lowered.
+"""Forward and backward of a plan: the choice between the kernels and the default path.
 
-Only then is the platform known that it is for: where the operands lie, or what it is exported for.
+It is made when a program is lowered. Only then is the platform known that it is for: where the
+operands lie, or what it is exported for.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from fa4_jax import log
-from fa4_jax.operands import Operands
+from fa4_jax import log, xla
+from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Plan, unsupported
+from fa4_jax.sharding import auto
 
 _zero_lowering = mlir.lower_fun(lambda: jnp.zeros((), jnp.int32), multiple_results=False)
 
@@ -26,7 +29,8 @@ def _zero_type(**params: Any) -> Any:
     return jax.core.ShapedArray((), jnp.int32)
 
 
-# Zero, in programs that are never lowered: where implementation="kernel" meets another platform.
+# Stands for an int32 zero where implementation="kernel" meets a platform without kernels. Lowering
+# it raises, so that no program runs that holds it.
 _refuse_p = Primitive("fa4_jax_refuse")
 _refuse_p.def_abstract_eval(_zero_type)
 
@@ -41,7 +45,8 @@ def _refuse_lowering(ctx: Any, *, platforms: tuple[str, ...]) -> Any:
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)
 
-# Zero, in programs of the default path: lowered for CUDA it says why there is no kernel.
+# Stands for an int32 zero in programs of the default path. Lowering it for CUDA logs why there is
+# no kernel.
 _left_out_p = Primitive("fa4_jax_left_out")
 _left_out_p.def_abstract_eval(_zero_type)
 
@@ -55,7 +60,30 @@ mlir.register_lowering(_left_out_p, lambda ctx, *, message: _zero_lowering(ctx))
 mlir.register_lowering(_left_out_p, _left_out_lowering, platform="cuda")
 
 
-def choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
+def forward(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
+    default = functools.partial(xla.forward, plan.problem)
+    if not plan.forward:
+        return default(_left_out(plan, "forward and backward", operands))
+    return _choose(plan, functools.partial(auto.forward, plan), default, operands)
+
+
+def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
+    """Gradients of the operands.
+
+    Raises:
+      NotImplementedError: the caller insists on kernels, and there is none for the backward.
+    """
+    default = functools.partial(xla.backward, plan.problem)
+    if not plan.backward:
+        if plan.insist:
+            raise NotImplementedError(f"implementation='kernel': backward: {plan.backward_reason}")
+        own = _left_out(plan, "backward", operands) if plan.forward else operands
+        return default(own, cotangents)
+    return _choose(plan, functools.partial(auto.backward, plan), default, operands, cotangents)
+
+
+def _choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
     """Runs `kernel` in programs lowered for one of the plan's platforms, elsewhere `default`."""
 
     def otherwise(*args: Any) -> Any:
@@ -68,7 +96,7 @@ def choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], 
     return jax.lax.platform_dependent(*args, default=otherwise, **branches)
 
 
-def left_out(plan: Plan, part: str, operands: Operands) -> Operands:
+def _left_out(plan: Plan, part: str, operands: Operands) -> Operands:
     """The operands of the default path, with a word in the log if it is lowered for CUDA.
 
     Args:
