@@ -16,7 +16,7 @@ import dataclasses
 
 from benchmarks.truth.estimates import Cost, Shape, backward_tiles
 from benchmarks.truth.grids import Grid
-from benchmarks.truth.recording import Code, Problem, built, record
+from benchmarks.truth.recording import Code, Sizes, built, record
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL, Rates
 from kernels.emulator.timing.replay import estimate
@@ -33,7 +33,7 @@ def cost_of(code: Code) -> Cost:
 
     def cycles(steps: int) -> float:
         rows, keys = code.tile["m"] * steps, code.tile["n"]
-        problem = Problem(1, rows, keys, max(keys - rows, 0) if code.key.band else 0)
+        problem = Sizes(1, rows, keys, max(keys - rows, 0) if code.key.band else 0)
         return estimate(record(code, problem), BLACKWELL.alone()).cycles
 
     few, many = cycles(_FEW), cycles(_MANY)

@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from benchmarks.truth.recording import Code, Problem, built, record
+from benchmarks.truth.recording import Code, Sizes, built, record
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL
 from kernels.emulator.timing.replay import Timing, estimate
@@ -43,7 +43,7 @@ class Step:
 def timing_of(code: Code, tiles: int, blocks: int) -> Timing:
     """A CTA or pair with so many tiles of query rows, of one head each, and key blocks."""
     m, keys = code.tile["m"], code.tile["n"] * blocks
-    problem = Problem(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
+    problem = Sizes(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
     return estimate(record(code, problem), BLACKWELL)
 
 

@@ -32,6 +32,13 @@ CAUSAL: Window = (UNBOUNDED, 0)
 """The window of a causal mask."""
 
 
+def limits(left: int | None, right: int | None, is_causal: bool) -> Window:
+    """The window of a call's arguments; None is a side without a limit."""
+    left = UNBOUNDED if left is None else min(left, UNBOUNDED)
+    right = UNBOUNDED if right is None else min(right, UNBOUNDED)
+    return left, min(right, 0) if is_causal else right
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """minimum, maximum and select(condition, a, b) of the caller's integers."""

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 
 from fa4_jax import ffi_call
 from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.plan import Plan
+from fa4_jax.plan import Kernel, Plan, scalars
 from fa4_jax.problem import Problem
 
-RESCALE_THRESHOLD_LOG2 = {"fast": 8.0, "exact": 0.0}
-"""How far (in powers of two) the row maximum may lag before the accumulator is rescaled: FA4."""
 
-
-def attributes(problem: Problem) -> dict[str, float]:
-    """Every runtime scalar of the kernels, by parameter name."""
-    assert problem.scale is not None  # plan.unsupported
-    return {
-        "scale": problem.scale,
-        "scale_log2": problem.scale * math.log2(math.e),
-        "rescale_threshold_log2": RESCALE_THRESHOLD_LOG2[problem.numerics],
-        "window_left": problem.window[0],
-        "window_right": problem.window[1],
-    }
-
-
-def _run(kernels, problem: Problem, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    scalars = attributes(problem)
+def _run(
+    kernels: tuple[Kernel, ...], problem: Problem, buffers: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    numbers = scalars(problem)
     for kernel in kernels:
-        buffers = buffers | ffi_call.launch(kernel, buffers, scalars)
+        buffers = buffers | ffi_call.launch(kernel, buffers, numbers)
     return buffers
 
 

@@ -1,8 +1,13 @@
-"""Which kernels an attention call uses, or why none: a pure function."""
+"""From a problem to its launches: which kernels, with which scalars and buffers, or why none.
+
+These are pure functions without JAX, which the emulator and the benchmarks use, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
 from fa4_jax.key import (
     DTYPES,
@@ -13,8 +18,11 @@ from fa4_jax.key import (
     backward_value_dim,
     head_dim_tile,
 )
-from fa4_jax.manifest import Launch, Manifest
+from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
 from fa4_jax.problem import Problem
+
+RESCALE_THRESHOLD_LOG2 = {"fast": 8.0, "exact": 0.0}
+"""How far (in powers of two) the row maximum may lag before the accumulator is rescaled: FA4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +107,53 @@ def kernel_keys(
         key(Pass.BACKWARD_POST, value_tile),
     )
     return (forward,), backward
+
+
+def scalars(problem: Problem) -> dict[str, float]:
+    """Every runtime scalar of the kernels, by parameter name.
+
+    Raises:
+      ValueError: the scale is traced (`unsupported` says so before).
+    """
+    if problem.scale is None:
+        raise ValueError("scale is traced; the kernels take a static one")
+    return {
+        "scale": problem.scale,
+        "scale_log2": problem.scale * math.log2(math.e),
+        "rescale_threshold_log2": RESCALE_THRESHOLD_LOG2[problem.numerics],
+        "window_left": problem.window[0],
+        "window_right": problem.window[1],
+    }
+
+
+def given_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of the buffers that a call gives to its kernels, by name."""
+    b, n, (head_dim, value_dim) = problem.batch, problem.query_heads, problem.head_dims
+    rows, keys = (b, problem.query_length, n), (b, problem.key_length, problem.kv_heads)
+    vectors = (b, n, problem.query_length)
+    return {
+        "q": (*rows, head_dim),
+        "k": (*keys, head_dim),
+        "v": (*keys, value_dim),
+        "extents": (b, 4),
+        "o": (*rows, value_dim),
+        "lse": vectors,
+        "do": (*rows, value_dim),
+        "dlse": vectors,
+    }
+
+
+def new_buffers(
+    problem: Problem, launches: Iterable[Launch]
+) -> dict[str, tuple[Result, tuple[int, ...]]]:
+    """Buffers that launches add to the given ones, in the order of their making, with shapes."""
+    shapes, found = given_shapes(problem), dict[str, tuple[Result, tuple[int, ...]]]()
+    for launch in launches:
+        for result in launch.results:
+            if result.name not in shapes:
+                shapes[result.name] = tuple(evaluate_size(size, shapes) for size in result.shape)
+                found[result.name] = result, shapes[result.name]
+    return found
 
 
 def unsupported(problem: Problem) -> str | None:

@@ -13,13 +13,13 @@ import numpy as np
 from fa4_jax import bands, catalogue, validate
 from fa4_jax.api import Call, canonicalise, find_target
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.manifest import Manifest, evaluate_size
-from fa4_jax.plan import Plan, kernel_keys, make_plan, unsupported
+from fa4_jax.manifest import Manifest
+from fa4_jax.plan import Plan, kernel_keys, make_plan, new_buffers, unsupported
 from fa4_jax.problem import Problem
 from fa4_jax.target import current_target
 
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4}
-_OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+_OUTPUTS = ("dq", "dk", "dv")
 _UNKNOWN = bands.UNBOUNDED
 """Stands for an offset that is traced; no call has it."""
 
@@ -177,23 +177,12 @@ def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
 
 
 def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
-    p = plan.problem
-    head_dim, value_dim = p.head_dims
-    rows, keys = (p.batch, p.query_length, p.query_heads), (p.batch, p.key_length, p.kv_heads)
-    vectors = (p.batch, p.query_heads, p.query_length)
-    shapes: dict[str, tuple[int, ...]] = {"extents": (p.batch, 4)}
-    shapes |= {"q": (*rows, head_dim), "k": (*keys, head_dim)}
-    shapes |= {"o": (*rows, value_dim), "do": (*rows, value_dim), "v": (*keys, value_dim)}
-    shapes |= {"lse": vectors, "dlse": vectors}
-    found = {}
-    for kernel in plan.forward + plan.backward:
-        for result in kernel.launch.results:
-            if result.name not in shapes:
-                shape = tuple(evaluate_size(size, shapes) for size in result.shape)
-                shapes[result.name] = shape
-                if result.name not in _OUTPUTS:
-                    found[result.name] = Workspace(result.name, result.dtype, shape)
-    return tuple(found.values())
+    launches = [kernel.launch for kernel in plan.forward + plan.backward]
+    return tuple(
+        Workspace(name, result.dtype, shape)
+        for name, (result, shape) in new_buffers(plan.problem, launches).items()
+        if name not in _OUTPUTS
+    )
 
 
 def visible_pairs(problem: Problem, call: dict[str, Any]) -> int:

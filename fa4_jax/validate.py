@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax.bands import UNBOUNDED
+from fa4_jax.bands import UNBOUNDED, Window, limits
 from fa4_jax.problem import Problem
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
@@ -182,7 +182,7 @@ def static_scale(x: float | None) -> float:
     return x
 
 
-def window(size: Any, is_causal: bool) -> tuple[int, int]:
+def window(size: Any, is_causal: bool) -> Window:
     """(left, right) in keys, causality included; UNBOUNDED for no limit.
 
     Raises:
@@ -192,17 +192,15 @@ def window(size: Any, is_causal: bool) -> tuple[int, int]:
     pair = size if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size}")
-    sides = []
     for side in pair:
         if side is None:
-            side = UNBOUNDED
+            continue
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise ValueError(f"local_window_size must be an int or (left, right), got {size}")
         if side < 0:
             raise ValueError(f"local_window_size must not be negative (None is open), got {size}")
-        sides.append(min(int(side), UNBOUNDED))
-    left, right = sides
-    return left, min(right, 0) if is_causal else right
+    left, right = (None if side is None else int(side) for side in pair)
+    return limits(left, right, is_causal)
 
 
 def flag(name: str, x: Any) -> bool:

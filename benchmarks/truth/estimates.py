@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 from benchmarks.truth.grids import Access, Grid, Work, by_tile, resident_ctas, to_and_fro
-from benchmarks.truth.recording import ROWS_OF_BACKWARD, Code, Problem, record
+from benchmarks.truth.recording import ROWS_OF_BACKWARD, Code, Sizes, record
+from fa4_jax import bands
 from fa4_jax.key import KernelKey, Pass
-from kernels.common import bands
 from kernels.emulator.timing.rates import HOPPER, Rates
 from kernels.emulator.timing.replay import estimate
 from kernels.sm90.tiles import (
@@ -102,7 +102,7 @@ class Estimator:
 
         def cycles(waves: int) -> float:
             count = waves * resident
-            problem = Problem(count, code.tile["m"], code.tile["m"])
+            problem = Sizes(count, code.tile["m"], code.tile["m"])
             return estimate(record(code, problem, count), rates.alone(), resident).cycles
 
         first, second = cycles(1), cycles(2)
@@ -167,10 +167,10 @@ def _cost(code: Code, rates: Rates) -> Cost:
 
 def _forward_cycles(code: Code, rates: Rates, tiles: int, blocks: int) -> float:
     m, keys = code.tile["m"], code.tile["n"] * blocks
-    problem = Problem(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
+    problem = Sizes(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
     return estimate(record(code, problem), rates).cycles
 
 
 def _backward_cycles(code: Code, rates: Rates, steps: int) -> float:
-    problem = Problem(1, ROWS_OF_BACKWARD * steps, code.tile["n"])
+    problem = Sizes(1, ROWS_OF_BACKWARD * steps, code.tile["n"])
     return estimate(record(code, problem), rates).cycles

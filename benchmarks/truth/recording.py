@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax import bands
+from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Launch
+from fa4_jax.plan import given_shapes, kernel_keys, new_buffers, scalars
+from fa4_jax.problem import Problem
 from kernels import emulator
 from kernels.build import cache
-from kernels.common import bands
+from kernels.common.launches import launch
+from kernels.descriptions import describe
 from kernels.emulator import Policy
 from kernels.emulator.driver import arguments
+from kernels.emulator.driver.arguments import DTYPES
 from kernels.emulator.machine.trace import Trace
 
 ROWS_OF_BACKWARD = 64
-_STORAGE: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ def built(key: KernelKey) -> Code:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Sizes:
     """Attention of one batch element with as many key heads as query heads.
 
     Attributes:
@@ -66,15 +67,48 @@ class Problem:
     offset: int = 0
 
 
-def record(code: Code, problem: Problem, ctas: int = 1) -> Trace:
+def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
+    """The attention whose part a kernel computes: its types, head dims and kind of mask."""
+    return Problem(
+        batch=1,
+        query_length=sizes.query_length,
+        key_length=sizes.key_length,
+        query_heads=sizes.heads,
+        kv_heads=sizes.heads,
+        head_dim=key.head_dim,
+        dtype=key.dtype,
+        scale=key.head_dim**-0.5,
+        window=bands.CAUSAL if key.band else bands.EVERYTHING,
+        deterministic=key.deterministic,
+        value_dim=None if key.value_dim == key.head_dim else key.value_dim,
+    )
+
+
+def operands(key: KernelKey, problem: Problem, offset: int) -> dict[str, np.ndarray]:
+    """What a kernel reads: given operands are normal, intermediate ones zero."""
+    rng, shapes = np.random.default_rng(0), given_shapes(problem)
+    arrays: dict[str, np.ndarray] = {
+        name: rng.normal(size=shapes[name]).astype(DTYPES[problem.dtype])
+        for name in ("q", "k", "v", "o", "do")
+    }
+    extents = [[problem.query_length, problem.key_length, offset, 0]] * problem.batch
+    arrays["extents"] = np.array(extents, np.int32)
+    arrays |= {name: np.zeros(shapes[name], np.float32) for name in ("lse", "dlse")}
+    keys = [one for several in kernel_keys(problem, key.arch) for one in several]
+    launches = [launch(one, describe(one)) for one in keys]
+    for name, (result, shape) in new_buffers(problem, launches).items():
+        arrays[name] = np.zeros(shape, DTYPES[result.dtype])
+    return {name: arrays[name] for name in launch(key, describe(key)).operands}
+
+
+def record(code: Code, sizes: Sizes, ctas: int = 1) -> Trace:
     """Runs a kernel on one multiprocessor, or cluster, and records its first CTAs or clusters.
 
-    The operands are normal, the intermediate ones zero: no kernel's path depends on those.
+    No kernel's path depends on its intermediate operands, which are zero.
     """
-    key = code.key
-    packed = arguments.pack(
-        code.launch, _operands(key, code, problem), _attributes(key), multiprocessors=1
-    )
+    problem = problem_of(code.key, sizes)
+    arrays = operands(code.key, problem, sizes.offset)
+    packed = arguments.pack(code.launch, arrays, scalars(problem), multiprocessors=1)
     trace = Trace(frozenset(range(ctas * code.launch.cluster[0])))
     emulator.launch(
         code.text,
@@ -84,37 +118,3 @@ def record(code: Code, problem: Problem, ctas: int = 1) -> Trace:
         trace=trace,
     )
     return trace
-
-
-def _attributes(key: KernelKey) -> dict[str, float]:
-    scale = key.head_dim**-0.5
-    return {
-        "scale_log2": scale * math.log2(math.e),
-        "scale": scale,
-        "rescale_threshold_log2": 8.0,
-        "window_left": bands.UNBOUNDED,
-        "window_right": 0 if key.band else bands.UNBOUNDED,
-    }
-
-
-def _operands(key: KernelKey, code: Code, problem: Problem) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    heads, t, s, d = problem.heads, problem.query_length, problem.key_length, key.head_dim
-    shapes = {"q": (t, d), "k": (s, d)}
-    shapes |= {name: (length, key.value_dim) for name, length in (("v", s), ("o", t), ("do", t))}
-    arrays = {
-        name: rng.normal(size=(1, length, heads, width)).astype(_STORAGE[key.dtype])
-        for name, (length, width) in shapes.items()
-    }
-    arrays["extents"] = np.array([[t, s, problem.offset, 0]], np.int32)
-    arrays |= {name: np.zeros((1, heads, t), np.float32) for name in ("lse", "dlse")}
-    if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):
-        m, width = code.tile["m"], code.tile.get("head_dim", d)
-        tiles = -(-t // m)
-        arrays |= {
-            name: np.zeros((1, heads, tiles * m), np.float32) for name in ("lse_log2", "delta")
-        }
-        arrays["dq_acc"] = np.zeros((1, heads, tiles, m * width), np.float32)
-        arrays["dq_order"] = np.zeros((1, heads, tiles), np.int32)
-        arrays["dq_ticket"] = np.zeros(1, np.int32)
-    return {name: arrays[name] for name in code.launch.operands}

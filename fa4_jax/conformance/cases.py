@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 
+from fa4_jax import bands
 from fa4_jax.key import HEAD_DIM_TILES
+from fa4_jax.problem import Problem
 
 DenseShape = tuple[int, int, int, int]
 
@@ -52,6 +54,37 @@ class Case:
         widths = (self.head_dim, self.value_dim or self.head_dim)
         fits = all(width % 8 == 0 and width <= HEAD_DIM_TILES[-1] for width in widths)
         return fits and self.dtype != "f32" and not (self.bias or self.mask)
+
+    @property
+    def problem(self) -> Problem:
+        """The case as `fa4_jax.attention` understands it."""
+        sides = self.window if isinstance(self.window, tuple) else (self.window, self.window)
+        return Problem(
+            batch=self.batch,
+            query_length=self.query_length,
+            key_length=self.key_length,
+            query_heads=self.heads[0],
+            kv_heads=self.heads[1],
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window=bands.limits(*sides, self.is_causal),
+            has_lengths=not (self.query_lengths is None and self.key_lengths is None),
+            has_bias=self.bias is not None,
+            has_mask=self.mask is not None,
+            deterministic=self.deterministic,
+            numerics=self.numerics,
+            value_dim=None if self.value_dim == self.head_dim else self.value_dim,
+        )
+
+    @property
+    def extents(self) -> list[tuple[int, int, int, int]]:
+        """Query length, key length, query offset and 0 of every batch entry."""
+        offset = self.query_offset
+        offsets = offset if isinstance(offset, tuple) else (offset,) * self.batch
+        rows = self.query_lengths or (self.query_length,) * self.batch
+        keys = self.key_lengths or (self.key_length,) * self.batch
+        return [(t, s, o, 0) for t, s, o in zip(rows, keys, offsets, strict=True)]
 
     @property
     def id(self) -> str:

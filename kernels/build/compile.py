@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fa4_jax.key import KernelKey
-from fa4_jax.manifest import Param
+from fa4_jax.manifest import Launch, Param
 from kernels.build import cubin_info
 
 if TYPE_CHECKING:
@@ -92,6 +92,28 @@ def compile_kernel(key: KernelKey) -> Compiled:
     from kernels import sources
 
     return compile_source(key, sources.source(key))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ptx:
+    """A kernel's text, its name in it, how it is launched, and its sizes by name."""
+
+    text: str
+    symbol: str
+    launch: Launch
+    tile: dict[str, int]
+
+
+def compile_ptx(key: KernelKey) -> Ptx:
+    """The PTX of a key's kernel, for the emulator.
+
+    Raises:
+      NotImplementedError: the key has no source.
+    """
+    compiled = compile_kernel(key)
+    return Ptx(
+        compiled.ptx, compiled.info.symbol, compiled.source.launch, dict(compiled.source.tile)
+    )
 
 
 def compile_source(key: KernelKey, source: KernelSource) -> Compiled:

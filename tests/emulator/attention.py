@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import multiprocessing
-import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -15,42 +13,27 @@ import numpy as np
 from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
-from fa4_jax.key import (
-    POLYNOMIAL_EXP2_TILES,
-    KernelKey,
-    Pass,
-    backward_value_dim,
-    head_dim_tile,
-)
-from fa4_jax.manifest import Launch
+from fa4_jax.key import KernelKey, Pass
+from fa4_jax.plan import kernel_keys, scalars
 from kernels import emulator
 from kernels.build import cache, compile
+from kernels.build.compile import Ptx
 from kernels.descriptions import describe, names_of_barriers, warps_of_roles
 from kernels.emulator import Names, Policy
 from kernels.emulator.driver import arguments
 
-UNBOUNDED = 1 << 30
 MULTIPROCESSORS = 2
 """So few that the CTAs of a persistent kernel get several tiles each."""
 _RESULTS = {"output": "o", "lse": "lse", "dq": "dq", "dk": "dk", "dv": "dv", "dq_acc": "dq_acc"}
 """The oracle's names of results, and the kernels'."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ptx:
-    """A kernel's text and how it is launched."""
-
-    text: str
-    symbol: str
-    launch: Launch
-
-
 @functools.cache
 def ptx(key: KernelKey) -> Ptx:
     """The PTX of a kernel: the build's, or compiled in the one process that may import cutlass."""
     if (built := cache.find(key)) is not None:
-        return Ptx(built.ptx, built.cubin.symbol, built.cubin.launch)
-    return _compiler(key.arch).submit(_compile, key).result()
+        return Ptx(built.ptx, built.cubin.symbol, built.cubin.launch, built.cubin.tile)
+    return _compiler(key.arch).submit(compile.compile_ptx, key).result()
 
 
 @functools.cache
@@ -66,23 +49,6 @@ def close() -> None:
         for arch in catalogue.ARCHITECTURES:
             _compiler(arch).shutdown()
         _compiler.cache_clear()
-
-
-def _compile(key: KernelKey) -> Ptx:
-    import tempfile
-
-    import cutlass.cute as cute
-
-    from kernels import sources
-
-    source = sources.source(key)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {key.arch} --keep-ptx --dump-dir {folder}"
-        compiled = cute.compile(source.host, *source.arguments, options=options)
-        text: str = compiled.__ptx__
-    symbol = re.search(r"\.entry (\w+)", text)
-    assert symbol is not None
-    return Ptx(text, symbol[1], source.launch)
 
 
 def unchanged(key: KernelKey, text: str) -> str:
@@ -156,31 +122,7 @@ def attention(
     case: Case, inputs: Inputs, gradients: bool = True, arch: str = "sm_90a"
 ) -> Attention:
     """The launches of a case, as `fa4_jax.attention` makes them."""
-    batch, (left, right) = case.batch, _window(case)
-    offsets = np.broadcast_to(np.asarray(case.query_offset), (batch,))
-    lengths = (
-        case.query_lengths or (case.query_length,) * batch,
-        case.key_lengths or (case.key_length,) * batch,
-    )
-    extents = np.stack([*map(np.asarray, lengths), offsets, np.zeros(batch)], 1).astype(np.int32)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    tile = head_dim_tile(max(case.head_dim, case.value_dim or 0))
-    assert tile is not None
-    band = left != UNBOUNDED or right != UNBOUNDED
-
-    value_tile = backward_value_dim(arch, tile, case.value_dim or case.head_dim)
-
-    def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
-        return KernelKey(arch, kernel, case.dtype, tile, value_dim=value_dim, **flags)
-
-    polynomial = case.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
-    keys = [key(Pass.FORWARD, band=band, polynomial_exp2=polynomial)]
-    if gradients:
-        keys += [
-            key(Pass.BACKWARD_PRE, value_tile, deterministic=case.deterministic),
-            key(Pass.BACKWARD, value_tile, band=band, deterministic=case.deterministic),
-            key(Pass.BACKWARD_POST, value_tile),
-        ]
+    forward, backward = kernel_keys(case.problem, arch)
     return Attention(
         arrays={
             "q": inputs.query,
@@ -188,16 +130,10 @@ def attention(
             "v": inputs.value,
             "do": inputs.output_bar,
             "dlse": inputs.lse_bar,
-            "extents": extents,
+            "extents": np.array(case.extents, np.int32),
         },
-        attributes={
-            "scale_log2": scale * math.log2(math.e),
-            "scale": scale,
-            "rescale_threshold_log2": 8.0 if case.numerics == "fast" else 0.0,
-            "window_left": left,
-            "window_right": right,
-        },
-        keys=tuple(keys),
+        attributes=scalars(case.problem),
+        keys=forward + backward if gradients else forward,
     )
 
 
@@ -210,9 +146,3 @@ def reversed_keys(case: Case, inputs: Inputs) -> Inputs:
     for row, length in zip(key, case.key_lengths or (case.key_length,) * case.batch, strict=True):
         row[:length] = row[:length][::-1]
     return dataclasses.replace(inputs, key=key)
-
-
-def _window(case: Case) -> tuple[int, int]:
-    left, right = case.window if isinstance(case.window, tuple) else (case.window, case.window)
-    left, right = (UNBOUNDED if side is None else side for side in (left, right))
-    return left, min(right, 0) if case.is_causal else right

@@ -247,7 +247,7 @@ def _timing() -> None:
             def run_ours(problem: Problem, trace: Trace, mine=mine, causal=causal, d=d) -> None:
                 ours.forward(mine, run.make_inputs(problem, d, d), causal, policy, trace)
 
-            cost = timing.forward(run_ours, math.prod(mine.launch.cluster))
+            cost = timing.forward(run_ours, math.prod(mine.ptx.launch.cluster))
             rows.append(_timed(variant, "ours", cost, False))
     print(f"\nforward, unit {timing.ROWS} x {timing.KEYS}")
     print(tables.markdown(head, rows), flush=True)
@@ -287,8 +287,8 @@ def _our_backward(
     def launch(problem: Problem, trace: Trace) -> None:
         ours.backward(mine, run.make_inputs(problem, *dims), causal, policy, trace)
 
-    ctas = math.prod(mine.launch.cluster)
-    of_unit = timing.BACKWARD_KEYS // mine.tile["n"] * ctas
+    ctas = math.prod(mine.ptx.launch.cluster)
+    of_unit = timing.BACKWARD_KEYS // mine.ptx.tile["n"] * ctas
     # In order the first CTA waits for no other; the others' trace would hold the emulator's spins.
     seen = ctas if deterministic else of_unit
     cost = timing.backward(launch, ctas, (of_unit, seen), causal)
