@@ -1,8 +1,24 @@
-"""Instructions that CuTe-DSL has no name for: one function, one instruction."""
+"""Instructions that CuTe-DSL has no name for, or only in part: one function, one instruction."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
+
+def mbarrier_wait(barrier: cute.Pointer, parity: Int32, ctas: int = 1):
+    """mbarrier.try_wait of a phase until it is complete.
+
+    ctas: 2 also waits for what the pair's other CTA did before it arrived.
+    """
+    if ctas == 1:
+        cute.arch.mbarrier_wait(barrier, parity)
+        return
+    cute.arch.inline_ptx(
+        "{ .reg .pred over; WAIT:"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [{$r0}], {$r1};"
+        " @!over bra WAIT; }",
+        read_only_args=[barrier.toint().to(Int32), Int32(parity)],
+    )
 
 
 def bulk_load(shared: cute.Pointer, source: cute.Pointer, num_bytes: int, barrier: cute.Pointer):

@@ -12,17 +12,18 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from kernels.common import tensors
+from kernels.common.ring import Ring
 from kernels.description import Barrier, Description, NamedBarrier, Region
 
 _SWIZZLED_RANK = 3
 
 
 class Barriers:
-    """The first mbarrier of every name in a description, as a pointer."""
+    """The mbarriers of every name in a description, as a ring."""
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> cute.Pointer: ...
+        def __getattr__(self, name: str) -> Ring: ...
 
 
 class Shared:
@@ -65,7 +66,7 @@ def allocate(description: Description, dtype: Any) -> Shared:
         cute.struct(type("Storage", (), {"__annotations__": fields}))
     )
     barriers = {
-        barrier.name: storage.barriers.data_ptr() + first
+        barrier.name: Ring(storage.barriers.data_ptr() + first, barrier.count)
         for barrier, first in description.first_barriers()
     }
     memory = {
@@ -103,7 +104,7 @@ def initialise(description: Description, barriers: Barriers):
     for barrier in description.barriers:
         for i in range(barrier.count):
             number = _arrivals(description, barrier)
-            cute.arch.mbarrier_init(getattr(barriers, barrier.name) + i, number)
+            cute.arch.mbarrier_init(getattr(barriers, barrier.name).first + i, number)
 
 
 def _arrivals(description: Description, barrier: Barrier) -> Int32:

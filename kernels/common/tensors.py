@@ -9,7 +9,8 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from kernels.common import bands, ptx
+from fa4_jax import bands
+from kernels.common import ptx
 
 TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -163,13 +164,3 @@ def _select(condition, if_true: Int32, if_false: Int32) -> Int32:
 
 
 INT32 = bands.Arithmetic(cutlass.min, cutlass.max, _select)
-
-
-def ring_slot(step: Int32, stages: int) -> tuple[Int32, Int32]:
-    """(slot, phase parity) of the step-th use of a ring."""
-    if stages == 1:
-        return Int32(0), step & 1
-    if stages & (stages - 1) == 0:
-        shift = stages.bit_length() - 1
-        return step & (stages - 1), (step >> shift) & 1
-    return step % stages, (step // stages) & 1

@@ -129,36 +129,31 @@ class Backward(BackwardHost):
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: K and V, then Q, lse_log2, delta and dO of every step."""
         tile, barriers = self.config.tile, shared.barriers
+        kv_full = barriers.kv_full.first
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         steps = work.steps()
         if steps > 0:
             with cute.arch.elect_one():
                 num_bytes = tile.n * (tile.head_dim + tile.value_dim) * 2
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, num_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(kv_full, num_bytes)
             for atom, columns, memory in (
                 (maps.k, tile.head_dim, shared.k),
                 (maps.v, tile.value_dim, shared.v),
             ):
                 key_tile = cute.local_tile(kv, (tile.n, columns), (work.tile, 0))
-                tensors.tma_load(atom, key_tile, memory, barriers.kv_full)
+                tensors.tma_load(atom, key_tile, memory, kv_full)
             self.load_queries(maps, shared, work, rows, Int32(0))
             self.load_outputs(maps, shared, work, Int32(0))
         for step in cutlass.range(1, steps, unroll=1):
             # The slot of dO is left first, by dV; that of Q by dK.
-            self.await_slot(barriers.do_empty, step)
+            barriers.do_empty.wait_free(step)
             self.load_outputs(maps, shared, work, step)
-            self.await_slot(barriers.q_empty, step)
+            barriers.q_empty.wait_free(step)
             self.load_queries(maps, shared, work, rows, step)
         # Shared memory outlives every commit's arrival.
         for i in cutlass.range_constexpr(tile.stages):
-            self.await_slot(barriers.q_empty, steps + i)
-            self.await_slot(barriers.do_empty, steps + i)
-
-    @cute.jit
-    def await_slot(self, empty: cute.Pointer, step: Int32):
-        """Waits until what reads the slot of a step has left it; the first pass finds it empty."""
-        slot, phase = tensors.ring_slot(step, self.config.tile.stages)
-        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+            barriers.q_empty.wait_free(steps + i)
+            barriers.do_empty.wait_free(steps + i)
 
     @cute.jit
     def load_queries(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
@@ -166,8 +161,8 @@ class Backward(BackwardHost):
         tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
         row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
-        slot, _ = tensors.ring_slot(step, tile.stages)
-        full = shared.barriers.q_full + slot
+        use = shared.barriers.q_full.use(step)
+        slot, full = use.slot, shared.barriers.q_full.at(use)
         lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (tile.head_dim * 2 + 4 + 4))
@@ -181,8 +176,8 @@ class Backward(BackwardHost):
         """dO of a step."""
         tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
-        slot, _ = tensors.ring_slot(step, tile.stages)
-        full = shared.barriers.do_full + slot
+        use = shared.barriers.do_full.use(step)
+        slot, full = use.slot, shared.barriers.do_full.at(use)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * tile.value_dim * 2)
         source = self.query_tile(work, head, block, tile.value_dim)
@@ -198,7 +193,7 @@ class Backward(BackwardHost):
         """MMA warp: all five products of all steps."""
         steps, barriers = work.steps(), shared.barriers
         if steps > 0:
-            cute.arch.mbarrier_wait(barriers.kv_full, 0)
+            barriers.kv_full.wait(0)
             if work.padded_keys:
                 rows = work.band.key_length - work.first_key
                 self.clear_padding([shared.k, shared.v], rows)
@@ -217,27 +212,27 @@ class Backward(BackwardHost):
                 self.multiply_dp(shared, work, step + 1)
                 self.multiply_dv(shared, step + 1)
         if steps > 0:
-            products.commit(barriers.grads_full)
+            products.commit(barriers.grads_full.first)
 
     @cute.jit
     def multiply_scores(self, shared: Shared, work: Work, step: Int32):
         """S^T = K Q^T."""
-        slot, phase = tensors.ring_slot(step, self.config.tile.stages)
-        cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
-        self.clear_queries(shared.q[None, None, slot], work, step)
+        use = shared.barriers.q_full.use(step)
+        shared.barriers.q_full.wait(use)
+        self.clear_queries(shared.q[None, None, use.slot], work, step)
         d = self.config.tile.head_dim
-        self.product_of_shared(shared.k, shared.q, d, slot, self.config.columns("s").first)
-        products.commit(shared.barriers.s_full)
+        self.product_of_shared(shared.k, shared.q, d, use.slot, self.config.columns("s").first)
+        products.commit(shared.barriers.s_full.at(step))
 
     @cute.jit
     def multiply_dp(self, shared: Shared, work: Work, step: Int32):
         """dP^T = V dO^T."""
-        slot, phase = tensors.ring_slot(step, self.config.tile.stages)
-        cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
-        self.clear_queries(shared.do[None, None, slot], work, step)
+        use = shared.barriers.do_full.use(step)
+        shared.barriers.do_full.wait(use)
+        self.clear_queries(shared.do[None, None, use.slot], work, step)
         d = self.config.tile.value_dim
-        self.product_of_shared(shared.v, shared.do, d, slot, self.config.columns("dp").first)
-        products.commit(shared.barriers.dp_full)
+        self.product_of_shared(shared.v, shared.do, d, use.slot, self.config.columns("dp").first)
+        products.commit(shared.barriers.dp_full.at(step))
 
     def product_of_shared(self, a: cute.Tensor, b: cute.Tensor, d: int, slot: Int32, column: int):
         """(keys, queries) = a b^T from shared memory, of d columns each."""
@@ -250,28 +245,28 @@ class Backward(BackwardHost):
     @cute.jit
     def multiply_dv(self, shared: Shared, step: Int32):
         """dV += P^T dO."""
-        slot, _ = tensors.ring_slot(step, self.config.tile.stages)
-        cute.arch.mbarrier_wait(shared.barriers.p_full, step & 1)
+        use = shared.barriers.do_empty.use(step)
+        shared.barriers.p_full.wait(step)
         ptx.fence_after_sync()
         tile, columns = self.config.tile, self.config.columns
         outputs = products.mn_major(shared.do.iterator, tile.m, tile.span_bytes)
-        outputs = outputs.moved(slot * (tile.m * tile.value_dim * 2))
+        outputs = outputs.moved(use.slot * (tile.m * tile.value_dim * 2))
         self.product_of_tensor(self.config.dv, columns("p"), outputs, columns("dv").first, step > 0)
-        products.commit(shared.barriers.do_empty + slot)
+        products.commit(shared.barriers.do_empty.at(use))
 
     @cute.jit
     def multiply_dk(self, shared: Shared, step: Int32):
         """dK += dS^T Q."""
-        slot, _ = tensors.ring_slot(step, self.config.tile.stages)
-        cute.arch.mbarrier_wait(shared.barriers.ds_full, step & 1)
+        use = shared.barriers.q_empty.use(step)
+        shared.barriers.ds_full.wait(step)
         ptx.fence_after_sync()
         tile, columns = self.config.tile, self.config.columns
         queries = products.mn_major(shared.q.iterator, tile.m, tile.span_bytes)
-        queries = queries.moved(slot * (tile.m * tile.head_dim * 2))
+        queries = queries.moved(use.slot * (tile.m * tile.head_dim * 2))
         self.product_of_tensor(
             self.config.dk, columns("ds"), queries, columns("dk").first, step > 0
         )
-        products.commit(shared.barriers.q_empty + slot)
+        products.commit(shared.barriers.q_empty.at(use))
 
     def product_of_tensor(
         self,
@@ -309,13 +304,12 @@ class Backward(BackwardHost):
             operands = (lanes, scores) if tile.dq_transposed else (scores, lanes)
             column = dq.first + index * dq.step
             self.config.dq.issue(column, *operands, False, steps)
-        products.commit(shared.barriers.dq_full)
+        products.commit(shared.barriers.dq_full.at(step))
 
     @cute.jit
     def await_dq_read(self, shared: Shared, step: Int32):
         """Waits until the reduce warps have read dQ of the step before this one."""
-        # The first step finds the columns empty: parity 1 passes on a new barrier.
-        cute.arch.mbarrier_wait(shared.barriers.dq_empty, (step & 1) ^ 1)
+        shared.barriers.dq_empty.wait_free(step)
         ptx.fence_after_sync()
 
     @cute.jit

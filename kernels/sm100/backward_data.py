@@ -7,9 +7,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import bands, tensors
 from kernels.common import ptx as common_ptx
+from kernels.common import tensors
 from kernels.common.resources import Barriers, Shared
 from kernels.common.schedule import batch_band, nth_tile
 from kernels.interface import Sizes, Window
@@ -173,6 +174,6 @@ def take_turns(config: cutlass.Constexpr, barriers: Barriers, work: Work, rows: 
             added = earlier - 1
             while added < earlier:
                 added = common_ptx.load_acquire(counter)
-            cute.arch.mbarrier_arrive(barriers.turn)
-            cute.arch.mbarrier_wait(barriers.added, step & 1)
+            cute.arch.mbarrier_arrive(barriers.turn.at(step))
+            barriers.added.wait(step)
             common_ptx.increment_release(counter)

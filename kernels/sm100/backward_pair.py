@@ -53,16 +53,16 @@ from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import KernelKey
 from kernels.common import ptx as common_ptx
-from kernels.common import resources, tensors
+from kernels.common import resources, ring, tensors
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.common.ring import Ring
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_data import Rows, Work, assign, take_ticket, take_turns
-from kernels.sm100.backward_pair_data import Config
+from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_pair_rows import RowRoles
-from kernels.sm100.tiles import BUFFERS
 from kernels.sources import KernelSource
 
 
@@ -145,31 +145,31 @@ class PairBackward(BackwardHost):
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: this CTA's parts of all operands."""
         tile, barriers = self.config.tile, shared.barriers
+        kv_full = barriers.kv_full.first
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         steps = work.steps()
         if steps > 0:
             with cute.arch.elect_one():
                 num_bytes = (2 * tile.keys * tile.head_dim + tile.n * tile.part) * 2
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, num_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(kv_full, num_bytes)
             place = (work.tile * tile.ctas + work.rank, 0)
             own_keys = cute.local_tile(kv, (tile.keys, tile.head_dim), place)
-            tensors.tma_load(maps.k, own_keys, shared.k, barriers.kv_full)
-            tensors.tma_load(maps.v, own_keys, shared.v, barriers.kv_full)
+            tensors.tma_load(maps.k, own_keys, shared.k, kv_full)
+            tensors.tma_load(maps.v, own_keys, shared.v, kv_full)
             place = (work.tile, work.rank)
             own_columns = cute.local_tile(kv, (tile.n, tile.part), place)
-            tensors.tma_load(maps.kt, own_columns, shared.kt, barriers.kv_full)
+            tensors.tma_load(maps.kt, own_columns, shared.kt, kv_full)
             self.load_rows(maps, shared, work, rows, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
                 self.load_rows(maps, shared, work, rows, step + 1)
-            # The first pass finds the memory empty: parity 1 passes on a new barrier.
-            cute.arch.mbarrier_wait(barriers.dot_empty, step & 1 ^ 1)
-            self.load_columns(maps.dot, work, step, shared.dot, barriers.dot_full)
-            cute.arch.mbarrier_wait(barriers.qt_empty, step & 1 ^ 1)
-            self.load_columns(maps.qt, work, step, shared.qt, barriers.qt_full)
+            barriers.dot_empty.wait_free(step)
+            self.load_columns(maps.dot, work, step, shared.dot, barriers.dot_full.at(step))
+            barriers.qt_empty.wait_free(step)
+            self.load_columns(maps.qt, work, step, shared.qt, barriers.qt_full.at(step))
         # Shared memory outlives every commit's arrival.
-        cute.arch.mbarrier_wait(barriers.dot_empty, steps & 1 ^ 1)
-        cute.arch.mbarrier_wait(barriers.qt_empty, steps & 1 ^ 1)
+        barriers.dot_empty.wait_free(steps)
+        barriers.qt_empty.wait_free(steps)
 
     @cute.jit
     def load_rows(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
@@ -177,29 +177,27 @@ class PairBackward(BackwardHost):
         tile, barriers = self.config.tile, shared.barriers
         head, block = work.step(step, self.config.deterministic)
         row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
-        slot, _ = tensors.ring_slot(step, tile.statistics)
-        before = step - 1
-        buffer, phase = before % BUFFERS, before // BUFFERS & 1
+        slot = ring.nth_use(step, tile.statistics).slot
+        before = use_of_buffer(step - 1)
+        q_full, do_full = barriers.q_full.at(step), barriers.do_full.at(step)
         of_head = tensors.bthd_coordinates()[None, None, head, work.batch]
         place = (block * tile.ctas + work.rank, 0)
         source = cute.local_tile(of_head, (tile.queries, tile.head_dim), place)
         num_bytes = tile.queries * tile.head_dim * 2
         if step > 0:
-            cute.arch.mbarrier_wait(barriers.s_full + buffer, phase)
+            barriers.s_full.wait(before)
         lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]
         with cute.arch.elect_one():
             expected = num_bytes + tile.m * (4 + 4)
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full, expected)
-            common_ptx.bulk_load(
-                lse_log2.iterator, rows.lse_log2 + row, tile.m * 4, barriers.q_full
-            )
-            common_ptx.bulk_load(delta.iterator, rows.delta + row, tile.m * 4, barriers.q_full)
-        tensors.tma_load(maps.q, source, shared.q, barriers.q_full)
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, expected)
+            common_ptx.bulk_load(lse_log2.iterator, rows.lse_log2 + row, tile.m * 4, q_full)
+            common_ptx.bulk_load(delta.iterator, rows.delta + row, tile.m * 4, q_full)
+        tensors.tma_load(maps.q, source, shared.q, q_full)
         if step > 0:
-            cute.arch.mbarrier_wait(barriers.dp_full + buffer, phase)
+            barriers.dp_full.wait(before)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers.do_full, num_bytes)
-        tensors.tma_load(maps.do, source, shared.do, barriers.do_full)
+            cute.arch.mbarrier_arrive_and_expect_tx(do_full, num_bytes)
+        tensors.tma_load(maps.do, source, shared.do, do_full)
 
     @cute.jit
     def load_columns(
@@ -225,28 +223,28 @@ class PairBackward(BackwardHost):
         barriers, steps = shared.barriers, work.steps()
         if steps > 0:
             self.receive_keys(shared, work)
-            products.signal(barriers.kv_full, ctas=2)
+            products.signal(barriers.kv_full.first, ctas=2)
             self.relay_rows(shared, work, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
                 self.relay_rows(shared, work, step + 1)
             self.receive(shared.dot, barriers.dot_full, work, step)
-            products.signal(barriers.dot_full, ctas=2)
+            products.signal(barriers.dot_full.at(step), ctas=2)
             self.receive(shared.qt, barriers.qt_full, work, step)
-            products.signal(barriers.qt_full, ctas=2)
+            products.signal(barriers.qt_full.at(step), ctas=2)
 
     @cute.jit
     def relay_rows(self, shared: Shared, work: Work, step: Int32):
         """Relays q and do of a step."""
         self.receive(shared.q, shared.barriers.q_full, work, step)
-        products.signal(shared.barriers.q_full, ctas=2)
+        products.signal(shared.barriers.q_full.at(step), ctas=2)
         self.receive(shared.do, shared.barriers.do_full, work, step)
-        products.signal(shared.barriers.do_full, ctas=2)
+        products.signal(shared.barriers.do_full.at(step), ctas=2)
 
     @cute.jit
     def receive_keys(self, shared: Shared, work: Work):
         """Waits for k, v and kt; rows past the key length, which may hold anything, to 0."""
-        products.wait(shared.barriers.kv_full, Int32(0), 2)
+        shared.barriers.kv_full.wait(0, 2)
         if work.padded_keys:
             rows = work.band.key_length - work.first_key
             own = cutlass.max(rows - work.rank * self.config.tile.keys, 0)
@@ -255,9 +253,9 @@ class PairBackward(BackwardHost):
             )
 
     @cute.jit
-    def receive(self, memory: cute.Tensor, full: cute.Pointer, work: Work, step: Int32):
+    def receive(self, memory: cute.Tensor, full: Ring, work: Work, step: Int32):
         """Waits for q, do, qt or dot; rows past the query length, which may hold anything, to 0."""
-        products.wait(full, step & 1, 2)
+        full.wait(step, 2)
         if work.padded_queries:
             _, block = work.step(step, self.config.deterministic)
             first = block * self.config.tile.m
@@ -289,13 +287,13 @@ class PairBackward(BackwardHost):
             self.multiply_columns(shared, work, step)
             self.multiply_dq(shared, step)
         if steps > 0:
-            products.commit(shared.barriers.grads_full, 2)
+            products.commit(shared.barriers.grads_full.first, 2)
 
     @cute.jit
     def multiply_rows(self, shared: Shared, work: Work, step: Int32):
         """S^T = K Q^T and dP^T = V dO^T: (keys, queries), over head_dim."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
-        buffer = step % BUFFERS
+        use = use_of_buffer(step)
         for a, b, b_full, column, full in (
             (shared.k, shared.q, barriers.q_full, columns("s"), barriers.s_full),
             (shared.v, shared.do, barriers.do_full, columns("dp"), barriers.dp_full),
@@ -304,15 +302,15 @@ class PairBackward(BackwardHost):
             keys = products.k_major(a.iterator, tile.keys, tile.head_dim, tile.span_bytes)
             queries = products.k_major(b.iterator, tile.queries, tile.head_dim, tile.span_bytes)
             steps = (0, tile.head_dim // products.K_STEP)
-            first = column.first + buffer * column.step
+            first = column.first + use.slot * column.step
             self.config.scores.issue(first, keys, queries, False, steps)
-            products.commit(full + buffer, 2)
+            products.commit(full.at(use), 2)
 
     @cute.jit
     def multiply_columns(self, shared: Shared, work: Work, step: Int32):
         """dV += P^T dO and dK += dS^T Q: (keys, columns), over the queries."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
-        buffer, phase = step % BUFFERS, step // BUFFERS & 1
+        use = use_of_buffer(step)
         of_dv = (shared.p, barriers.p_full, shared.dot, barriers.dot_full, barriers.dot_empty)
         of_dk = (shared.ds, barriers.ds_full, shared.qt, barriers.qt_full, barriers.qt_empty)
         for column, (a, a_full, b, b_full, b_empty) in (
@@ -320,28 +318,27 @@ class PairBackward(BackwardHost):
             (columns("dk").first, of_dk),
         ):
             self.receive(b, b_full, work, step)
-            products.wait(a_full + buffer, phase, 2)
+            a_full.wait(use, 2)
             keys = products.k_major(a.iterator, tile.keys, tile.m, tile.span_bytes)
-            keys = keys.moved(buffer * (tile.keys * tile.m * 2))
+            keys = keys.moved(use.slot * (tile.keys * tile.m * 2))
             values = products.mn_major(b.iterator, tile.m, tile.span_bytes)
             self.config.grads.issue(column, keys, values, step > 0, (0, tile.m // products.K_STEP))
-            products.commit(b_empty, 2)
+            products.commit(b_empty.at(step), 2)
 
     @cute.jit
     def multiply_dq(self, shared: Shared, step: Int32):
         """dQ^T = K^T dS; after dK's wait for dS."""
         tile, barriers = self.config.tile, shared.barriers
-        buffer = step % BUFFERS
-        # The first passes find the columns empty: parity 1 passes on a new barrier.
-        products.wait(barriers.dq_empty + buffer, step // BUFFERS & 1 ^ 1, 2)
+        use = use_of_buffer(step)
+        barriers.dq_empty.wait_free(use, 2)
         # Behind reads of dQ(i-2) and of S(i) and dP(i), which S(i+2) and dP(i+2) overwrite.
         ptx.fence_after_sync()
         columns = products.mn_major(shared.kt.iterator, tile.n, tile.span_bytes)
         scores = products.mn_major(shared.dst.iterator, tile.n, tile.queries * 2)
-        scores = scores.moved(buffer * (tile.n * tile.queries * 2))
+        scores = scores.moved(use.slot * (tile.n * tile.queries * 2))
         dq, steps = self.config.columns("dq"), (0, tile.n // products.K_STEP)
-        self.config.dq.issue(dq.first + buffer * dq.step, columns, scores, False, steps)
-        products.commit(barriers.dq_full + buffer, 2)
+        self.config.dq.issue(dq.first + use.slot * dq.step, columns, scores, False, steps)
+        products.commit(barriers.dq_full.at(use), 2)
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -1,10 +1,21 @@
 """Data of the Blackwell backward's kernel for pairs: its constants and its operands."""
 
+from cutlass import Int32
+
 from fa4_jax.key import KernelKey
 from kernels.common import tensors
+from kernels.common.ring import Use
 from kernels.sm100 import products
 from kernels.sm100.backward_description import description
-from kernels.sm100.tiles import BACKWARD_TILES, BackwardPairTile
+from kernels.sm100.tiles import BACKWARD_TILES, BUFFERS, BackwardPairTile
+
+
+def use_of_buffer(step: Int32) -> Use:
+    """The use that a step makes of barriers which two buffers have.
+
+    The same as `nth_use(step, BUFFERS)`, by divisions: shifts would change the kernels' text.
+    """
+    return Use(step % BUFFERS, step // BUFFERS & 1)
 
 
 class Config:

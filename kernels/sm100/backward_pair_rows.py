@@ -6,14 +6,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels.common import bands, resources, tensors
+from fa4_jax import bands
 from kernels.common import ptx as common_ptx
+from kernels.common import resources, ring, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.state import Limits
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.backward_data import Rows, Work
-from kernels.sm100.backward_pair_data import Config
+from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_rows import (
     CHUNK,
     Queries,
@@ -80,10 +81,11 @@ class RowRoles:
         buffer, half, key_row, step = place.group, place.half, place.key_row, of_step.step
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         queries, own_row = tile.queries, key_row % tile.keys
-        phase = step // BUFFERS & 1
         first = of_step.first
-        slot, _ = tensors.ring_slot(step, tile.statistics)
-        cute.arch.mbarrier_wait(barriers.s_full + buffer, phase)
+        # A group has the barriers of a buffer for itself.
+        use = ring.nth_use(step // BUFFERS, 1)
+        slot = ring.nth_use(step, tile.statistics).slot
+        barriers.s_full[buffer].wait(use)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(
             products.lane_base() + columns("s").first + buffer * columns("s").step, queries
@@ -93,9 +95,9 @@ class RowRoles:
         rounded = rounded_pairs(self.config.dtype, [p[i] for i in range(queries)])
         self.write_row(shared.p[own_row, None, buffer], half, rounded)
         cute.arch.fence_proxy("async.shared", space="cta")
-        products.arrive(barriers.p_full + buffer, ctas=2)
+        products.arrive(barriers.p_full[buffer].first, ctas=2)
 
-        cute.arch.mbarrier_wait(barriers.dp_full + buffer, phase)
+        barriers.dp_full[buffer].wait(use)
         ptx.fence_after_sync()
         dp = ptx.tmem_load(
             products.lane_base() + columns("dp").first + buffer * columns("dp").step, queries
@@ -109,7 +111,7 @@ class RowRoles:
         ptx.fence_proxy_of_cluster()
         # The reads of S and dP are complete.
         ptx.fence_before_sync()
-        products.arrive(barriers.ds_full + buffer, ctas=2)
+        products.arrive(barriers.ds_full[buffer].first, ctas=2)
 
     def write_row(self, row: cute.Tensor, half: Int32, pairs: list[Int32]):
         """Half of a row of P or dS to shared memory."""
@@ -128,7 +130,7 @@ class RowRoles:
         group, half, key_row, steps = place.group, place.half, place.key_row, work.steps()
         tile, columns = self.config.tile, self.config.columns
         if steps > 0:
-            cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
+            shared.barriers.grads_full.wait(0)
             ptx.fence_after_sync()
         for part in cutlass.range_constexpr(2):
             if group == part:
@@ -173,19 +175,19 @@ class RowRoles:
             query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
             target = rows.dq_acc + query_tile * (tile.m * tile.head_dim)
             target = target + work.rank * (tile.m * tile.part) + thread * 4
-            buffer, phase = step % BUFFERS, step // BUFFERS & 1
-            cute.arch.mbarrier_wait(shared.barriers.dq_full + buffer, phase)
+            use = use_of_buffer(step)
+            shared.barriers.dq_full.wait(use)
             ptx.fence_after_sync()
             dq = self.config.columns("dq")
-            first = products.lane_base() + dq.first + buffer * dq.step
+            first = products.lane_base() + dq.first + use.slot * dq.step
             values = ptx.tmem_load(first, tile.m)
             ptx.fence_before_sync()
-            products.arrive(shared.barriers.dq_empty + buffer, ctas=2)
+            products.arrive(shared.barriers.dq_empty.at(use), ctas=2)
             if cutlass.const_expr(self.config.deterministic):
-                cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
+                shared.barriers.turn.wait(step)
             for chunk in cutlass.range_constexpr(tile.m // 4):
                 common_ptx.reduce_add_v4(
                     target + chunk * (LANES * 4), values[4 * chunk : 4 * chunk + 4]
                 )
             if cutlass.const_expr(self.config.deterministic):
-                products.arrive(shared.barriers.added)
+                products.arrive(shared.barriers.added.at(step))

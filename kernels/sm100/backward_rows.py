@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from kernels.common import bands, resources, tensors
+from fa4_jax import bands
 from kernels.common import ptx as common_ptx
+from kernels.common import resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2
 from kernels.common.state import Limits
@@ -131,9 +132,9 @@ class RowRoles:
         first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
-        slot, _ = tensors.ring_slot(step, tile.stages)
+        slot = barriers.q_full.use(step).slot
         scores_at = products.lane_base() + self.config.columns("s").first + first
-        cute.arch.mbarrier_wait(barriers.s_full, step & 1)
+        barriers.s_full.wait(step)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, count)
         lse_log2 = statistics(shared.lse_log2, slot, first, count)
@@ -141,7 +142,7 @@ class RowRoles:
         ptx.tmem_store(scores_at, self.rounded([p[i] for i in range(count)]))
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
-        products.arrive(barriers.p_full)
+        products.arrive(barriers.p_full.at(step))
         return p
 
     @cute.jit
@@ -153,9 +154,9 @@ class RowRoles:
         first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
-        slot, _ = tensors.ring_slot(step, tile.stages)
+        slot = barriers.q_full.use(step).slot
         dp_at = products.lane_base() + self.config.columns("dp").first + first
-        cute.arch.mbarrier_wait(barriers.dp_full, step & 1)
+        barriers.dp_full.wait(step)
         ptx.fence_after_sync()
         for start in cutlass.range_constexpr(0, count, CHUNK):
             dp = ptx.tmem_load(dp_at + start, CHUNK)
@@ -171,7 +172,7 @@ class RowRoles:
         ptx.tmem_store_wait()
         cute.arch.fence_proxy("async.shared", space="cta")
         ptx.fence_before_sync()
-        products.arrive(barriers.ds_full)
+        products.arrive(barriers.ds_full.at(step))
 
     def rounded(self, values: list[Float32]) -> list[Int32]:
         """Pairs of values in the storage type."""
@@ -194,7 +195,7 @@ class RowRoles:
         steps = work.steps()
         tile, columns = self.config.tile, self.config.columns
         if steps > 0:
-            cute.arch.mbarrier_wait(shared.barriers.grads_full, 0)
+            shared.barriers.grads_full.wait(0)
             ptx.fence_after_sync()
         for part in cutlass.range_constexpr(COMPUTE_GROUPS):
             if group == part:
@@ -241,13 +242,13 @@ class RowRoles:
             head, block = work.step(step, self.config.deterministic)
             query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
             target = rows.dq_acc + query_tile * tile_size + thread * 4
-            cute.arch.mbarrier_wait(shared.barriers.dq_full, step & 1)
+            shared.barriers.dq_full.wait(step)
             ptx.fence_after_sync()
             values = ptx.tmem_load(first, tile.dq_products * width)
             ptx.fence_before_sync()
-            products.arrive(shared.barriers.dq_empty)
+            products.arrive(shared.barriers.dq_empty.at(step))
             if cutlass.const_expr(self.config.deterministic):
-                cute.arch.mbarrier_wait(shared.barriers.turn, step & 1)
+                shared.barriers.turn.wait(step)
             for index in cutlass.range_constexpr(tile.dq_products):
                 lanes = LANES
                 if cutlass.const_expr(tile.dq_transposed):
@@ -258,4 +259,4 @@ class RowRoles:
                         begin = index * width + chunk * 4
                         common_ptx.reduce_add_v4(target + place, values[begin : begin + 4])
             if cutlass.const_expr(self.config.deterministic):
-                products.arrive(shared.barriers.added)
+                products.arrive(shared.barriers.added.at(step))

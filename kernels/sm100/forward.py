@@ -49,7 +49,7 @@ from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import ptx
 from kernels.sm100.forward_data import Config, pop_work
-from kernels.sm100.forward_description import UNIT, WORK_SLOTS
+from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import RowRoles
 from kernels.sm100.packing import Work, assign, make_schedule, to_words
@@ -137,12 +137,12 @@ class Forward(ForwardHost):
         """Schedule warp: works out every tile's work while the other roles have the one before."""
         for turn in cutlass.range(turns, unroll=1):
             work = assign(schedule.tile(turn), schedule, self.config.shape)
-            slot, phase = tensors.ring_slot(turn, WORK_SLOTS)
-            cute.arch.mbarrier_wait(shared.barriers.work_empty + slot, phase ^ 1)
+            use = shared.barriers.work_empty.use(turn)
+            shared.barriers.work_empty.wait_free(use)
             with cute.arch.elect_one():
                 for i, word in enumerate(to_words(work)):
-                    shared.work[i, slot] = word
-                cute.arch.mbarrier_arrive(shared.barriers.work_full + slot)
+                    shared.work[i, use.slot] = word
+                cute.arch.mbarrier_arrive(shared.barriers.work_full.at(use))
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, turns: Int32):
@@ -158,16 +158,9 @@ class Forward(ForwardHost):
                 position += 2 * count
         # Shared memory must outlive every commit's arrival.
         for t in cutlass.range_constexpr(tile.query_tiles):
-            self.await_query_memory(shared, t, tiles_done)
+            shared.barriers.q_empty[t].wait_free(tiles_done)
         for i in cutlass.range_constexpr(tile.kv_stages):
-            slot, phase = tensors.ring_slot(position + i, tile.kv_stages)
-            cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
-
-    @cute.jit
-    def await_query_memory(self, shared: Shared, t: cutlass.Constexpr[int], uses: Int32):
-        """Waits until query tile t's memory has been left as often as it has been used."""
-        # The first pass finds it empty: parity 1 passes on a new barrier.
-        cute.arch.mbarrier_wait(shared.barriers.q_empty + t, (uses & 1) ^ 1)
+            shared.barriers.kv_empty.wait_free(position + i)
 
     @cute.jit
     def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, tiles_done: Int32):
@@ -179,8 +172,8 @@ class Forward(ForwardHost):
         self.load_block(maps, "k", shared, work, last, position)
         position += 1
         for t in cutlass.range_constexpr(tile.query_tiles):
-            full = shared.barriers.q_full + t
-            self.await_query_memory(shared, t, tiles_done)
+            full = shared.barriers.q_full[t].first
+            shared.barriers.q_empty[t].wait_free(tiles_done)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
             if work.pack == 1:
@@ -225,18 +218,18 @@ class Forward(ForwardHost):
         tile, d = self.config.tile, self.config.head_dim
         of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         rank = cute.arch.block_idx_in_cluster() if tile.ctas > 1 else 0
-        slot, phase = tensors.ring_slot(loads, tile.kv_stages)
-        full = shared.barriers.kv_full + slot
-        cute.arch.mbarrier_wait(shared.barriers.kv_empty + slot, phase ^ 1)
+        use = shared.barriers.kv_full.use(loads)
+        full = shared.barriers.kv_full.at(use)
+        shared.barriers.kv_empty.wait_free(use)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, tile.keys * d * 2)
         if cutlass.const_expr(operand == "k"):
             place = (block * tile.ctas + rank, 0)
             source = cute.local_tile(of_head, (tile.keys, d), place)
-            tensors.tma_load(maps.k, source, shared.k[None, None, slot], full)
+            tensors.tma_load(maps.k, source, shared.k[None, None, use.slot], full)
         else:
             source = cute.local_tile(of_head, (tile.n, tile.columns_of_v(d)), (block, rank))
-            tensors.tma_load(maps.v, source, shared.v[None, None, slot], full)
+            tensors.tma_load(maps.v, source, shared.v[None, None, use.slot], full)
 
     @cute.jit
     def store(self, maps: Maps, shared: Shared, turns: Int32):
@@ -256,7 +249,7 @@ class Forward(ForwardHost):
         tile = self.config.tile
         units = tile.rows // UNIT
         for span in cutlass.range(self.config.head_dim // tile.span, unroll=1):
-            cute.arch.mbarrier_wait(shared.barriers.out_full + span, stored & 1)
+            shared.barriers.out_full[span].wait(stored)
             # One thread stores, since the group that it waits for is its own.
             with cute.arch.elect_one():
                 o = cute.local_tile(shared.o, (tile.rows, tile.span), (0, span))
@@ -271,7 +264,7 @@ class Forward(ForwardHost):
                 cute.arch.cp_async_bulk_commit_group()
                 # After the last tile, too: shared memory must outlive the stores' reads.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(shared.barriers.out_empty + span)
+                cute.arch.mbarrier_arrive(shared.barriers.out_empty[span].first)
 
 
 def source(key: KernelKey) -> KernelSource:

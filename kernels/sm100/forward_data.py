@@ -1,17 +1,17 @@
 """Data of the Blackwell forward: its constants, its operands, the work of a tile."""
 
-import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax.key import KernelKey
 from kernels.common import tensors
 from kernels.common.resources import Barriers, Shared
+from kernels.common.ring import Ring, Use, nth_use
 from kernels.common.schedule import ForwardShape
 from kernels.interface import Window
 from kernels.sm100 import products
-from kernels.sm100.forward_description import WORK_SLOTS, WORK_WORDS, description
+from kernels.sm100.forward_description import WORK_WORDS, description
 from kernels.sm100.packing import Work, from_words
-from kernels.sm100.tiles import FORWARD_TILES, L2_BUDGET_BYTES, ForwardTile
+from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, L2_BUDGET_BYTES
 
 
 class Config:
@@ -33,11 +33,21 @@ class Config:
             band=key.band,
         )
 
-    def buffer(self, t: Int32 | int, ordinal: Int32) -> tuple[Int32 | int, Int32]:
-        """(score buffer, phase parity) of query tile t's block, the ordinal-th of this CTA."""
+    def block(self, t: Int32 | int, ordinal: Int32) -> Use:
+        """The use of the score buffers by query tile t's block, the ordinal-th of this CTA.
+
+        Each of two query tiles has a buffer of its own; a single one takes both in turn.
+        """
         if self.tile.buffers_per_tile == 1:
-            return t, ordinal & 1
-        return ordinal & 1, (ordinal >> 1) & 1
+            return Use(t, ordinal & 1)
+        return nth_use(ordinal, BUFFERS)
+
+    def part_full(self, barriers: Barriers, part: int) -> Ring:
+        """What says, block by block, that a part of P is there."""
+        if part == 0:
+            return barriers.p_early
+        later = len(self.tile.parts) - 1
+        return Ring(barriers.p_late.first + (part - 1), BUFFERS, later)
 
 
 def peek_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
@@ -45,20 +55,13 @@ def peek_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work
 
     window: of a band kernel, for roles that look at the mask.
     """
-    slot, phase = tensors.ring_slot(turn, WORK_SLOTS)
-    cute.arch.mbarrier_wait(shared.barriers.work_full + slot, phase)
-    return from_words([shared.work[i, slot] for i in range(WORK_WORDS)], window)
+    use = shared.barriers.work_full.use(turn)
+    shared.barriers.work_full.wait(use)
+    return from_words([shared.work[i, use.slot] for i in range(WORK_WORDS)], window)
 
 
 def pop_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
     """`peek_work`, for the last time: the schedule warp may then write over it."""
     work = peek_work(shared, turn, window)
-    products.arrive(shared.barriers.work_empty + turn % WORK_SLOTS)
+    products.arrive(shared.barriers.work_empty.at(turn))
     return work
-
-
-def part_barrier(barriers: Barriers, tile: ForwardTile, buffer: Int32, part: int) -> cute.Pointer:
-    """What says that a part of P is there."""
-    if part == 0:
-        return barriers.p_early + buffer
-    return barriers.p_late + (buffer * (len(tile.parts) - 1) + part - 1)

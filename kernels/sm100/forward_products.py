@@ -8,9 +8,10 @@ from cutlass import Boolean, Int32
 
 from kernels.common import tensors
 from kernels.common.resources import Shared
+from kernels.common.ring import Use
 from kernels.common.state import Progress
 from kernels.sm100 import products, ptx
-from kernels.sm100.forward_data import Config, part_barrier, peek_work, pop_work
+from kernels.sm100.forward_data import Config, peek_work, pop_work
 from kernels.sm100.packing import Work
 
 
@@ -63,12 +64,12 @@ class ProductRoles:
     ):
         """S_t of the i-th block of a tile of `count`, among those that come first."""
         tile, barriers = self.config.tile, shared.barriers
-        slot = self.await_block(shared, 2 * done.blocks + i, t == 0)
+        k = self.await_block(shared, 2 * done.blocks + i, t == 0)
         if cutlass.const_expr(i == 0):
-            products.wait(barriers.q_full + t, done.tiles & 1, tile.ctas)
-        self.multiply_scores(shared, t, slot, done.blocks + i, i == count - 1)
+            barriers.q_full[t].wait(done.tiles, tile.ctas)
+        self.multiply_scores(shared, t, k.slot, done.blocks + i, i == count - 1)
         if cutlass.const_expr(t == tile.query_tiles - 1):
-            products.commit(barriers.kv_empty + slot, tile.ctas)
+            products.commit(barriers.kv_empty.at(k), tile.ctas)
 
     @cute.jit
     def finish_tile(self, shared: Shared, work: Work, turn: Round, done: Progress) -> Boolean:
@@ -85,31 +86,31 @@ class ProductRoles:
         position = 2 * done.blocks + cutlass.min(count, ahead)
         with_scores = cutlass.max(count - ahead, 0)
         for step in cutlass.range(with_scores, unroll=1):
-            v_slot = self.await_block(shared, position)
+            v = self.await_block(shared, position)
             if (step == 0) & work.padded_keys:
-                self.clear_padding(shared.v[None, None, v_slot], work)
+                self.clear_padding(shared.v[None, None, v.slot], work)
             last = step == with_scores - 1
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, t, v_slot, done.blocks + step, step > 0)
+                self.multiply_values(shared, t, v.slot, done.blocks + step, step > 0)
                 if cutlass.const_expr(tiles == 1):
-                    products.commit(barriers.o_full + t, tile.ctas)
+                    products.commit(barriers.o_full[t].first, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
-                    products.commit(barriers.kv_empty + v_slot, tile.ctas)
-                k_slot = self.await_block(shared, position + 1, t == 0)
-                self.multiply_scores(shared, t, k_slot, done.blocks + step + ahead, last)
+                    products.commit(barriers.kv_empty.at(v), tile.ctas)
+                k = self.await_block(shared, position + 1, t == 0)
+                self.multiply_scores(shared, t, k.slot, done.blocks + step + ahead, last)
                 if cutlass.const_expr(t == tiles - 1):
-                    products.commit(barriers.kv_empty + k_slot, tile.ctas)
+                    products.commit(barriers.kv_empty.at(k), tile.ctas)
             position += 2
         for step in cutlass.range(with_scores, count, unroll=1):
-            v_slot = self.await_block(shared, position)
+            v = self.await_block(shared, position)
             if (step == 0) & work.padded_keys:
-                self.clear_padding(shared.v[None, None, v_slot], work)
+                self.clear_padding(shared.v[None, None, v.slot], work)
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, t, v_slot, done.blocks + step, step > 0)
+                self.multiply_values(shared, t, v.slot, done.blocks + step, step > 0)
                 # Never a phase that nobody waits for: commits may arrive out of order.
-                products.commit(barriers.o_full + t, tile.ctas)
+                products.commit(barriers.o_full[t].first, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
-                    products.commit(barriers.kv_empty + v_slot, tile.ctas)
+                    products.commit(barriers.kv_empty.at(v), tile.ctas)
                 if following > 0:
                     self.begin_scores(shared, t, 0, following, done.after(count))
             position += 1
@@ -131,12 +132,12 @@ class ProductRoles:
     @cute.jit
     def await_block(
         self, shared: Shared, position: Int32, first: cutlass.Constexpr[bool] = True
-    ) -> Int32:
-        """Waits for a load into the ring, if this is its first use; returns its slot."""
-        slot, phase = tensors.ring_slot(position, self.config.tile.kv_stages)
+    ) -> Use:
+        """Waits for a load into the ring, where it is first needed."""
+        use = shared.barriers.kv_full.use(position)
         if cutlass.const_expr(first):
-            products.wait(shared.barriers.kv_full + slot, phase, self.config.tile.ctas)
-        return slot
+            shared.barriers.kv_full.wait(use, self.config.tile.ctas)
+        return use
 
     @cute.jit
     def relay_loads(self, shared: Shared, turns: Int32):
@@ -149,15 +150,15 @@ class ProductRoles:
             # The first V block comes after the K blocks that are loaded first.
             first_v = cutlass.min(tile.buffers_per_tile, loads // 2)
             for load in cutlass.range(loads, unroll=1):
-                slot, phase = tensors.ring_slot(position + load, tile.kv_stages)
-                cute.arch.mbarrier_wait(barriers.kv_full + slot, phase)
+                use = barriers.kv_full.use(position + load)
+                barriers.kv_full.wait(use)
                 if (load == first_v) & work.padded_keys:
-                    self.clear_padding(shared.v[None, None, slot], work)
-                products.arrive(barriers.kv_full + slot, ctas=tile.ctas)
+                    self.clear_padding(shared.v[None, None, use.slot], work)
+                products.arrive(barriers.kv_full.at(use), ctas=tile.ctas)
                 if load == 0:
                     for t in cutlass.range_constexpr(tile.query_tiles):
-                        cute.arch.mbarrier_wait(barriers.q_full + t, tiles_done & 1)
-                        products.arrive(barriers.q_full + t, ctas=tile.ctas)
+                        barriers.q_full[t].wait(tiles_done)
+                        products.arrive(barriers.q_full[t].first, ctas=tile.ctas)
             position += loads
             if loads > 0:
                 tiles_done += 1
@@ -172,21 +173,21 @@ class ProductRoles:
         last: cutlass.Boolean,
     ):
         """S = Q_t K^T of the CTA's ordinal-th block; `last` of its tile."""
-        buffer, _ = self.config.buffer(t, ordinal)
+        block = self.config.block(t, ordinal)
         tile, d = self.config.tile, self.config.head_dim
         row_bytes, scores = d * 2, self.config.columns("s")
         q = products.k_major(shared.q.iterator, tile.rows, d, tile.span_bytes)
         k = products.k_major(shared.k.iterator, tile.keys, d, tile.span_bytes)
         self.qk.issue(
-            scores.first + buffer * scores.step,
+            scores.first + block.slot * scores.step,
             q.moved(t * tile.rows * row_bytes),
             k.moved(k_slot * (tile.keys * row_bytes)),
             False,
             (0, d // products.K_STEP),
         )
-        products.commit(shared.barriers.s_full + buffer, tile.ctas)
+        products.commit(shared.barriers.s_full.at(block), tile.ctas)
         if last:
-            products.commit(shared.barriers.q_empty + t, tile.ctas)
+            products.commit(shared.barriers.q_empty[t].first, tile.ctas)
 
     @cute.jit
     def multiply_values(
@@ -200,15 +201,14 @@ class ProductRoles:
         """O_t += P V of the CTA's ordinal-th block, part by part."""
         tile = self.config.tile
         n = tile.n
-        buffer, phase = self.config.buffer(t, ordinal)
-        p = self.config.columns("p").first + buffer * self.config.columns("p").step
+        block = self.config.block(t, ordinal)
+        p = self.config.columns("p").first + block.slot * self.config.columns("p").step
         v = products.mn_major(shared.v.iterator, n, tile.span_bytes)
         v = v.moved(v_slot * (tile.keys * self.config.head_dim * 2))
         acc = self.config.columns("o").firsts[t]
         first = 0
         for part in cutlass.range_constexpr(len(tile.parts)):
-            barrier = part_barrier(shared.barriers, tile, buffer, part)
-            products.wait(barrier, phase, tile.ctas)
+            self.config.part_full(shared.barriers, part).wait(block, tile.ctas)
             ptx.fence_after_sync()
             end = tile.parts[part] // products.K_STEP
             self.pv.issue(acc, p, v, accumulate if part == 0 else True, (first, end))

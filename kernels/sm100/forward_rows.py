@@ -6,13 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from kernels.common import bands, resources, tensors
+from fa4_jax import bands
 from kernels.common import ptx as common_ptx
+from kernels.common import resources, tensors
 from kernels.common.resources import Shared
 from kernels.common.state import Limits, Progress, Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.forward_data import Config, part_barrier, pop_work
+from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.packing import Work
 from kernels.sm100.tiles import SPECULATED
@@ -143,11 +144,11 @@ class RowRoles:
         if row < cute.size(row_lse):
             row_lse[row] = softmax.select(valid, logarithm, -Float32.inf)
         if end > begin:
-            cute.arch.mbarrier_wait(shared.barriers.sums_empty + t, (done.tiles & 1) ^ 1)
+            shared.barriers.sums_empty[t].wait_free(done.tiles)
             shared.inverse_sums[lane_row, t] = softmax.select(
                 valid, 1.0 / state.row_sum, Float32(NO_OUTPUT)
             )
-            products.arrive(shared.barriers.sums_full + t)
+            products.arrive(shared.barriers.sums_full[t].first)
 
     @cute.jit
     def softmax_block(
@@ -162,10 +163,11 @@ class RowRoles:
         """P of one block from its S; returns the row's new state."""
         shift, scale_log2 = state.shift, scales.scale_log2
         n, s, p = self.config.tile.n, self.config.columns("s"), self.config.columns("p")
-        buffer, phase = self.config.buffer(block.query_tile, block.ordinal)
+        use = self.config.block(block.query_tile, block.ordinal)
+        buffer = use.slot
         scores_at = products.lane_base() + s.first + buffer * s.step
         probabilities_at = scores_at + (p.first - s.first)
-        cute.arch.mbarrier_wait(shared.barriers.s_full + buffer, phase)
+        shared.barriers.s_full.wait(use)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, n)
         if cutlass.const_expr(masked):
@@ -200,10 +202,10 @@ class RowRoles:
                 self.store_chunk(probabilities_at, values, start - CHUNK)
             if cutlass.const_expr(start - PIECE in parts):
                 part = parts.index(start - PIECE)
-                self.release(part_barrier(shared.barriers, self.config.tile, buffer, part))
+                self.release(self.config.part_full(shared.barriers, part).at(use))
         self.store_chunk(probabilities_at, values, n - CHUNK)
         last = len(parts) - 1
-        self.release(part_barrier(shared.barriers, self.config.tile, buffer, last))
+        self.release(self.config.part_full(shared.barriers, last).at(use))
         sums = softmax.accumulate(sums, values[n - PIECE :])
         return RowState(new, shift, state.row_sum * factor + softmax.total(sums))
 
@@ -261,11 +263,10 @@ class RowRoles:
         tiles = self.config.tile.query_tiles
         for step in cutlass.range(1, count, unroll=1):
             for t in cutlass.range_constexpr(tiles):
-                buffer, _ = self.config.buffer(t, blocks_done + step)
+                buffer = self.config.block(t, blocks_done + step).slot
                 resources.meet(self.rescale_barriers, self.rescale_index(buffer))
                 if cutlass.const_expr(tiles == 1):
-                    parity = (blocks_done + step - 1) & 1
-                    cute.arch.mbarrier_wait(shared.barriers.o_full, parity)
+                    shared.barriers.o_full.wait(blocks_done + step - 1)
                 ptx.fence_after_sync()
                 self.rescale(shared, t, buffer)
                 ptx.fence_before_sync()
@@ -277,8 +278,8 @@ class RowRoles:
 
         A tile's first product overwrites it: that may happen once the tile before has been read.
         """
-        buffer, _ = self.config.buffer(t, ordinal)
-        products.arrive(shared.barriers.p_early + buffer, ctas=self.config.tile.ctas)
+        block = self.config.block(t, ordinal)
+        products.arrive(shared.barriers.p_early.at(block), ctas=self.config.tile.ctas)
 
     @cute.jit
     def rescale(self, shared: Shared, t: cutlass.Constexpr[int], buffer: Int32):
@@ -299,18 +300,18 @@ class RowRoles:
         lane_row = thread % self.config.tile.rows
         inverse = Float32(NO_OUTPUT)
         if output.has_blocks:
-            cute.arch.mbarrier_wait(shared.barriers.sums_full + t, output.tiles_done & 1)
+            shared.barriers.sums_full[t].wait(output.tiles_done)
             inverse = shared.inverse_sums[lane_row, t]
-            products.arrive(shared.barriers.sums_empty + t)
+            products.arrive(shared.barriers.sums_empty[t].first)
             single_tile = self.config.tile.query_tiles == 1
-            phase = output.last_ordinal if cutlass.const_expr(single_tile) else output.tiles_done
-            cute.arch.mbarrier_wait(shared.barriers.o_full + t, phase & 1)
+            use = output.last_ordinal if cutlass.const_expr(single_tile) else output.tiles_done
+            shared.barriers.o_full[t].wait(use)
             ptx.fence_after_sync()
         first = products.lane_base() + self.config.columns("o").firsts[t]
         tile, d = self.config.tile, self.config.head_dim
         # Not unrolled: the addresses of all stores would be kept in registers.
         for span in cutlass.range(0, d // tile.span, unroll=1):
-            cute.arch.mbarrier_wait(shared.barriers.out_empty + span, (output.written & 1) ^ 1)
+            shared.barriers.out_empty[span].wait_free(output.written)
             for chunk in cutlass.range_constexpr(tile.span // CHUNK):
                 place = span * (tile.span // CHUNK) + chunk
                 target = cute.local_tile(shared.o[lane_row, None], (CHUNK,), (place,))
@@ -328,7 +329,7 @@ class RowRoles:
                     pairs.fill(0)
                     cute.autovec_copy(rounded, target)
             cute.arch.fence_proxy("async.shared", space="cta")
-            products.arrive(shared.barriers.out_full + span)
+            products.arrive(shared.barriers.out_full[span].first)
 
     def rescale_index(self, buffer: Int32) -> Int32:
         """Which of the rescale barriers the calling warp and its partner meet at."""

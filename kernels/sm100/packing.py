@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels.common import bands, tensors
+from fa4_jax import bands
+from kernels.common import tensors
 from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule, batch_band, nth_tile
 from kernels.interface import Sizes, Window
 from kernels.sm100.forward_description import UNIT

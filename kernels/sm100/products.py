@@ -172,16 +172,3 @@ def signal(*barriers: cute.Pointer, ctas: int = 1):
         f"{{ {registers} elect.sync _|leader, -1; {arrivals} }}",
         read_only_args=[barrier.toint().to(Int32) for barrier in barriers],
     )
-
-
-def wait(barrier: cute.Pointer, parity: Int32, ctas: int = 1):
-    """Waits for a phase; with ctas = 2 also for what the pair's other CTA did before it arrived."""
-    if ctas == 1:
-        cute.arch.mbarrier_wait(barrier, parity)
-        return
-    cute.arch.inline_ptx(
-        "{ .reg .pred over; WAIT:"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [{$r0}], {$r1};"
-        " @!over bra WAIT; }",
-        read_only_args=[barrier.toint().to(Int32), Int32(parity)],
-    )

@@ -46,8 +46,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import bands, ptx, resources, softmax, tensors
+from kernels.common import ptx, resources, softmax, tensors
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band, nth_tile
@@ -170,11 +171,12 @@ class Backward(BackwardHost):
         kv = coordinates[None, None, work.kv_head, work.batch]
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
+            kv_full = shared.barriers.kv_full.first
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.barriers.kv_full, 2 * tile.n * d * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 2 * tile.n * d * 2)
             key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
-            tensors.tma_load(maps.k, key_tile, shared.k, shared.barriers.kv_full)
-            tensors.tma_load(maps.v, key_tile, shared.v, shared.barriers.kv_full)
+            tensors.tma_load(maps.k, key_tile, shared.k, kv_full)
+            tensors.tma_load(maps.v, key_tile, shared.v, kv_full)
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
             block = self.query_block(work, step - member * steps)
@@ -182,14 +184,14 @@ class Backward(BackwardHost):
             query = coordinates[None, None, head, work.batch]
             query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
             row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
-            slot, phase = tensors.ring_slot(step, tile.stages)
+            use = shared.barriers.q_full.use(step)
             for operand in cutlass.range_constexpr(2):
-                full = (shared.barriers.q_full, shared.barriers.do_full)[operand] + slot
-                empty = (shared.barriers.q_empty, shared.barriers.do_empty)[operand] + slot
-                target = (shared.q, shared.do)[operand][None, None, slot]
+                full = (shared.barriers.q_full, shared.barriers.do_full)[operand].at(use)
+                empty = (shared.barriers.q_empty, shared.barriers.do_empty)[operand][use.slot]
+                target = (shared.q, shared.do)[operand][None, None, use.slot]
                 source = (rows.lse_log2, rows.delta)[operand] + row
-                statistics = (shared.lse_log2, shared.delta)[operand][None, slot]
-                cute.arch.mbarrier_wait(empty, phase ^ 1)
+                statistics = (shared.lse_log2, shared.delta)[operand][None, use.slot]
+                empty.wait_free(use)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
@@ -214,8 +216,8 @@ class Backward(BackwardHost):
                 added = index - 1
                 while added < index:
                     added = ptx.load_acquire(counter)
-                cute.arch.mbarrier_arrive(shared.barriers.turn)
-                cute.arch.mbarrier_wait(shared.barriers.added, step & 1)
+                cute.arch.mbarrier_arrive(shared.barriers.turn.at(step))
+                shared.barriers.added.wait(step)
                 ptx.increment_release(counter)
 
     @cute.jit
@@ -241,7 +243,7 @@ class Backward(BackwardHost):
         grads_acc = KeyGradients(dk_acc, dv_acc)
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
-            cute.arch.mbarrier_wait(shared.barriers.kv_full, 0)
+            shared.barriers.kv_full.wait(0)
             if work.padded_keys:
                 first_row = work.band.key_length - work.first_key
                 self.clear_padding(shared.k, shared.v, first_row, thread)
@@ -292,7 +294,8 @@ class Backward(BackwardHost):
         products = make_products(self.dtype, self.head_dim, self.tile)
         scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
         scores_slice, grads_slice = scores_mma.get_slice(uniform), grads_mma.get_slice(uniform)
-        slot, phase = tensors.ring_slot(step, tile.stages)
+        use = shared.barriers.q_full.use(step)
+        slot = use.slot
         buffer = step & 1
 
         k = scores_mma.make_fragment_A(scores_slice.partition_A(shared.k))
@@ -304,15 +307,15 @@ class Backward(BackwardHost):
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
         dp = cute.make_rmem_tensor(scores.shape, Float32)
 
-        cute.arch.mbarrier_wait(shared.barriers.q_full + slot, phase)
+        shared.barriers.q_full.wait(use)
         padded = (block + 1) * tile.m > work.band.query_length
         if work.padded_queries & padded:
-            cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
+            shared.barriers.do_full.wait(use)
             q_tile, do_tile = shared.q[None, None, slot], shared.do[None, None, slot]
             first_row = work.band.query_length - block * tile.m
             self.clear_padding(q_tile, do_tile, first_row, thread)
         products.scores.issue(scores, k, q, accumulate=False)
-        cute.arch.mbarrier_wait(shared.barriers.do_full + slot, phase)
+        shared.barriers.do_full.wait(use)
         products.scores.issue(dp, v, do, accumulate=False)
         warpgroup.wait_group(1)
         self.mask(work, scores, block, group)
@@ -338,10 +341,10 @@ class Backward(BackwardHost):
         products.dq.issue(dq, dst, kt, accumulate=False)
         products.grads.issue(grads.dk, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
-        self.release(shared.barriers.do_empty + slot)
+        self.release(shared.barriers.do_empty.at(use))
         self.add_dq(shared, work, rows, dq, place)
         warpgroup.wait_group(0)
-        self.release(shared.barriers.q_empty + slot)
+        self.release(shared.barriers.q_empty.at(use))
 
     @cute.jit
     def clear_padding(self, a: cute.Tensor, b: cute.Tensor, first_row: Int32, thread: Int32):
@@ -441,13 +444,13 @@ class Backward(BackwardHost):
         target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
         target = target + (thread - WARPGROUP) * 4
         if cutlass.const_expr(self.deterministic):
-            cute.arch.mbarrier_wait(shared.barriers.turn, place.index & 1)
+            shared.barriers.turn.wait(place.index)
         for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
             values = [dq[4 * chunk + i] for i in range(4)]
             ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)
         if cutlass.const_expr(self.deterministic):
             cute.arch.sync_warp()
-            self.release(shared.barriers.added)
+            self.release(shared.barriers.added.at(place.index))
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels.common import bands, tensors
+from fa4_jax import bands
+from kernels.common import tensors
 from kernels.sm90.tiles import BackwardTile
 
 

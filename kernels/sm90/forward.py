@@ -110,25 +110,25 @@ class Forward(ForwardHost):
         q_tile = cute.local_tile(cute.domain_offset((work.first_row, 0), q), (tile.m, d), (0, 0))
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         block_bytes = tile.n * d * 2
-        # The first pass over a ring finds it empty: parity 1 passes on a new barrier.
-        cute.arch.mbarrier_wait(shared.barriers.q_empty, (turn & 1) ^ 1)
+        q_full = shared.barriers.q_full.at(turn)
+        shared.barriers.q_empty.wait_free(turn)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.barriers.q_full, tile.m * d * 2)
-        tensors.tma_load(maps.q, q_tile, shared.q, shared.barriers.q_full)
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, tile.m * d * 2)
+        tensors.tma_load(maps.q, q_tile, shared.q, q_full)
         for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.end - 1 - step
-            slot, phase = tensors.ring_slot(used + step, tile.kv_stages)
+            use = shared.barriers.k_full.use(used + step)
             for operand in cutlass.range_constexpr(2):
-                full = (shared.barriers.k_full, shared.barriers.v_full)[operand] + slot
-                empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand] + slot
+                full = (shared.barriers.k_full, shared.barriers.v_full)[operand].at(use)
+                empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand]
                 target = (shared.k, shared.v)[operand]
-                cute.arch.mbarrier_wait(empty, phase ^ 1)
+                empty.wait_free(use)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, block_bytes)
                 tensors.tma_load(
                     (maps.k, maps.v)[operand],
                     kv_tiles[None, None, block],
-                    target[None, None, slot],
+                    target[None, None, use.slot],
                     full,
                 )
 
@@ -203,7 +203,7 @@ class Forward(ForwardHost):
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        cute.arch.mbarrier_wait(shared.barriers.q_full, round_index & 1)
+        shared.barriers.q_full.wait(round_index)
         if count > 0:
             if cutlass.const_expr(self.turns):
                 if group == tile.mma_warpgroups - 1:
@@ -222,19 +222,19 @@ class Forward(ForwardHost):
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
                     self.step(shared, mma, rows, scales, place, block, masked)
 
-            slot, phase = tensors.ring_slot(blocks_done + count - 1, tile.kv_stages)
-            cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
-            vt = mma.vt[None, None, None, slot]
+            use = shared.barriers.v_full.use(blocks_done + count - 1)
+            shared.barriers.v_full.wait(use)
+            vt = mma.vt[None, None, None, use.slot]
             mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
             if cutlass.const_expr(self.turns):
                 if group == 0:
                     self.await_turn(group)
             if cutlass.const_expr(tile.own_output):
-                self.release(shared.barriers.q_empty)
+                self.release(shared.barriers.q_empty.first)
             warpgroup.wait_group(0)
-            self.release(shared.barriers.v_empty + slot)
+            self.release(shared.barriers.v_empty.at(use))
         elif cutlass.const_expr(tile.own_output):
-            self.release(shared.barriers.q_empty)
+            self.release(shared.barriers.q_empty.first)
         self.write_output(maps, shared, work, mma, rows, row_lse, scales.scale_log2)
 
     @cute.jit
@@ -249,12 +249,12 @@ class Forward(ForwardHost):
     ):
         """A tile's first block: there is no output yet to multiply under its softmax."""
         tile, end = self.tile, work.blocks.end
-        slot, phase = tensors.ring_slot(blocks_done, tile.kv_stages)
-        cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
-        k = mma.k[None, None, None, slot]
+        use = shared.barriers.k_full.use(blocks_done)
+        shared.barriers.k_full.wait(use)
+        k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         warpgroup.wait_group(0)
-        self.release(shared.barriers.k_empty + slot)
+        self.release(shared.barriers.k_empty.at(use))
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
             first_key = (end - 1) * tile.n + rows.first_column
             softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
@@ -262,8 +262,8 @@ class Forward(ForwardHost):
         tensors.round_fragment(mma.scores, mma.probabilities)
         if work.padded_keys:
             thread, _, _ = cute.arch.thread_idx()
-            cute.arch.mbarrier_wait(shared.barriers.v_full + slot, phase)
-            self.clear_padding(shared.v[None, None, slot], work, thread - WARPGROUP)
+            shared.barriers.v_full.wait(use)
+            self.clear_padding(shared.v[None, None, use.slot], work, thread - WARPGROUP)
 
     @cute.jit
     def step(
@@ -278,26 +278,25 @@ class Forward(ForwardHost):
     ):
         """One key block: its scores, the previous block's output product, its softmax."""
         now = place.ring_end - block
-        slot, phase = tensors.ring_slot(now, self.tile.kv_stages)
-        last_slot, last_phase = tensors.ring_slot(now - 1, self.tile.kv_stages)
-        cute.arch.mbarrier_wait(shared.barriers.k_full + slot, phase)
+        use, last = shared.barriers.k_full.use(now), shared.barriers.v_full.use(now - 1)
+        shared.barriers.k_full.wait(use)
         if cutlass.const_expr(self.turns):
             self.await_turn(place.group)
-        k = mma.k[None, None, None, slot]
+        k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
-        cute.arch.mbarrier_wait(shared.barriers.v_full + last_slot, last_phase)
-        vt = mma.vt[None, None, None, last_slot]
+        shared.barriers.v_full.wait(last)
+        vt = mma.vt[None, None, None, last.slot]
         mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
         if cutlass.const_expr(self.turns):
             self.pass_turn(place.group)
         warpgroup.wait_group(1)
-        self.release(shared.barriers.k_empty + slot)
+        self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(masked):
             first_key = block * self.tile.n + rows.first_column
             softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
         factors = self.softmax_block(mma.scores, rows, scales)
         warpgroup.wait_group(0)
-        self.release(shared.barriers.v_empty + last_slot)
+        self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
         tensors.round_fragment(mma.scores, mma.probabilities)
 
@@ -405,7 +404,7 @@ class Forward(ForwardHost):
             if cutlass.const_expr(not self.tile.own_output):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(not self.tile.own_output):
-            self.release(shared.barriers.q_empty)
+            self.release(shared.barriers.q_empty.first)
 
 
 LN_2 = 0.6931471805599453

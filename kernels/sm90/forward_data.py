@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels.common import bands, softmax, tensors
+from fa4_jax import bands
+from kernels.common import softmax, tensors
 from kernels.common.schedule import Work
 
 
