@@ -21,8 +21,9 @@ from kernels.emulator.names import Names
 from kernels.emulator.policy import Policy
 from kernels.emulator.ptx.costs import Costs, costs
 from kernels.emulator.ptx.parser import parameter_offsets, parse
-from kernels.emulator.ptx.program import PARAMETER_BASE, Program
+from kernels.emulator.ptx.program import Program
 from kernels.emulator.ptx.syntax import Kernel
+from kernels.emulator.ptx.windows import PARAMETER_BASE
 from kernels.emulator.report import Report, check_roles
 
 MOST_SHARED_BYTES = 227 * 1024
@@ -92,6 +93,7 @@ def launch(
         kernel=kernel,
         grid=grid,
         roles=roles,
+        kinds=static.kinds,
         instructions=tuple(tally.instructions(static) for tally in machine.tallies),
         quantities=tuple(tally.quantities(static) for tally in machine.tallies),
         executed=executed(program, machine.tallies),

@@ -1,7 +1,7 @@
 """What a launch did: instructions by class, operations, bytes and waits, by warp role.
 
 What an instruction costs follows from its text in nearly all cases, so a launch only counts how
-often each step ran and how many lanes sat out; `ptx.costs` has the rest. Effects whose cost is
+often each step ran and how many lanes sat out; `ptx.costs` adds up the rest. Effects whose cost is
 known at run time alone (sizes in descriptors) tell `Warp.count`.
 """
 
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernels.emulator.ptx.costs import QUANTITIES, instruction_class
+from kernels.emulator.ptx.costs import QUANTITIES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +40,7 @@ class Report:
     Attributes:
       grid: CTAs.
       roles: warp indices by name; every warp has one.
+      kinds: the class of every mnemonic of the kernel.
       instructions: warp instructions executed, by warp index and mnemonic, summed over CTAs.
       quantities: the rest, by warp index and name of `QUANTITIES`, summed over CTAs.
       executed: positions in the kernel's `instructions` of those that some lane executed.
@@ -51,6 +52,7 @@ class Report:
     kernel: str
     grid: tuple[int, int, int]
     roles: dict[str, tuple[int, ...]]
+    kinds: Mapping[str, str]
     instructions: tuple[Counter[str], ...]
     quantities: tuple[Counter[str], ...]
     executed: frozenset[int]
@@ -82,7 +84,7 @@ class Report:
         for warp in warps:
             quantities.update(self.quantities[warp])
             for mnemonic, count in self.instructions[warp].items():
-                classes[instruction_class(mnemonic)] += count
+                classes[self.kinds[mnemonic]] += count
         return Activity(dict(sorted(classes.items())), dict(quantities))
 
     def to_json(self) -> str:

@@ -22,7 +22,7 @@ from fa4_jax.key import KernelKey
 from kernels import emulator
 from kernels.emulator import Policy
 from kernels.emulator.driver import arguments
-from kernels.emulator.ptx import costs
+from kernels.emulator.instructions import binding
 from kernels.emulator.ptx.parser import parse
 from kernels.emulator.ptx.syntax import Instruction
 from tests.emulator import attention, mutation_score
@@ -83,7 +83,7 @@ class Coverage:
 
 def is_counted(instruction: Instruction) -> bool:
     """Whether it synchronises or is asynchronous."""
-    if costs.instruction_class(instruction.mnemonic) in _CLASSES:
+    if binding.kind_of(instruction) in _CLASSES:
         return True
     return _OTHERS.match(instruction.mnemonic) is not None
 

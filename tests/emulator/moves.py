@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kernels.emulator.ptx import costs
+from kernels.emulator.instructions import binding
 from kernels.emulator.ptx.parser import parse
 from kernels.emulator.ptx.syntax import Address, Instruction, Register, Symbol, registers
 
@@ -220,7 +220,7 @@ def _all(pattern: re.Pattern[str], names: Sequence[str]) -> bool:
 
 def _issues(item: Item) -> bool:
     """Whether there are asynchronous operations in it."""
-    return any(costs.instruction_class(i) in _ASYNCHRONOUS_CLASSES for i in _mnemonics(item))
+    return any(binding.kind_of(i) in _ASYNCHRONOUS_CLASSES for i in item.ordered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +341,7 @@ def _is_ordered(instruction: Instruction) -> bool:
     """Whether it accesses memory, is asynchronous or synchronises."""
     if instruction.opcode in _UNORDERED_OPCODES:
         return False
-    kind = costs.instruction_class(instruction.mnemonic)
+    kind = binding.kind_of(instruction)
     return kind in _ORDERED_CLASSES or instruction.opcode in _ORDERED_OPCODES
 
 

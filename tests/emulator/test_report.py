@@ -18,8 +18,11 @@ from kernels import emulator
 from kernels.descriptions import describe, warps_of_roles
 from kernels.emulator import Names, Policy, Report
 from kernels.emulator.driver import arguments
-from kernels.emulator.ptx.costs import QUANTITIES, instruction_class
+from kernels.emulator.errors import PtxError
+from kernels.emulator.instructions.binding import kind_of
+from kernels.emulator.ptx.costs import QUANTITIES
 from kernels.emulator.ptx.parser import parse
+from kernels.emulator.ptx.syntax import Immediate, Instruction
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
 from tests.emulator.sm100_programs import GEMM
@@ -179,7 +182,7 @@ def test_every_instruction_of_the_kernels_has_a_class() -> None:
             instruction.mnemonic
             for kernel in parse(ptx(key).text).kernels.values()
             for instruction in kernel.instructions
-            if instruction_class(instruction.mnemonic) == "other"
+            if kind_of(instruction) == "other"
         ]
 
 
@@ -198,11 +201,16 @@ def test_every_instruction_of_the_kernels_has_a_class() -> None:
         ("tcgen05.ld.sync.aligned.32x32b.x32.b32", "tensor memory"),
         ("tcgen05.wait::ld.sync.aligned", "synchronisation"),
         ("cp.async.bulk.commit_group", "TMA"),
-        ("frobnicate.b32", "other"),
     ],
 )
 def test_class(mnemonic: str, name: str) -> None:
-    assert instruction_class(mnemonic) == name
+    operands = (Immediate(0), Immediate(0))
+    assert kind_of(Instruction(mnemonic, operands, None, 1, mnemonic)) == name
+
+
+def test_an_unknown_instruction_has_no_class() -> None:
+    with pytest.raises(PtxError, match=r"line 7: not implemented: frobnicate"):
+        kind_of(Instruction("frobnicate.b32", (), None, 7, "frobnicate.b32 %r1;"))
 
 
 def test_roles_and_json() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kernels.emulator.instructions.ld_st import elements, polled
+from kernels.emulator.instructions.ld_st import PIPES, elements, polled, space_of
 from kernels.emulator.machine.cta import Reduction
 from kernels.emulator.machine.spaces import SHARED, Part, parts
 from kernels.emulator.machine.warp import (
@@ -22,7 +22,8 @@ from kernels.emulator.machine.warp import (
     reader,
     write,
 )
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import Cost, Demand, Effect, Entry, Reduce
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction, Operand, Register
 from kernels.emulator.subnormals import flush
 
@@ -132,16 +133,12 @@ class Form:
         return UPDATES[self.operation](old, *operands).astype(self.dtype)
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of an atomic operation, or None if it is none."""
-    words = instruction.words
-    if words[0] not in ("atom", "red") or "async" in words:
-        return None
-    form = Form.of(words)
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    form = Form.of(instruction.words)
     if form is None:
         return None
     operands = list(instruction.operands)
-    result = operands.pop(0) if words[0] == "atom" else None
+    result = operands.pop(0) if instruction.opcode == "atom" else None
     needed = 2 if form.operation == "cas" else 1
     values = operands[1 : 1 + needed]
     if len(values) != needed:
@@ -249,3 +246,21 @@ def _reduce(addresses_of: Reader, source: Reader, form: Form) -> Effect:
         return YIELD if releases else None
 
     return effect
+
+
+def _cost(instruction: Instruction) -> Cost:
+    form, space = Form.of(instruction.words), space_of(instruction.words)
+    assert form is not None
+    reduces, device = instruction.opcode == "red", space == "global"
+    return Cost(
+        f"{space} memory",
+        Demand(
+            PIPES.get(space, "unknown"),
+            operands="sources" if reduces else "result first",
+            action=Reduce(LANES * form.whole) if reduces and device else None,
+        ),
+        per_lane={"global_reduced_bytes": form.whole} if device else {},
+    )
+
+
+ENTRIES = (Entry("atom.*", _bind, _cost), Entry("red.*", _bind, _cost))

@@ -9,20 +9,11 @@ from kernels.emulator.machine.barriers import NamedBarrier, uniform
 from kernels.emulator.machine.trace import Met
 from kernels.emulator.machine.warp import YIELD, Wait, Warp, Yield, reader
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import SOURCES, Cost, Effect, Entry
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction
 
 _NAMED_BARRIERS = 16
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of one of these barriers, or None if it is none."""
-    words = instruction.words
-    if words == ("bar", "warp", "sync"):
-        return _warp_sync(instruction, symbols)
-    if words[0] in ("bar", "barrier") and words[1] in ("sync", "arrive"):
-        return _named(instruction, symbols)
-    return None
 
 
 def _warp_sync(instruction: Instruction, symbols: dict[str, int]) -> Effect:
@@ -70,3 +61,15 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         return Wait(lambda: barrier.generation > joined, passed, barrier.describe)
 
     return effect
+
+
+_SYNC = Cost("synchronisation", SOURCES, per_warp={"named_barrier_waits": 1})
+_ARRIVE = Cost("synchronisation", SOURCES)
+
+ENTRIES = (
+    Entry("bar.sync.*", _named, _SYNC),
+    Entry("barrier.sync.*", _named, _SYNC),
+    Entry("bar.arrive.*", _named, _ARRIVE),
+    Entry("barrier.arrive.*", _named, _ARRIVE),
+    Entry("bar.warp.sync", _warp_sync, Cost("synchronisation", SOURCES)),
+)

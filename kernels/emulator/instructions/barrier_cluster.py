@@ -7,19 +7,11 @@ import numpy as np
 from kernels.emulator.machine.trace import Arrived, Waited
 from kernels.emulator.machine.warp import YIELD, Wait, Warp, Yield
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import SOURCES, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Instruction
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of barrier.cluster, or None if it is none."""
-    words = instruction.words
-    if words[:2] == ("barrier", "cluster"):
-        return _barrier(instruction)
-    return None
-
-
-def _barrier(instruction: Instruction) -> Effect | None:
+def _barrier(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = set(instruction.words[2:])
     aligned = "aligned" in words
     words -= {"aligned"}
@@ -68,3 +60,6 @@ def _wait(aligned: bool) -> Effect:
         return Wait(lambda: barrier.phase > phase, finish, barrier.describe)
 
     return effect
+
+
+ENTRIES = (Entry("barrier.cluster.*", _barrier, Cost("synchronisation", SOURCES)),)

@@ -1,4 +1,4 @@
-"""From a parsed kernel to a program: which file makes the effect of an instruction."""
+"""From a parsed kernel to a program: the table of all entries, by mnemonic."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ from kernels.emulator.instructions import (
     wgmma,
 )
 from kernels.emulator.machine.cta import SHARED_BASE
+from kernels.emulator.ptx import arithmetic
+from kernels.emulator.ptx.entries import CONTROL, Bound, Entry
 from kernels.emulator.ptx.parser import parameter_offsets
-from kernels.emulator.ptx.program import Effect, Program, make_program
+from kernels.emulator.ptx.program import BRANCHES, Program, make_program
 from kernels.emulator.ptx.syntax import Instruction, Kernel
 
-_BINDERS = (
+_MODULES = (
     ld_st,
     shfl_vote_elect,
     setmaxnreg,
@@ -62,6 +64,32 @@ _BINDERS = (
     tcgen05_mma,
     tcgen05_cp,
 )
+_ENTRIES = {entry.words: entry for module in _MODULES for entry in module.ENTRIES}
+assert len(_ENTRIES) == sum(len(module.ENTRIES) for module in _MODULES)
+
+
+def entry_of(words: tuple[str, ...]) -> Entry | None:
+    """The entry of a mnemonic that is not arithmetic: the one that names most of its words."""
+    if words in _ENTRIES:
+        return _ENTRIES[words]
+    prefixes = ((*words[:end], "*") for end in range(len(words), 0, -1))
+    return next((_ENTRIES[prefix] for prefix in prefixes if prefix in _ENTRIES), None)
+
+
+def kind_of(instruction: Instruction) -> str:
+    """The class under which the report counts an instruction.
+
+    Raises:
+      PtxError: there is none like it.
+    """
+    if instruction.opcode in BRANCHES:
+        return CONTROL.kind
+    if instruction.mnemonic in arithmetic.OPERATIONS:
+        return arithmetic.OPERATIONS[instruction.mnemonic].cost.kind
+    entry = entry_of(instruction.words)
+    if entry is None:
+        raise PtxError(f"line {instruction.line}: not implemented: {instruction.text}")
+    return entry.cost_of(instruction).kind
 
 
 def bind_program(kernel: Kernel) -> tuple[Program, int]:
@@ -82,10 +110,13 @@ def bind_program(kernel: Kernel) -> tuple[Program, int]:
     for parameter, offset in zip(kernel.parameters, offsets, strict=True):
         symbols[parameter.name] = offset
 
-    def bind(instruction: Instruction) -> Effect | None:
-        effects = (binder.bind(instruction, symbols) for binder in _BINDERS)
+    def bind(instruction: Instruction) -> Bound | None:
+        entry = entry_of(instruction.words)
         try:
-            return next((effect for effect in effects if effect is not None), None)
+            effect = None if entry is None else entry.bind(instruction, symbols)
+            if entry is None or effect is None:
+                return None
+            return Bound(effect, entry.cost_of(instruction))
         except (AssertionError, IndexError, TypeError, ValueError) as error:
             message = f"line {instruction.line}: operands of another kind: {instruction.text}"
             raise PtxError(message) from error

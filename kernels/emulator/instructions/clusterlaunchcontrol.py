@@ -17,7 +17,7 @@ from kernels.emulator.machine.cta import Cta
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, write
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import CONTROL, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Instruction, Register, Vector
 
 RESPONSE_BYTES = 16
@@ -25,10 +25,9 @@ _FORM = LoadForm(cluster=False, multicast=False, paired=False)
 _AXES = ("x", "y", "z")
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a clusterlaunchcontrol instruction, or None if it is none."""
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = instruction.words
-    if words[0] != "clusterlaunchcontrol" or words[-1] != "b128":
+    if words[-1] != "b128":
         return None
     if words[1:3] == ("try_cancel", "async"):
         rest = [word for word in words[3:-1] if word != "shared:cta"]
@@ -126,3 +125,9 @@ def _first_cta(instruction: Instruction) -> Effect | None:
                 write(warp, mask, target, "u32", words[:, column])
 
     return effect
+
+
+ENTRIES = (
+    Entry("clusterlaunchcontrol.try_cancel.*", _bind, CONTROL),
+    Entry("clusterlaunchcontrol.query_cancel.*", _bind, Cost("control")),
+)

@@ -17,35 +17,18 @@ from kernels.emulator.machine.trace import Copied
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault, Region
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import UNKNOWN, Cost, Demand, Effect, Entry, Gather, always
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Immediate, Instruction, Register
 
 _SIZES = (4, 8, 16)
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a cp.async that is not bulk, or None if it is none."""
-    words = instruction.words
-    if words[:2] != ("cp", "async") or "bulk" in words:
-        return None
-    if words[2:] == ("commit_group",):
-        return _commit
-    if words[2:] == ("wait_all",):
-        return functools.partial(_wait_all, 0)
-    if words[2:] == ("wait_group",):
-        (count,) = instruction.operands
-        assert isinstance(count, Immediate)
-        return functools.partial(_wait, count.value)
-    if words[2:4] == ("mbarrier", "arrive") and words[-1] == "b64":
-        return _arrive(instruction, symbols)
-    rest = [word for word in words[3:] if not word.startswith("L2:")]
-    if words[2] in ("ca", "cg") and rest in (["shared", "global"], ["shared:cta", "global"]):
-        return _copy(instruction, symbols)
-    return None
-
-
 def _copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     target, source, size, *rest = instruction.operands
+    spaces = [word for word in instruction.words[3:] if not word.startswith("L2:")]
+    if spaces not in (["shared", "global"], ["shared:cta", "global"]):
+        return None
     if not isinstance(size, Immediate) or size.value not in _SIZES:
         return None
     if "cg" in instruction.words and size.value != max(_SIZES):
@@ -104,6 +87,12 @@ def _commit(warp: Warp, mask: np.ndarray) -> None:
         copies.open[lane] = []
 
 
+def _bind_wait(instruction: Instruction, symbols: dict[str, int]) -> Effect:
+    (count,) = instruction.operands
+    assert isinstance(count, Immediate)
+    return functools.partial(_wait, count.value)
+
+
 def _wait(count: int, warp: Warp, mask: np.ndarray) -> Yield:
     """Makes what is left of all but the last `count` groups of every lane."""
     done: dict[int, tuple[Transfer, list[int]]] = {}
@@ -116,9 +105,9 @@ def _wait(count: int, warp: Warp, mask: np.ndarray) -> Yield:
     return YIELD
 
 
-def _wait_all(count: int, warp: Warp, mask: np.ndarray) -> Yield:
+def _wait_all(warp: Warp, mask: np.ndarray) -> Yield:
     _commit(warp, mask)
-    return _wait(count, warp, mask)
+    return _wait(0, warp, mask)
 
 
 def _finish(warp: Warp, done: dict[int, tuple[Transfer, list[int]]]) -> None:
@@ -132,7 +121,7 @@ def _finish(warp: Warp, done: dict[int, tuple[Transfer, list[int]]]) -> None:
 def _arrive(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     """cp.async.mbarrier.arrive: an arrival behind every copy that the thread has issued."""
     rest = set(instruction.words[4:-1])
-    if rest - {"noinc", *SHARED}:
+    if rest - {"noinc", *SHARED} or instruction.words[-1] != "b64":
         return None
     counted = "noinc" not in rest
     address_of = address_reader(instruction.operands[0], symbols)
@@ -171,3 +160,26 @@ def _arrived(warp: Warp, first: list[Transfer], barrier: TransactionBarrier, cou
     for transfer in first:
         warp.cta.perform(transfer)
     barrier.arrive(count, f"copies of warp {warp.index}")
+
+
+def _copy_cost(instruction: Instruction) -> Cost:
+    size = instruction.operands[2]
+    assert isinstance(size, Immediate)
+    action = Gather(LANES * size.value)
+    return Cost("global memory", Demand("global memory", operands="sources", action=action))
+
+
+_GROUPS = Cost("global memory", UNKNOWN)
+
+ENTRIES = (
+    Entry("cp.async.ca.*", _copy, _copy_cost),
+    Entry("cp.async.cg.*", _copy, _copy_cost),
+    Entry(
+        "cp.async.mbarrier.arrive.*",
+        _arrive,
+        Cost("global memory", Demand("global memory", operands="sources")),
+    ),
+    Entry("cp.async.commit_group", always(_commit), _GROUPS),
+    Entry("cp.async.wait_group", _bind_wait, _GROUPS),
+    Entry("cp.async.wait_all", always(_wait_all), _GROUPS),
+)

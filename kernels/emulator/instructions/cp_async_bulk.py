@@ -22,7 +22,16 @@ from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault, Region
 from kernels.emulator.order.global_memory import GRAIN, Access
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import (
+    SOURCES,
+    AwaitStores,
+    CommitStores,
+    Cost,
+    Demand,
+    Effect,
+    Entry,
+    always,
+)
 from kernels.emulator.ptx.syntax import Immediate, Instruction
 from kernels.emulator.swizzle import CHUNK
 
@@ -34,13 +43,8 @@ _TO_CLUSTER_TYPES = ("b32", "u32", "s32", "b64", "u64")
 Update = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a bulk operation on contiguous bytes, or None if it is none."""
+def _copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = tuple(word for word in instruction.words if word != "L2:cache_hint")
-    if words[:4] == ("cp", "reduce", "async", "bulk") and words[4] != "tensor":
-        return _reduction(instruction, symbols, words[4:])
-    if words[:3] != ("cp", "async", "bulk"):
-        return None
     if words[3:5] in _FROM_GLOBAL and words[5:6] == (_COMPLETES,):
         form = LoadForm.of(words, words[6:])
         return None if form is None else _load(instruction, symbols, form)
@@ -48,14 +52,6 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         return _between(instruction, symbols, None)
     if words[3:] == ("global", "shared:cta", "bulk_group"):
         return _store(instruction, symbols, None)
-    if words[3:5] == ("prefetch", "L2") or words[3:4] == ("prefetch",):
-        return _prefetch
-    if words[3:] == ("commit_group",):
-        return _commit
-    if words[3:] in (("wait_group",), ("wait_group", "read")):
-        (count,) = instruction.operands
-        assert isinstance(count, Immediate)
-        return functools.partial(_wait, count.value, len(words) > 4)
     return None
 
 
@@ -249,6 +245,16 @@ def _commit(warp: Warp, mask: np.ndarray) -> None:
         warp.cta.bulk_groups.setdefault(int(thread), []).append(group)
 
 
+def _bind_wait(instruction: Instruction, symbols: dict[str, int]) -> Effect:
+    return functools.partial(_wait, _pending(instruction), "read" in instruction.words)
+
+
+def _pending(instruction: Instruction) -> int:
+    (count,) = instruction.operands
+    assert isinstance(count, Immediate)
+    return count.value
+
+
 def _wait(count: int, reads_only: bool, warp: Warp, mask: np.ndarray) -> Yield:
     """Makes what is left of all but the last `count` groups of every lane, or reads its sources."""
     for thread in warp.lanes[mask]:
@@ -370,11 +376,9 @@ def updated(operation: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return UPDATES[operation](old, new).astype(old.dtype)
 
 
-def _reduction(
-    instruction: Instruction, symbols: dict[str, int], words: tuple[str, ...]
-) -> Effect | None:
+def _reduction(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    words = (word for word in instruction.words[4:] if word not in ("L2:cache_hint", "noftz"))
     target, source, ends, operation, *types = words
-    types = [word for word in types if word != "noftz"]
     if source != "shared:cta" or operation not in UPDATES or len(types) != 1:
         return None
     if types[0] not in DTYPES or operation in ("exch", "cas"):
@@ -422,3 +426,26 @@ def _carry(
 ) -> None:
     data = taken(*source)
     fill(*target, data if update is None else update(taken(*target), data))
+
+
+TMA = Cost("TMA", SOURCES)
+REDUCTION = Cost("global memory", Demand("global memory", operands="sources"))
+
+
+def _wait_cost(instruction: Instruction) -> Cost:
+    action = AwaitStores(_pending(instruction), "read" not in instruction.words)
+    return Cost("TMA", Demand(operands="sources", action=action))
+
+
+ENTRIES = (
+    Entry("cp.async.bulk.*", _copy, TMA),
+    Entry("cp.reduce.async.bulk.*", _reduction, REDUCTION),
+    Entry("cp.async.bulk.prefetch.*", always(_prefetch), TMA),
+    Entry(
+        "cp.async.bulk.commit_group",
+        always(_commit),
+        Cost("TMA", Demand(operands="sources", action=CommitStores())),
+    ),
+    Entry("cp.async.bulk.wait_group", _bind_wait, _wait_cost),
+    Entry("cp.async.bulk.wait_group.read", _bind_wait, _wait_cost),
+)

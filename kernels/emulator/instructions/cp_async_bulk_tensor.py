@@ -10,6 +10,8 @@ import numpy as np
 
 from kernels.emulator import tensor_map
 from kernels.emulator.instructions.cp_async_bulk import (
+    REDUCTION,
+    TMA,
     Extent,
     LoadForm,
     chunks_of,
@@ -24,7 +26,7 @@ from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.global_memory import GRAIN
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import Effect, Entry
 from kernels.emulator.ptx.syntax import Address, Instruction, Operand
 from kernels.emulator.subnormals import flush
 from kernels.emulator.swizzle import CHUNK, swizzled
@@ -40,17 +42,19 @@ _NAN_FILL = 0x7FF7  # in every 16 bits (seen on an H200)
 _TF32_BITS = 13  # of a float32's mantissa that tf32 has not
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a tensor copy, or None if it is none."""
+def _copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = tuple(word for word in instruction.words if word != "L2:cache_hint")
-    if words[:4] == ("cp", "async", "bulk", "tensor"):
-        if words[5:] == _TO_GLOBAL:
-            return _store(instruction, symbols, int(words[4][0]), None)
-        if words[5:7] in _TO_SHARED and words[7:9] == _TILED:
-            form = LoadForm.of(words, words[9:])
-            return None if form is None else _load(instruction, symbols, words, form)
-    reduces = words[:5] == ("cp", "reduce", "async", "bulk", "tensor")
-    if reduces and (*words[6:8], *words[9:]) == _TO_GLOBAL and words[8] in _REDUCTIONS:
+    if words[5:] == _TO_GLOBAL:
+        return _store(instruction, symbols, int(words[4][0]), None)
+    if words[5:7] in _TO_SHARED and words[7:9] == _TILED:
+        form = LoadForm.of(words, words[9:])
+        return None if form is None else _load(instruction, symbols, words, form)
+    return None
+
+
+def _reduction(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    words = tuple(word for word in instruction.words if word != "L2:cache_hint")
+    if (*words[6:8], *words[9:]) == _TO_GLOBAL and words[8] in _REDUCTIONS:
         return _store(instruction, symbols, int(words[5][0]), words[8])
     return None
 
@@ -260,3 +264,9 @@ def _put_box(
     else:
         result = updated(operation, old, new)
     target[inside] = np.ascontiguousarray(result).view(target.dtype)
+
+
+ENTRIES = (
+    Entry("cp.async.bulk.tensor.*", _copy, TMA),
+    Entry("cp.reduce.async.bulk.tensor.*", _reduction, REDUCTION),
+)

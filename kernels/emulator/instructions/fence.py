@@ -8,29 +8,16 @@ import numpy as np
 
 from kernels.emulator import tensor_map
 from kernels.emulator.machine.warp import Warp, address_reader
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import SOURCES, Cost, Demand, Effect, Entry, always
 from kernels.emulator.ptx.syntax import Immediate, Instruction
 
 _PROXY_SPACES = ((), ("shared:cta",), ("shared:cluster",), ("global",))
 _SCOPES = (("cta",), ("cluster",), ("gpu",), ("sys",))
-_MAP_FENCE = ("fence", "proxy", "tensormap:generic")
-_MEMORY_BARRIERS = (("membar", "cta"), ("membar", "gl"), ("membar", "sys"))
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a fence, or None if it is none."""
-    words = instruction.words
-    if words == ("fence", "mbarrier_init", "release", "cluster"):
-        return _fence_init
-    if words[:3] == ("fence", "proxy", "async") and words[3:] in _PROXY_SPACES:
-        return functools.partial(_fence_proxy, "".join(words[3:]))
-    if words[:3] == _MAP_FENCE and words[4:] in _SCOPES and words[3] in ("release", "acquire"):
-        return _fence_map(instruction, symbols)
-    if words[0] == "fence" and words[1] in ("acq_rel", "sc") and words[2:] in _SCOPES:
-        return _fence
-    if words in _MEMORY_BARRIERS:
-        return _fence
-    return None
+def _proxy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    space = instruction.words[3:]
+    return functools.partial(_fence_proxy, "".join(space)) if space in _PROXY_SPACES else None
 
 
 def _fence_init(warp: Warp, mask: np.ndarray) -> None:
@@ -51,7 +38,10 @@ def _fence_proxy(space: str, warp: Warp, mask: np.ndarray) -> None:
 
 def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     """fence.proxy.tensormap: .release by who wrote a map, .acquire of its 128 bytes by its user."""
-    if instruction.words[3] == "release":
+    way, scope = instruction.words[3], instruction.words[4:]
+    if scope not in _SCOPES or way not in ("release", "acquire"):
+        return None
+    if way == "release":
 
         def release(warp: Warp, mask: np.ndarray) -> None:
             if warp.cta.order is not None:
@@ -70,6 +60,10 @@ def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | No
     return acquire
 
 
+def _threads(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    return _fence if instruction.words[2:] in _SCOPES else None
+
+
 def _fence(warp: Warp, mask: np.ndarray) -> None:
     """fence.acq_rel, fence.sc, membar: scopes are all taken as wide enough."""
     cta, threads = warp.cta, warp.lanes[mask]
@@ -77,3 +71,18 @@ def _fence(warp: Warp, mask: np.ndarray) -> None:
     if cta.order is not None and cta.machine.global_order is not None:
         cta.machine.global_order.fence(cta.cluster.number, cta.order, threads)
         cta.order.fence(threads)
+
+
+_THREADS = Cost("synchronisation", SOURCES)
+_PROXIES = Cost("synchronisation", Demand("proxy fence", operands="sources", blocks=True))
+
+ENTRIES = (
+    Entry("fence.mbarrier_init.release.cluster", always(_fence_init), _THREADS),
+    Entry("fence.proxy.async.*", _proxy, _PROXIES),
+    Entry("fence.proxy.tensormap::generic.*", _fence_map, _PROXIES),
+    Entry("fence.acq_rel.*", _threads, _THREADS),
+    Entry("fence.sc.*", _threads, _THREADS),
+    Entry("membar.cta", always(_fence), _THREADS),
+    Entry("membar.gl", always(_fence), _THREADS),
+    Entry("membar.sys", always(_fence), _THREADS),
+)

@@ -5,18 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.emulator.machine.warp import YIELD, Warp, Yield
-from kernels.emulator.ptx.program import Effect
-from kernels.emulator.ptx.syntax import Instruction
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of griddepcontrol or nanosleep, or None if it is none."""
-    words = instruction.words
-    if words[0] == "griddepcontrol" and words[1:] in (("wait",), ("launch_dependents",)):
-        return _nothing
-    if words == ("nanosleep", "u32"):
-        return _sleep
-    return None
+from kernels.emulator.ptx.entries import CONTROL, Entry, always
 
 
 def _nothing(warp: Warp, mask: np.ndarray) -> None:
@@ -25,3 +14,10 @@ def _nothing(warp: Warp, mask: np.ndarray) -> None:
 
 def _sleep(warp: Warp, mask: np.ndarray) -> Yield:
     return YIELD
+
+
+ENTRIES = (
+    Entry("griddepcontrol.wait", always(_nothing), CONTROL),
+    Entry("griddepcontrol.launch_dependents", always(_nothing), CONTROL),
+    Entry("nanosleep.u32", always(_sleep), CONTROL),
+)

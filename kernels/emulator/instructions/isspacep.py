@@ -9,8 +9,9 @@ import numpy as np
 from kernels.emulator.machine.cta import RANK_SHIFT
 from kernels.emulator.machine.spaces import WINDOW_BYTES
 from kernels.emulator.machine.warp import Warp, reader, write
-from kernels.emulator.ptx.program import LOCAL_WINDOW, SHARED_WINDOW, Effect
+from kernels.emulator.ptx.entries import FREE, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Instruction
+from kernels.emulator.ptx.windows import LOCAL_WINDOW, SHARED_WINDOW
 
 _IS: dict[str, Callable[[Warp, np.ndarray], np.ndarray]] = {
     "shared:cluster": lambda warp, a: _inside(a, SHARED_WINDOW, len(warp.cta.cluster.ctas)),
@@ -25,15 +26,16 @@ def _inside(addresses: np.ndarray, start: int, ctas: int) -> np.ndarray:
     return (addresses >= start) & (addresses < start + (ctas << RANK_SHIFT))
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """isspacep: whether a generic address lies in a state space."""
-    words = instruction.words
-    if words[0] != "isspacep" or words[1] not in _IS:
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    if instruction.words[1] not in _IS:
         return None
-    test, (result, source) = _IS[words[1]], instruction.operands
+    test, (result, source) = _IS[instruction.words[1]], instruction.operands
     address_of = reader(source, "u64", symbols)
 
     def effect(warp: Warp, mask: np.ndarray) -> None:
         write(warp, mask, result, "pred", test(warp, address_of(warp).astype(np.int64)))
 
     return effect
+
+
+ENTRIES = (Entry("isspacep.*", _bind, Cost("move", FREE)),)

@@ -19,8 +19,10 @@ from kernels.emulator.machine.warp import (
     reader,
     write,
 )
-from kernels.emulator.ptx.program import PARAMETER_BASE, Effect
+from kernels.emulator.ptx.entries import UNKNOWN, Cost, Demand, Effect, Entry, Pipe, always
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
+from kernels.emulator.ptx.windows import PARAMETER_BASE
 
 _HINT = re.compile(r"L[12]:.*|c[agsv]|lu|w[bt]|nc|cta|cluster|gpu|sys|unified")
 _ATTEMPTS = 8
@@ -29,8 +31,16 @@ _LOADS = {"weak", "volatile", "relaxed", "acquire", "mmio"}
 _STORES = {"weak", "volatile", "relaxed", "release", "mmio"}
 _BITS = ("8", "16", "32", "64", "128")
 _MOST_BYTES = 32
+_KINDS = ("param", "shared", "global", "local", "const")
+_ORDERED = {"volatile", "acquire", "release", "relaxed"}
+"""Words of an access across which the compiler moves nothing."""
+PIPES: dict[str, Pipe] = {
+    "param": "free",
+    "shared": "shared memory",
+    "global": "global memory",
+}
+"""The pipe of an access by its state space; others are not modelled."""
 Putter = Callable[[Warp, np.ndarray, np.ndarray], None]
-_ADVICE = ("prefetch", "prefetchu", "applypriority", "discard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,29 +79,11 @@ class Form:
         return self.meaning != "weak"
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a memory access, or None if it is none."""
-    words = instruction.words
-    if words[0] in _ADVICE:
-        return _advice
-    if words[0] == "createpolicy":
-        return _policy(instruction)
-    if words[0] in ("ld", "ldu"):
-        form = Form.of(words, _LOADS)
-        return None if form is None else _load(instruction, symbols, form)
-    if words[0] == "st":
-        form = Form.of(words, _STORES)
-        if form is None or form.space in ("param", "const"):
-            return None
-        return _store(instruction, symbols, form)
-    return None
-
-
 def _advice(warp: Warp, mask: np.ndarray) -> None:
     """prefetch and its like: no effect that a program could see."""
 
 
-def _policy(instruction: Instruction) -> Effect:
+def _policy(instruction: Instruction, symbols: dict[str, int]) -> Effect:
     """createpolicy: an opaque number, which every access ignores."""
 
     def effect(warp: Warp, mask: np.ndarray) -> None:
@@ -113,9 +105,9 @@ def address_of(operand: Operand, symbols: dict[str, int], space: str) -> Reader:
     return address_reader(operand, symbols)
 
 
-def _load(instruction: Instruction, symbols: dict[str, int], form: Form) -> Effect | None:
-    results = elements(instruction.operands[0])
-    if len(results) != form.count:
+def _load(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    form, results = Form.of(instruction.words, _LOADS), elements(instruction.operands[0])
+    if form is None or len(results) != form.count:
         return None
     put = [_putter(result, form) for result in results]
     addresses_of = address_of(instruction.operands[1], symbols, form.space)
@@ -197,7 +189,10 @@ def polled(
     )
 
 
-def _store(instruction: Instruction, symbols: dict[str, int], form: Form) -> Effect | None:
+def _store(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    form = Form.of(instruction.words, _STORES)
+    if form is None or form.space in ("param", "const"):
+        return None
     size, count, whole, strong = form.size, form.count, form.whole, form.strong
     given = elements(instruction.operands[1])
     if len(given) != count:
@@ -242,3 +237,49 @@ def _bits(operand: Operand, size: int, symbols: dict[str, int]) -> Reader:
         return lambda warp: warp.b128[index]
     wide = int(operand.bank[1:]) if isinstance(operand, Register) else max(8 * size, 16)
     return reader(operand, f"u{wide}", symbols)
+
+
+def space_of(words: tuple[str, ...]) -> str:
+    """The state space that the words of an access name."""
+    spaces = (word.split(":")[0] for word in words[1:])
+    return next((space for space in spaces if space in _KINDS), "generic")
+
+
+def access_cost(words: tuple[str, ...], size: int) -> Cost:
+    """The cost of a load or a store of `size` bytes a lane, asynchronous stores among them."""
+    space, loads = space_of(words), words[0] == "ld"
+    distributed = "shared:cluster" in words
+    counted = {}
+    if space in ("shared", "global"):
+        way = "read" if loads else "written"
+        counted = {f"{'distributed' if distributed else space}_{way}_bytes": size}
+    return Cost(
+        f"{space} memory",
+        Demand(
+            PIPES.get(space, "unknown"),
+            shared_bytes=LANES * size if space == "shared" and not distributed else 0,
+            broadcast=loads,
+            operands="result first" if loads else "sources",
+            memory="reads" if loads else "writes",
+            movable=not _ORDERED & set(words),
+        ),
+        per_lane=counted,
+    )
+
+
+def _cost(instruction: Instruction) -> Cost:
+    form = Form.of(instruction.words, _LOADS | _STORES)
+    assert form is not None
+    return access_cost(instruction.words, form.whole)
+
+
+ENTRIES = (
+    Entry("ld.*", _load, _cost),
+    Entry("st.*", _store, _cost),
+    Entry("ldu.*", _load, Cost("other", UNKNOWN)),
+    Entry("prefetch.*", always(_advice), Cost("global memory", Demand("free", operands="sources"))),
+    Entry("prefetchu.*", always(_advice), Cost("other", UNKNOWN)),
+    Entry("applypriority.*", always(_advice), Cost("other", UNKNOWN)),
+    Entry("discard.*", always(_advice), Cost("other", UNKNOWN)),
+    Entry("createpolicy.*", _policy, Cost("other", UNKNOWN)),
+)

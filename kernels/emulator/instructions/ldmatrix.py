@@ -11,21 +11,12 @@ from kernels.emulator.instructions.ld_st import elements
 from kernels.emulator.machine.spaces import SHARED, parts
 from kernels.emulator.machine.warp import Reader, Warp, address_reader, reader, write
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import UNKNOWN, Cost, Demand, Effect, Entry
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction, Operand
 
 _COUNTS = {"x1": 1, "x2": 2, "x4": 4}
-_ROW_BYTES = 16
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a matrix instruction of one warp, or None if it is none."""
-    words = instruction.words
-    if words[0] in ("ldmatrix", "stmatrix") and words[1:4] == ("sync", "aligned", "m8n8"):
-        return _move(instruction, symbols)
-    if words == ("movmatrix", "sync", "aligned", "m8n8", "trans", "b16"):
-        return _transpose(instruction, symbols)
-    return None
+_ROW_BYTES, _MATRIX_BYTES = 16, 128
 
 
 def converged(warp: Warp, mask: np.ndarray) -> None:
@@ -94,3 +85,27 @@ def _transpose(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         write(warp, mask, result, "u32", np.ascontiguousarray(rows.T).view(np.uint32).reshape(-1))
 
     return effect
+
+
+def _move_cost(instruction: Instruction) -> Cost:
+    loads = instruction.opcode == "ldmatrix"
+    count = next(_COUNTS[word] for word in instruction.words if word in _COUNTS)
+    size = _MATRIX_BYTES * count
+    return Cost(
+        "shared memory",
+        Demand(
+            "shared memory",
+            shared_bytes=size,
+            operands="result first" if loads else "sources",
+            memory="reads" if loads else "writes",
+            movable=True,
+        ),
+        per_warp={"shared_read_bytes" if loads else "shared_written_bytes": size},
+    )
+
+
+ENTRIES = (
+    Entry("ldmatrix.sync.aligned.m8n8.*", _move, _move_cost),
+    Entry("stmatrix.sync.aligned.m8n8.*", _move, _move_cost),
+    Entry("movmatrix.sync.aligned.m8n8.trans.b16", _transpose, Cost("other", UNKNOWN)),
+)

@@ -7,18 +7,9 @@ import numpy as np
 from kernels.emulator.machine.cta import OFFSET_MASK, RANK_SHIFT
 from kernels.emulator.machine.warp import Reader, Warp, address_reader, reader, write
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import SHARED_WINDOW, Effect
+from kernels.emulator.ptx.entries import FREE, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Address, Instruction, Operand, Register
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of mapa or getctarank, or None if it is none."""
-    words = instruction.words
-    if words[0] == "mapa":
-        return _map(instruction, symbols)
-    if words[0] == "getctarank":
-        return _rank(instruction, symbols)
-    return None
+from kernels.emulator.ptx.windows import SHARED_WINDOW
 
 
 def _address(operand: Operand, symbols: dict[str, int]) -> Reader:
@@ -62,3 +53,9 @@ def _rank(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
         write(warp, mask, result, "u32", ranks.astype(np.uint32))
 
     return effect
+
+
+ENTRIES = (
+    Entry("mapa.*", _map, Cost("move", FREE)),
+    Entry("getctarank.*", _rank, Cost("move", FREE)),
+)

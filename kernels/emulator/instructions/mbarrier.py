@@ -18,7 +18,7 @@ from kernels.emulator.machine.warp import (
     write,
 )
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import SOURCES, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Immediate, Instruction, Operand, Register
 
 _ATTEMPTS = 8
@@ -29,11 +29,6 @@ _SEMANTICS = {"shared", "shared:cta", "shared:cluster", "b64"} | {
     "cta",
     "cluster",
 }
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of an mbarrier instruction, or None if it is none."""
-    return _mbarrier(instruction, symbols) if instruction.words[0] == "mbarrier" else None
 
 
 def barrier_at(warp: Warp, address: int, threads: np.ndarray) -> TransactionBarrier:
@@ -255,3 +250,6 @@ class _TryWait:
         order.see_phase(threads, barrier.slot, barrier.phase)
         if knowledge is not None:
             order.acquire(threads, knowledge)
+
+
+ENTRIES = (Entry("mbarrier.*", _mbarrier, Cost("synchronisation", SOURCES)),)

@@ -7,16 +7,9 @@ import numpy as np
 from kernels.emulator.instructions.ld_st import elements
 from kernels.emulator.instructions.ldmatrix import converged
 from kernels.emulator.machine.warp import Warp, reader, write
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import UNKNOWN, Cost, Effect, Entry
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of mma.sync, or None if it is none."""
-    words = instruction.words
-    if words[:3] == ("mma", "sync", "aligned"):
-        return _multiply(instruction, symbols)
-    return None
 
 
 def _values(registers: np.ndarray, dtype: str) -> np.ndarray:
@@ -63,3 +56,6 @@ def _multiply(instruction: Instruction, symbols: dict[str, int]) -> Effect | Non
             write(warp, mask, result, "u32", row)
 
     return effect
+
+
+ENTRIES = (Entry("mma.sync.aligned.*", _multiply, Cost("other", UNKNOWN)),)

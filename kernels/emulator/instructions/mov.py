@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kernels.emulator.machine.warp import Warp, reader, write
-from kernels.emulator.ptx.program import VOLATILE, Effect
+from kernels.emulator.ptx.entries import FREE, Cost, Effect, Entry
+from kernels.emulator.ptx.program import VOLATILE
 from kernels.emulator.ptx.syntax import Instruction, Register, SpecialRegister, Vector
 
 _LOW = (1 << 32) - 1
@@ -22,20 +23,11 @@ _READ: dict[str, Callable[[Warp], int]] = {
 assert set(_READ) == VOLATILE
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of such a mov, or None if it is none."""
-    words = instruction.words
-    if words[0] == "mov" and isinstance(instruction.operands[1], SpecialRegister):
-        return _clock(instruction)
-    if words == ("mov", "b128"):
-        return _move(instruction)
-    return None
-
-
-def _clock(instruction: Instruction) -> Effect | None:
+def _clock(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     result, source = instruction.operands
-    assert isinstance(source, SpecialRegister)
-    if source.name not in _READ or not isinstance(result, Register):
+    if not isinstance(source, SpecialRegister) or source.name not in _READ:
+        return None
+    if not isinstance(result, Register):
         return None
     read, view = _READ[source.name], f"u{result.bank[1:]}"
 
@@ -46,7 +38,7 @@ def _clock(instruction: Instruction) -> Effect | None:
     return effect
 
 
-def _move(instruction: Instruction) -> Effect | None:
+def _move(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     """mov.b128 between a register and its two halves, low first."""
     target, source = instruction.operands
     if isinstance(target, Register) and isinstance(source, Vector):
@@ -69,3 +61,9 @@ def _move(instruction: Instruction) -> Effect | None:
 
         return unpack
     return None
+
+
+ENTRIES = (
+    Entry("mov.*", _clock, Cost("move", FREE)),
+    Entry("mov.b128", _move, Cost("move", FREE)),
+)

@@ -7,19 +7,12 @@ import numpy as np
 from kernels.emulator.instructions.shfl_vote_elect import members
 from kernels.emulator.machine.warp import Wait, Warp
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import CONTROL, Effect, Entry
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Immediate, Instruction
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of setmaxnreg, or None if it is none."""
-    words = instruction.words
-    if words[0] == "setmaxnreg":
-        return _budget(instruction)
-    return None
-
-
-def _budget(instruction: Instruction) -> Effect:
+def _budget(instruction: Instruction, symbols: dict[str, int]) -> Effect:
     """setmaxnreg: registers go back to the CTA's pool, or come from it once it holds enough."""
     (count,) = instruction.operands
     assert isinstance(count, Immediate)
@@ -49,3 +42,6 @@ def _budget(instruction: Instruction) -> Effect:
         )
 
     return effect
+
+
+ENTRIES = (Entry("setmaxnreg.*", _budget, CONTROL),)

@@ -6,20 +6,9 @@ import numpy as np
 
 from kernels.emulator.machine.warp import Warp, reader, write
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import Cost, Demand, Effect, Entry
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction, Pair, Register
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a warp-level instruction, or None if it is none."""
-    words = instruction.words
-    if words[:2] == ("shfl", "sync") and words[-1] == "b32":
-        return _shuffle(instruction, symbols)
-    if words[:2] == ("vote", "sync"):
-        return _vote(instruction, symbols)
-    if words == ("elect", "sync"):
-        return _elect(instruction, symbols)
-    return None
 
 
 def members(warp: Warp, mask: np.ndarray, member_mask: int) -> np.ndarray:
@@ -39,8 +28,10 @@ def uniform_mask(row: np.ndarray) -> int:
     return int(row[0])
 
 
-def _shuffle(instruction: Instruction, symbols: dict[str, int]) -> Effect:
+def _shuffle(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     mode = instruction.words[2]
+    if instruction.words[-1] != "b32":
+        return None
     if mode not in ("idx", "bfly", "up", "down"):
         raise Fault("not implemented", f"shfl.{mode}")
     target, *sources = instruction.operands
@@ -112,3 +103,10 @@ def _elect(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         write(warp, mask, elected, "pred", np.arange(LANES) == leader)
 
     return effect
+
+
+ENTRIES = (
+    Entry("shfl.sync.*", _shuffle, Cost("warp", Demand("shuffle"))),
+    Entry("vote.sync.*", _vote, Cost("warp", Demand("alu"))),
+    Entry("elect.sync", _elect, Cost("warp", Demand("alu"))),
+)

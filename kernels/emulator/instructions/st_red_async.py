@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.emulator.instructions.atom_red import DTYPES, UPDATES
 from kernels.emulator.instructions.cp_async_bulk import signal_behind
-from kernels.emulator.instructions.ld_st import elements
+from kernels.emulator.instructions.ld_st import PIPES, access_cost, elements, space_of
 from kernels.emulator.instructions.mbarrier import barrier_at
 from kernels.emulator.machine.cta import RANK_SHIFT
 from kernels.emulator.machine.spaces import Part, check_shared
@@ -17,7 +17,7 @@ from kernels.emulator.machine.trace import Carried
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import Cost, Demand, Effect, Entry
 from kernels.emulator.ptx.syntax import Instruction, Register
 
 _COUNTS = {"v2": 2, "v4": 4}
@@ -31,11 +31,8 @@ _REDUCED = {
 _STORED = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64")
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of an asynchronous store or update, or None if it is none."""
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = instruction.words
-    if words[0] not in ("st", "red") or words[1:2] != ("async",):
-        return None
     if "mbarrier:complete_tx:bytes" not in words:
         return None
     rest, type_ = set(words[2:-1]) - _HINTS, words[-1]
@@ -114,3 +111,20 @@ def _make(part: Part, values: np.ndarray, operation: str, dtype: type | None) ->
         old = part.region.load(address, size, 1).view(dtype)
         new = UPDATES[operation](old, value.view(dtype)[None]).astype(dtype)
         part.region.store(address, new.view(f"u{size}"))
+
+
+def _store_cost(instruction: Instruction) -> Cost:
+    words = instruction.words
+    count = next((_COUNTS[word] for word in words if word in _COUNTS), 1)
+    return access_cost(words, count * int(words[-1][1:]) // 8)
+
+
+def _update_cost(instruction: Instruction) -> Cost:
+    space = space_of(instruction.words)
+    return Cost(f"{space} memory", Demand(PIPES.get(space, "unknown"), operands="sources"))
+
+
+ENTRIES = (
+    Entry("st.async.*", _bind, _store_cost),
+    Entry("red.async.*", _bind, _update_cost),
+)

@@ -14,17 +14,13 @@ from kernels.emulator.machine.tensor_memory import LEAST_COLUMNS, TensorMemory
 from kernels.emulator.machine.warp import Reader, Wait, Warp, address_reader, reader, whole
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.tensor_memory import TENSOR_COLUMNS
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import CONTROL, Effect, Entry
 from kernels.emulator.ptx.syntax import Instruction
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of an instruction that allocates tensor memory, or None if it is none."""
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = tuple(word for word in instruction.words if word not in ("shared:cta", "b32"))
-    if words[0] != "tcgen05" or words[2:] not in (
-        ("cta_group:1", "sync", "aligned"),
-        ("cta_group:2", "sync", "aligned"),
-    ):
+    if words[2:] not in (("cta_group:1", "sync", "aligned"), ("cta_group:2", "sync", "aligned")):
         return None
     paired = words[2] == "cta_group:2"
     if words[1] == "alloc":
@@ -34,7 +30,7 @@ def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     if words[1] == "dealloc":
         address, count = (reader(x, "u32", symbols) for x in instruction.operands)
         return functools.partial(_free, paired, address, count)
-    return _relinquish if words[1] == "relinquish_alloc_permit" else None
+    return _relinquish
 
 
 def check_groups(instructions: Iterable[Instruction]) -> None:
@@ -144,3 +140,10 @@ def _free(
 def _relinquish(warp: Warp, mask: np.ndarray) -> None:
     whole(warp, mask)
     warp.cta.tensor.relinquished = True
+
+
+ENTRIES = (
+    Entry("tcgen05.alloc.*", _bind, CONTROL),
+    Entry("tcgen05.dealloc.*", _bind, CONTROL),
+    Entry("tcgen05.relinquish_alloc_permit.*", _bind, CONTROL),
+)

@@ -16,18 +16,13 @@ from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.clocks import Knowledge
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import SOURCES, Cost, Effect, Entry, always
 from kernels.emulator.ptx.syntax import Instruction
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a commit or a fence, or None if it is none."""
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = instruction.words
-    if words == ("tcgen05", "fence:before_thread_sync"):
-        return _fence_before
-    if words == ("tcgen05", "fence:after_thread_sync"):
-        return _fence_after
-    if words[:2] != ("tcgen05", "commit") or words[2] not in ("cta_group:1", "cta_group:2"):
+    if words[2] not in ("cta_group:1", "cta_group:2"):
         return None
     rest = tuple(word for word in words[3:] if word != "shared:cluster")
     multicast = "multicast:cluster" in rest
@@ -117,3 +112,12 @@ def _arrive(
         if cta.machine.policy.clean_exits:
             barrier.copied = max(barrier.copied, barrier.phase + 1)
         barrier.arrive(1, f"a commit of thread {pipe.thread}")
+
+
+_SYNCHRONISATION = Cost("synchronisation", SOURCES)
+
+ENTRIES = (
+    Entry("tcgen05.commit.*", _bind, _SYNCHRONISATION),
+    Entry("tcgen05.fence::before_thread_sync", always(_fence_before), _SYNCHRONISATION),
+    Entry("tcgen05.fence::after_thread_sync", always(_fence_after), _SYNCHRONISATION),
+)

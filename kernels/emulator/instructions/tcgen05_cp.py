@@ -13,7 +13,8 @@ from kernels.emulator.machine.tensor_pipe import pipe_of
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.tensor_memory import COPIED, SHIFTED, TENSOR_LANES, Rectangle
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import UNKNOWN, Cost, Effect, Entry
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction
 from kernels.emulator.swizzle import CHUNK
 
@@ -30,20 +31,17 @@ _SHAPES: dict[tuple[str, ...], tuple[int, tuple[tuple[int, int], ...], int]] = {
 _ROWS = {"128x256b": 128, "128x128b": 128, "64x128b": 64, "32x128b": 32, "4x256b": 4}
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of tcgen05.cp or shift, or None if it is none."""
+def _bind_shift(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = instruction.words
-    if words in (
-        ("tcgen05", "shift", "cta_group:1", "down"),
-        ("tcgen05", "shift", "cta_group:2", "down"),
-    ):
-        (address,) = instruction.operands
-        return functools.partial(
-            _shift, words[2] == "cta_group:2", address_reader(address, symbols)
-        )
-    if words[:2] != ("tcgen05", "cp") or words[2] not in ("cta_group:1", "cta_group:2"):
+    if words[2:] not in (("cta_group:1", "down"), ("cta_group:2", "down")):
         return None
-    if words[3:] not in _SHAPES:
+    (address,) = instruction.operands
+    return functools.partial(_shift, words[2] == "cta_group:2", address_reader(address, symbols))
+
+
+def _bind_copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
+    words = instruction.words
+    if words[2] not in ("cta_group:1", "cta_group:2") or words[3:] not in _SHAPES:
         return None
     address, descriptor = instruction.operands
     paired = words[2] == "cta_group:2"
@@ -117,3 +115,9 @@ def _make_shift(ctas: tuple[Cta, ...], rectangle: Rectangle) -> None:
         quarters = cta.tensor.data[rectangle.cells].reshape(-1, LANES, _SHIFTED_COLUMNS)
         moved = np.concatenate([quarters[:, 1:], quarters[:, -1:]], 1)
         cta.tensor.data[rectangle.cells] = moved.reshape(-1, _SHIFTED_COLUMNS)
+
+
+ENTRIES = (
+    Entry("tcgen05.cp.*", _bind_copy, Cost("matrix product", UNKNOWN)),
+    Entry("tcgen05.shift.*", _bind_shift, Cost("matrix product", UNKNOWN)),
+)

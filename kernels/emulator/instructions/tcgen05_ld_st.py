@@ -19,7 +19,16 @@ from kernels.emulator.machine.tensor_moves import Move
 from kernels.emulator.machine.warp import Reader, Warp, address_reader, reader, whole
 from kernels.emulator.memory import NAN_WORD, Fault
 from kernels.emulator.order.tensor_memory import Rectangle
-from kernels.emulator.ptx.program import LANES, Effect
+from kernels.emulator.ptx.entries import (
+    SOURCES,
+    AwaitTensorStores,
+    Cost,
+    Demand,
+    Effect,
+    Entry,
+    always,
+)
+from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Vector
 
 _QUARTERS = 4
@@ -89,17 +98,8 @@ def shape_of(name: str, repeats: int, halves: bool) -> Shape:
     return Shape(int(lane.max()) + 1, columns, pieces, lane, column, piece, halves)
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a load, a store or their wait, or None if it is none."""
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = instruction.words
-    if words == ("tcgen05", "wait:ld", "sync", "aligned"):
-        return _wait_loads
-    if words == ("tcgen05", "wait:st", "sync", "aligned"):
-        return _wait_stores
-    if words[:3] == ("tcgen05", "ld", "red"):
-        return _bind_reduced(instruction, symbols)
-    if words[0] != "tcgen05" or words[1] not in ("ld", "st") or words[2:4] != ("sync", "aligned"):
-        return None
     name, repeats, *rest = words[4:]
     packing = {"ld": "pack:16b", "st": "unpack:16b"}[words[1]]
     if name not in _SHAPES or repeats not in _REPEATS or rest not in (["b32"], [packing, "b32"]):
@@ -286,3 +286,32 @@ def _wait_loads(warp: Warp, mask: np.ndarray) -> None:
 def _wait_stores(warp: Warp, mask: np.ndarray) -> None:
     whole(warp, mask)
     warp.moves.wait_stores()
+
+
+def _cost(instruction: Instruction) -> Cost:
+    words = instruction.words
+    registers = next(_SHAPES[word] for word in words if word in _SHAPES)
+    repeats = next((int(word[1:]) for word in words if word in _REPEATS), 1)
+    loads, size = words[1] == "ld", LANES * 4 * registers * repeats
+    return Cost(
+        "tensor memory",
+        Demand(
+            "tensor memory",
+            results=size / LANES,
+            operands="result first" if loads else "sources",
+        ),
+        per_warp={"tensor_read_bytes" if loads else "tensor_written_bytes": size},
+    )
+
+
+ENTRIES = (
+    Entry("tcgen05.ld.sync.aligned.*", _bind, _cost),
+    Entry("tcgen05.ld.red.*", _bind_reduced, _cost),
+    Entry("tcgen05.st.sync.aligned.*", _bind, _cost),
+    Entry("tcgen05.wait::ld.sync.aligned", always(_wait_loads), Cost("synchronisation", SOURCES)),
+    Entry(
+        "tcgen05.wait::st.sync.aligned",
+        always(_wait_stores),
+        Cost("synchronisation", Demand(operands="sources", action=AwaitTensorStores())),
+    ),
+)

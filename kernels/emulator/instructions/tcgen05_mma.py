@@ -26,7 +26,7 @@ from kernels.emulator.machine.trace import Multiplied
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.tensor_memory import TENSOR_LANES, Rectangle
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import SOURCES, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Address, Immediate, Instruction, Vector
 from kernels.emulator.swizzle import CHUNK
 
@@ -63,10 +63,9 @@ class Operands:
     enabled: np.ndarray | None
 
 
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of tcgen05.mma, or None if it is none."""
+def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     words = tuple(word for word in instruction.words if not word.startswith("collector:"))
-    if words[:2] != ("tcgen05", "mma") or words[2] not in ("cta_group:1", "cta_group:2"):
+    if words[2] not in ("cta_group:1", "cta_group:2"):
         return None
     if words[3:] not in (("kind:f16",), ("kind:f8f6f4",), ("kind:tf32",)):
         return None
@@ -272,3 +271,6 @@ def _values(cta: Cta, tile: Tile, dtype: np.dtype) -> np.ndarray:
         values = narrowed(words[tile_bytes(tile) // size].view(dtype))
         cta.decoded[key] = values
     return values
+
+
+ENTRIES = (Entry("tcgen05.mma.*", _bind, Cost("matrix product", SOURCES)),)

@@ -9,29 +9,21 @@ import numpy as np
 from kernels.emulator.machine.warp import Warp, whole
 from kernels.emulator.machine.wgmma import Form, Product, Tile, tile_chunks
 from kernels.emulator.memory import Fault
-from kernels.emulator.ptx.program import Effect
+from kernels.emulator.ptx.entries import (
+    AwaitProducts,
+    CommitProducts,
+    Cost,
+    Demand,
+    Effect,
+    Entry,
+    Multiply,
+    always,
+)
 from kernels.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from kernels.emulator.swizzle import CHUNK
 
 _WARPGROUP = 4
-
-
-def bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """The effect of a wgmma instruction, or None if it is none."""
-    words = instruction.words
-    if words[0] != "wgmma":
-        return None
-    if words[1] == "fence":
-        return _fence
-    if words[1] == "commit_group":
-        return _commit
-    if words[1] == "wait_group":
-        (count,) = instruction.operands
-        assert isinstance(count, Immediate)
-        return functools.partial(_wait, count.value)
-    if words[:4] == ("wgmma", "mma_async", "sync", "aligned"):
-        return _product(instruction)
-    return None
+_WARP_ROWS, _DEPTH, _K_BYTES = 16, 16, 32
 
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:
@@ -45,12 +37,22 @@ def _commit(warp: Warp, mask: np.ndarray) -> None:
     warp.products.commit()
 
 
+def _bind_wait(instruction: Instruction, symbols: dict[str, int]) -> Effect:
+    return functools.partial(_wait, _pending(instruction))
+
+
 def _wait(count: int, warp: Warp, mask: np.ndarray) -> None:
     whole(warp, mask)
     warp.products.wait(count)
 
 
-def _product(instruction: Instruction) -> Effect | None:
+def _pending(instruction: Instruction) -> int:
+    (count,) = instruction.operands
+    assert isinstance(count, Immediate)
+    return count.value
+
+
+def _product(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     shape, *types = instruction.words[4:]
     columns = int(shape.removeprefix("m64n").removesuffix("k16"))
     if shape != f"m64n{columns}k16" or types not in (
@@ -118,3 +120,37 @@ def _uniform(warp: Warp, index: int) -> int:
     if (descriptors != descriptors[0]).any():
         raise Fault("convergence", "lanes give different matrix descriptors")
     return int(descriptors[0])
+
+
+def _product_cost(instruction: Instruction) -> Cost:
+    """A warp's quarter of the product: four warps share the reads of B, each reads its own A."""
+    columns = int(instruction.words[4].removeprefix("m64n").removesuffix("k16"))
+    from_registers = isinstance(instruction.operands[1], Vector)
+    rows = columns // _WARPGROUP + (0 if from_registers else _WARP_ROWS)
+    product = Multiply(2 * _WARP_ROWS * columns * _DEPTH, rows * _K_BYTES)
+    return Cost(
+        "matrix product",
+        Demand(operands="untracked", action=product),
+        per_warp={"mma_flops": product.flops, "shared_mma_bytes": product.shared_bytes},
+    )
+
+
+def _wait_cost(instruction: Instruction) -> Cost:
+    action = AwaitProducts(_pending(instruction))
+    return Cost("synchronisation", Demand(operands="untracked", action=action))
+
+
+ENTRIES = (
+    Entry(
+        "wgmma.fence.*",
+        always(_fence),
+        Cost("synchronisation", Demand(operands="untracked")),
+    ),
+    Entry("wgmma.mma_async.sync.aligned.*", _product, _product_cost),
+    Entry(
+        "wgmma.commit_group.*",
+        always(_commit),
+        Cost("synchronisation", Demand(operands="untracked", action=CommitProducts())),
+    ),
+    Entry("wgmma.wait_group.*", _bind_wait, _wait_cost),
+)

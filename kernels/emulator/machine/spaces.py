@@ -11,7 +11,7 @@ from kernels.emulator.machine.cta import RANK_SHIFT, Cta
 from kernels.emulator.machine.warp import Warp
 from kernels.emulator.memory import Fault, Region
 from kernels.emulator.order.global_memory import Access, granules
-from kernels.emulator.ptx.program import LOCAL_WINDOW, SHARED_WINDOW
+from kernels.emulator.ptx.windows import LOCAL_WINDOW, SHARED_WINDOW
 
 SHARED = ("shared", "shared:cta")
 SPACES = {"param", "param:entry", "const", "local", "global", "shared:cluster", *SHARED}

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.emulator.ptx.entries import FREE, Cost, Demand
+from kernels.emulator.ptx.windows import WINDOWS
 from kernels.emulator.subnormals import flush
 
 Function = Callable[..., Any]
@@ -30,15 +32,50 @@ DTYPES = {
     "f64": np.dtype(np.float64),
 }
 """Views of registers that functions take."""
+_LONG = 64
+_QUOTIENTS = {"div.s32": 20, "div.u32": 16, "rem.s32": 20}
+"""Instructions that ptxas makes of one, in round numbers; none is in a kernel's main loop."""
+
+
+FMA = Cost("floating point", Demand("fma"))
+FMA_PAIR = Cost("floating point", Demand("fma", results=2))
+"""Two results of a lane by one instruction."""
+EXTREME = Cost("floating point", Demand("alu"))
+"""Extremes and signs, which the unit for integers computes."""
+COMPARE = Cost("compare", Demand("alu"))
+CONVERT = Cost("conversion", Demand("convert"))
+MOVE = Cost("move", FREE)
+
+
+def integer(bits: int | str, issues: int = 1) -> Cost:
+    """The cost of an integer operation that ptxas makes so many of; of 64 bits it makes two."""
+    return Cost("integer", Demand("alu", issues=2 if int(bits) == _LONG else issues))
+
+
+def product(bits: int | str) -> Cost:
+    """The cost of an integer product: of 64 bits ptxas makes four instructions."""
+    return Cost("integer", Demand("multiply", issues=4 if int(bits) == _LONG else 1))
+
+
+def special(issues: int = 1) -> Cost:
+    """The cost of a special function that ptxas makes so many instructions of."""
+    return Cost("special function", Demand("special", issues=issues), {"special_function_ops": 1})
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What a mnemonic computes: views of its sources and of its results, and the function."""
+    """What a mnemonic computes and costs.
+
+    Attributes:
+      function: takes the sources and then the results.
+      sources, results: views of the registers.
+      cost: of one execution by a warp.
+    """
 
     function: Function
     sources: tuple[str, ...]
     results: tuple[str, ...]
+    cost: Cost
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, out: np.ndarray) -> None:
@@ -253,28 +290,30 @@ def _integers() -> dict[str, Operation]:
         for name, function in (
             ("add", np.add),
             ("sub", np.subtract),
-            ("mul.lo", np.multiply),
             ("min", minimum),
             ("max", maximum),
             ("div", divide),
             ("rem", remainder),
         ):
-            table[f"{name}.{view}"] = Operation(function, two, one)
-        table[f"mad.lo.{view}"] = Operation(multiply_add, (*two, view), one)
-        table[f"shr.{view}"] = Operation(shift_right, (view, "u32"), one)
+            cost = integer(bits, _QUOTIENTS.get(f"{name}.{view}", 1))
+            table[f"{name}.{view}"] = Operation(function, two, one, cost)
+        table[f"mul.lo.{view}"] = Operation(np.multiply, two, one, product(bits))
+        table[f"mad.lo.{view}"] = Operation(multiply_add, (*two, view), one, product(bits))
+        table[f"shr.{view}"] = Operation(shift_right, (view, "u32"), one, integer(bits))
         if kind == "s":
-            table[f"neg.{view}"] = Operation(np.negative, one, one)
-            table[f"abs.{view}"] = Operation(np.absolute, one, one)
-            table[f"min.relu.{view}"] = Operation(minimum_relu, two, one)
-            table[f"max.relu.{view}"] = Operation(maximum_relu, two, one)
+            table[f"neg.{view}"] = Operation(np.negative, one, one, integer(bits))
+            table[f"abs.{view}"] = Operation(np.absolute, one, one, integer(bits))
+            table[f"min.relu.{view}"] = Operation(minimum_relu, two, one, integer(bits))
+            table[f"max.relu.{view}"] = Operation(maximum_relu, two, one, integer(bits))
         if bits in _WIDER:
             wider = f"{kind}{_WIDER[bits]}"
             wide = DTYPES[wider].type
             partial = functools.partial
-            table[f"mul.wide.{view}"] = Operation(partial(multiply_wide, wide), two, (wider,))
-            table[f"mul.hi.{view}"] = Operation(partial(multiply_high, wide), two, one)
+            cost = product(bits)
+            table[f"mul.wide.{view}"] = Operation(partial(multiply_wide, wide), two, (wider,), cost)
+            table[f"mul.hi.{view}"] = Operation(partial(multiply_high, wide), two, one, cost)
             table[f"mad.wide.{view}"] = Operation(
-                partial(multiply_add_wide, wide), (*two, wider), (wider,)
+                partial(multiply_add_wide, wide), (*two, wider), (wider,), cost
             )
     return table
 
@@ -282,17 +321,19 @@ def _integers() -> dict[str, Operation]:
 def _logic() -> dict[str, Operation]:
     table = {}
     for name, view in (("pred", "pred"), ("b16", "u16"), ("b32", "u32"), ("b64", "u64")):
+        cost = integer(1 if view == "pred" else view[1:])
         for opcode, function in _LOGIC.items():
-            table[f"{opcode}.{name}"] = Operation(function, (view, view), (view,))
+            table[f"{opcode}.{name}"] = Operation(function, (view, view), (view,), cost)
         invert = np.logical_not if view == "pred" else np.invert
-        table[f"not.{name}"] = Operation(invert, (view,), (view,))
-        table[f"mov.{name}"] = Operation(copy, (view,), (view,))
+        table[f"not.{name}"] = Operation(invert, (view,), (view,), cost)
+        table[f"mov.{name}"] = Operation(copy, (view,), (view,), MOVE)
         if view != "pred":
-            table[f"shl.{name}"] = Operation(shift_left, (view, "u32"), (view,))
-            table[f"shr.{name}"] = Operation(shift_right, (view, "u32"), (view,))
+            table[f"shl.{name}"] = Operation(shift_left, (view, "u32"), (view,), cost)
+            table[f"shr.{name}"] = Operation(shift_right, (view, "u32"), (view,), cost)
             for kind in "busf":
-                table[f"selp.{kind}{name[1:]}"] = Operation(select, (view, view, "pred"), (view,))
-                table[f"mov.{kind}{name[1:]}"] = Operation(copy, (view,), (view,))
+                sources = (view, view, "pred")
+                table[f"selp.{kind}{name[1:]}"] = Operation(select, sources, (view,), COMPARE)
+                table[f"mov.{kind}{name[1:]}"] = Operation(copy, (view,), (view,), MOVE)
     return table
 
 
@@ -301,43 +342,45 @@ def _floats() -> dict[str, Operation]:
     one, two = ("f32",), ("f32", "f32")
     for rounding in ("", ".rn"):
         for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-            table[f"{name}{rounding}.f32"] = Operation(function, two, one)
-    table["fma.rn.f32"] = Operation(fma, (*two, "f32"), one)
-    table["div.rn.f32"] = Operation(np.divide, two, one)
-    table["rcp.rn.f32"] = Operation(reciprocal, one, one)
-    table["rcp.approx.ftz.f32"] = Operation(reciprocal_flushed, one, one)
-    table["ex2.approx.ftz.f32"] = Operation(exp2, one, one)
-    table["lg2.approx.ftz.f32"] = Operation(log2, one, one)
-    table["neg.f32"] = Operation(np.negative, one, one)
-    table["abs.f32"] = Operation(np.absolute, one, one)
-    table["max.f32"] = Operation(np.fmax, two, one)
-    table["min.f32"] = Operation(np.fmin, two, one)
-    table["max.NaN.f32"] = Operation(maximum, two, one)
-    table["min.NaN.f32"] = Operation(minimum, two, one)
+            table[f"{name}{rounding}.f32"] = Operation(function, two, one, FMA)
+    table["fma.rn.f32"] = Operation(fma, (*two, "f32"), one, FMA)
+    table["div.rn.f32"] = Operation(np.divide, two, one, special(9))
+    table["rcp.rn.f32"] = Operation(reciprocal, one, one, special(6))
+    table["rcp.approx.ftz.f32"] = Operation(reciprocal_flushed, one, one, special())
+    table["ex2.approx.ftz.f32"] = Operation(exp2, one, one, special())
+    table["lg2.approx.ftz.f32"] = Operation(log2, one, one, special())
+    table["neg.f32"] = Operation(np.negative, one, one, EXTREME)
+    table["abs.f32"] = Operation(np.absolute, one, one, EXTREME)
+    table["max.f32"] = Operation(np.fmax, two, one, EXTREME)
+    table["min.f32"] = Operation(np.fmin, two, one, EXTREME)
+    table["max.NaN.f32"] = Operation(maximum, two, one, EXTREME)
+    table["min.NaN.f32"] = Operation(minimum, two, one, EXTREME)
     return table
 
 
 def _conversions() -> dict[str, Operation]:
     partial = functools.partial
     table = {
-        "cvt.f32.bf16": Operation(widen_bf16, ("u16",), ("f32",)),
-        "cvt.f32.f16": Operation(widen_fp16, ("u16",), ("f32",)),
+        "cvt.f32.bf16": Operation(widen_bf16, ("u16",), ("f32",), CONVERT),
+        "cvt.f32.f16": Operation(widen_fp16, ("u16",), ("f32",), CONVERT),
     }
     for name, rounded in (("bf16", round_bf16), ("f16", round_fp16)):
         packed = partial(pack_rounded, rounded)
-        table[f"cvt.rn.{name}x2.f32"] = Operation(packed, ("f32", "f32"), ("u32",))
-        table[f"cvt.rn.{name}.f32"] = Operation(partial(round_half, rounded), ("f32",), ("u16",))
+        table[f"cvt.rn.{name}x2.f32"] = Operation(packed, ("f32", "f32"), ("u32",), CONVERT)
+        table[f"cvt.rn.{name}.f32"] = Operation(
+            partial(round_half, rounded), ("f32",), ("u16",), CONVERT
+        )
     integers = {f"{kind}{bits}": None for kind in "us" for bits in (8, 16, 32, 64)}
     types = {
         name: np.dtype(name.replace("u", "uint").replace("s", "int")).type for name in integers
     }
     for to, source in ((a, b) for a in integers for b in integers):
         function = partial(convert_integer, types[to], types[source])
-        table[f"cvt.{to}.{source}"] = Operation(function, (source,), (to,))
+        table[f"cvt.{to}.{source}"] = Operation(function, (source,), (to,), CONVERT)
     for name in ("u32", "s32", "u64", "s64"):
-        table[f"cvt.rn.f32.{name}"] = Operation(to_float, (name,), ("f32",))
+        table[f"cvt.rn.f32.{name}"] = Operation(to_float, (name,), ("f32",), CONVERT)
         table[f"cvt.rzi.{name}.f32"] = Operation(
-            partial(truncate_float, types[name]), ("f32",), (name,)
+            partial(truncate_float, types[name]), ("f32",), (name,), CONVERT
         )
     return table
 
@@ -352,9 +395,9 @@ def _comparisons() -> dict[str, Operation]:
         for name, function in _COMPARE.items():
             if type_ == "f32":
                 loose = functools.partial(unordered, function)
-                table[f"setp.{name}u.f32"] = Operation(loose, (view, view), ("pred",))
+                table[f"setp.{name}u.f32"] = Operation(loose, (view, view), ("pred",), COMPARE)
                 function = ordered_not_equal if name == "ne" else function
-            table[f"setp.{name}.{type_}"] = Operation(function, (view, view), ("pred",))
+            table[f"setp.{name}.{type_}"] = Operation(function, (view, view), ("pred",), COMPARE)
             for word, logic in (
                 ("and", operator.and_),
                 ("or", operator.or_),
@@ -363,13 +406,25 @@ def _comparisons() -> dict[str, Operation]:
                 if type_ != "f32":
                     both = functools.partial(combined, function, logic)
                     sources = (view, view, "pred")
-                    table[f"setp.{name}.{word}.{type_}"] = Operation(both, sources, ("pred",))
+                    table[f"setp.{name}.{word}.{type_}"] = Operation(
+                        both, sources, ("pred",), COMPARE
+                    )
     return table
 
 
-OPERATIONS = _integers() | _logic() | _floats() | _conversions() | _comparisons()
+def _addresses() -> dict[str, Operation]:
+    """cvta: a generic address is the address in its space and the start of the space's window."""
+    table = {}
+    for space, window in WINDOWS.items():
+        for name, distance in ((f"cvta.{space}", window), (f"cvta.to.{space}", -window)):
+            shift = functools.partial(np.add, np.uint64(distance % (1 << _LONG)))
+            table[f"{name}.u64"] = Operation(shift, ("u64",), ("u64",), MOVE)
+    return table
+
+
+OPERATIONS = _integers() | _logic() | _floats() | _conversions() | _comparisons() | _addresses()
 """Every arithmetic mnemonic that exists here."""
 
 for _bits, _half in ((64, "u32"), (32, "u16")):
-    OPERATIONS[f"pack.b{_bits}"] = Operation(pack, (_half, _half), (f"u{_bits}",))
-    OPERATIONS[f"unpack.b{_bits}"] = Operation(unpack, (f"u{_bits}",), (_half, _half))
+    OPERATIONS[f"pack.b{_bits}"] = Operation(pack, (_half, _half), (f"u{_bits}",), MOVE)
+    OPERATIONS[f"unpack.b{_bits}"] = Operation(unpack, (f"u{_bits}",), (_half, _half), MOVE)

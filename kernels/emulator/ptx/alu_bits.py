@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.emulator.ptx.alu import Operation
+from kernels.emulator.ptx.alu import Operation, integer
 
 
 def _permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray, out: np.ndarray) -> None:
@@ -111,25 +111,25 @@ def _reverse(a: np.ndarray, out: np.ndarray) -> None:
 def _operations() -> dict[str, Operation]:
     word = ("u32",)
     table = {
-        "prmt.b32": Operation(_permute, word * 3, word),
-        "lop3.b32": Operation(_three_input, word * 4, word),
+        "prmt.b32": Operation(_permute, word * 3, word, integer(32)),
+        "lop3.b32": Operation(_three_input, word * 4, word, integer(32)),
     }
     for direction, mode in ((d, m) for d in "lr" for m in ("wrap", "clamp")):
         function = functools.partial(_funnel, direction == "l", mode == "wrap")
-        table[f"shf.{direction}.{mode}.b32"] = Operation(function, word * 3, word)
+        table[f"shf.{direction}.{mode}.b32"] = Operation(function, word * 3, word, integer(32))
     for bits in ("32", "64"):
-        whole = (f"u{bits}",)
-        table[f"bfi.b{bits}"] = Operation(_insert, whole * 2 + word * 2, whole)
-        table[f"popc.b{bits}"] = Operation(_count, whole, word)
-        table[f"clz.b{bits}"] = Operation(_leading, whole, word)
-        table[f"brev.b{bits}"] = Operation(_reverse, whole, whole)
+        whole, cost = (f"u{bits}",), integer(bits)
+        table[f"bfi.b{bits}"] = Operation(_insert, whole * 2 + word * 2, whole, cost)
+        table[f"popc.b{bits}"] = Operation(_count, whole, word, cost)
+        table[f"clz.b{bits}"] = Operation(_leading, whole, word, cost)
+        table[f"brev.b{bits}"] = Operation(_reverse, whole, whole, cost)
         for kind in "us":
             view = (f"{kind}{bits}",)
-            table[f"bfe.{kind}{bits}"] = Operation(_extract, view + word * 2, view)
+            table[f"bfe.{kind}{bits}"] = Operation(_extract, view + word * 2, view, cost)
             find = functools.partial(_find, False)
-            table[f"bfind.{kind}{bits}"] = Operation(find, view, word)
+            table[f"bfind.{kind}{bits}"] = Operation(find, view, word, cost)
             far = functools.partial(_find, True)
-            table[f"bfind.shiftamt.{kind}{bits}"] = Operation(far, view, word)
+            table[f"bfind.shiftamt.{kind}{bits}"] = Operation(far, view, word, cost)
     return table
 
 

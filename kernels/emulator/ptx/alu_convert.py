@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kernels.emulator.ptx.alu import Function, Operation
+from kernels.emulator.ptx.alu import CONVERT, Function, Operation
 from kernels.emulator.ptx.alu_float import BF16, FP16
 from kernels.emulator.subnormals import flush
 
@@ -118,8 +118,8 @@ def _flush(a: np.ndarray, out: np.ndarray) -> None:
 
 def _operations() -> dict[str, Operation]:
     table = {
-        "cvt.sat.f32.f32": Operation(_saturate, ("f32",), ("f32",)),
-        "cvt.ftz.f32.f32": Operation(_flush, ("f32",), ("f32",)),
+        "cvt.sat.f32.f32": Operation(_saturate, ("f32",), ("f32",), CONVERT),
+        "cvt.ftz.f32.f32": Operation(_flush, ("f32",), ("f32",), CONVERT),
     }
     partial, flags = functools.partial, (False, True)
     for (name, dtype), zero, relu, sat in itertools.product(
@@ -127,30 +127,36 @@ def _operations() -> dict[str, Operation]:
     ):
         convert = partial(_to_half, dtype, zero, relu, sat)
         words = f"cvt.r{'z' if zero else 'n'}{'.relu' if relu else ''}{'.satfinite' if sat else ''}"
-        table[f"{words}.{name}.f32"] = Operation(partial(_half, convert), ("f32",), ("u16",))
+        table[f"{words}.{name}.f32"] = Operation(
+            partial(_half, convert), ("f32",), ("u16",), CONVERT
+        )
         pair = partial(_half_pair, convert)
-        table[f"{words}.{name}x2.f32"] = Operation(pair, ("f32", "f32"), ("u32",))
+        table[f"{words}.{name}x2.f32"] = Operation(pair, ("f32", "f32"), ("u32",), CONVERT)
     for (name, dtype), relu in itertools.product(_FP8.items(), flags):
         end, convert = ".relu" if relu else "", partial(_to_fp8, dtype, relu)
         words = f"cvt.rn.satfinite{end}.{name}x2"
         pair = partial(_fp8_pair, convert)
-        table[f"{words}.f32"] = Operation(pair, ("f32", "f32"), ("u16",))
+        table[f"{words}.f32"] = Operation(pair, ("f32", "f32"), ("u16",), CONVERT)
         of_halves = partial(_fp8_of_halves, convert, FP16)
-        table[f"{words}.f16x2"] = Operation(of_halves, ("u32",), ("u16",))
+        table[f"{words}.f16x2"] = Operation(of_halves, ("u32",), ("u16",), CONVERT)
         halves = partial(_halves_of_fp8, dtype, FP16, relu)
-        table[f"cvt.rn{end}.f16x2.{name}x2"] = Operation(halves, ("u16",), ("u32",))
+        table[f"cvt.rn{end}.f16x2.{name}x2"] = Operation(halves, ("u16",), ("u32",), CONVERT)
     for mode in ("rna", "rn", "rz"):
-        table[f"cvt.{mode}.tf32.f32"] = Operation(partial(_to_tf32, mode), ("f32",), ("u32",))
+        table[f"cvt.{mode}.tf32.f32"] = Operation(
+            partial(_to_tf32, mode), ("f32",), ("u32",), CONVERT
+        )
     for (mode, function), ftz in itertools.product(_WHOLE.items(), flags):
         words = f"cvt.r{mode}i" if mode != "i" else "cvt.rni"
         words += ".ftz" if ftz else ""
         whole = partial(_whole, function, ftz)
-        table[f"{words}.f32.f32"] = Operation(whole, ("f32",), ("f32",))
+        table[f"{words}.f32.f32"] = Operation(whole, ("f32",), ("f32",), CONVERT)
         for name, to in _INTEGERS.items():
             integer = partial(_to_integer, to, function, ftz)
-            table[f"{words}.{name}.f32"] = Operation(integer, ("f32",), (name,))
+            table[f"{words}.{name}.f32"] = Operation(integer, ("f32",), (name,), CONVERT)
     for mode, name in itertools.product("zmp", _INTEGERS):
-        table[f"cvt.r{mode}.f32.{name}"] = Operation(partial(_of_integer, mode), (name,), ("f32",))
+        table[f"cvt.r{mode}.f32.{name}"] = Operation(
+            partial(_of_integer, mode), (name,), ("f32",), CONVERT
+        )
     return table
 
 

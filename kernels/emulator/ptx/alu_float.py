@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kernels.emulator.ptx import alu
-from kernels.emulator.ptx.alu import Function, Operation
+from kernels.emulator.ptx.alu import EXTREME, FMA, FMA_PAIR, Function, Operation, special
 from kernels.emulator.subnormals import flush
 
 BF16: Any = np.dtype(ml_dtypes.bfloat16)
@@ -194,19 +194,19 @@ def _arithmetic() -> dict[str, Operation]:
         words = [name, f"r{mode}" if mode else "", "ftz" if ftz else "", "sat" if sat else ""]
         mnemonic = ".".join(word for word in words if word)
         count = 3 if name == "fma" else 2
-        table[f"{mnemonic}.f32"] = Operation(function, ("f32",) * count, ("f32",))
+        table[f"{mnemonic}.f32"] = Operation(function, ("f32",) * count, ("f32",), FMA)
         if not sat:
             pairs: Function = functools.partial(_pairwise, np.float32, function)
             if mode in ("", "n") and not ftz:
                 pairs = functools.partial(_pair_nearest, _NEAREST[name])
                 pairs = _pair_fma if name == "fma" else pairs
-            table[f"{mnemonic}.f32x2"] = Operation(pairs, ("u64",) * count, ("u64",))
+            table[f"{mnemonic}.f32x2"] = Operation(pairs, ("u64",) * count, ("u64",), FMA_PAIR)
         for kind, dtype in (("bf16", BF16), ("f16", FP16)) if not ftz and not sat else ():
             narrow = {"add": 1, "sub": 1, "fma": 2}.get(name)
             if narrow is not None:
                 mixed = functools.partial(_mixed, dtype, core, narrow)
                 views = ("u16",) * narrow + ("f32",)
-                table[f"{mnemonic}.f32.{kind}"] = Operation(mixed, views, ("f32",))
+                table[f"{mnemonic}.f32.{kind}"] = Operation(mixed, views, ("f32",), FMA)
     return table
 
 
@@ -230,22 +230,24 @@ def _halves() -> dict[str, Operation]:
             cores[f"{name}.NaN"] = (2, functools.partial(_half_extreme, strict))
         for name, (count, core) in cores.items():
             function = functools.partial(_half, dtype, core)
-            table[f"{name}.{kind}"] = Operation(function, ("u16",) * count, ("u16",))
-            table[f"{name}.{kind}x2"] = Operation(function, ("u32",) * count, ("u32",))
+            extreme = name.split(".")[0] in ("neg", "abs", "max", "min")
+            one, two = (EXTREME, EXTREME) if extreme else (FMA, FMA_PAIR)
+            table[f"{name}.{kind}"] = Operation(function, ("u16",) * count, ("u16",), one)
+            table[f"{name}.{kind}x2"] = Operation(function, ("u32",) * count, ("u32",), two)
     return table
 
 
 def _others() -> dict[str, Operation]:
     """Three-input extremes, approximations, flushing forms."""
-    table = {"copysign.f32": Operation(_copysign, ("f32", "f32"), ("f32",))}
+    table = {"copysign.f32": Operation(_copysign, ("f32", "f32"), ("f32",), FMA)}
     for name, number, strict in (("max", np.fmax, np.maximum), ("min", np.fmin, np.minimum)):
         for nan, ftz in itertools.product((0, 1), (0, 1)):
             core = strict if nan else number
             mnemonic = f"{name}{'.ftz' if ftz else ''}{'.NaN' if nan else ''}.f32"
             function = functools.partial(_modified, core, bool(ftz), False)
-            table[mnemonic] = Operation(function, ("f32", "f32"), ("f32",))
+            table[mnemonic] = Operation(function, ("f32", "f32"), ("f32",), EXTREME)
             three = functools.partial(_three, core, bool(ftz))
-            table[f"three {mnemonic}"] = Operation(three, ("f32",) * 3, ("f32",))
+            table[f"three {mnemonic}"] = Operation(three, ("f32",) * 3, ("f32",), EXTREME)
     for name, function in (
         ("ex2.approx", np.exp2),
         ("lg2.approx", np.log2),
@@ -260,9 +262,10 @@ def _others() -> dict[str, Operation]:
         ("neg", np.negative),
         ("abs", np.absolute),
     ):
+        cost = EXTREME if name in ("neg", "abs") else special()
         for ftz in (False, True):
             one = functools.partial(_unary, function, ftz)
-            table[f"{name}{'.ftz' if ftz else ''}.f32"] = Operation(one, ("f32",), ("f32",))
+            table[f"{name}{'.ftz' if ftz else ''}.f32"] = Operation(one, ("f32",), ("f32",), cost)
     del table["tanh.approx.ftz.f32"]
     return table
 

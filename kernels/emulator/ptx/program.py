@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kernels.emulator.errors import PtxError
 from kernels.emulator.ptx import alu, arithmetic
+from kernels.emulator.ptx.entries import CONTROL, Bound, Cost, Effect
 from kernels.emulator.ptx.syntax import (
     Immediate,
     Instruction,
@@ -31,28 +32,12 @@ from kernels.emulator.ptx.syntax import (
 
 LANES = 32
 _EXTREMES_OF_THREE = 3
-PARAMETER_BASE = 0x7F00_0000_0000
-"""Generic address of the parameter block."""
-LOCAL_WINDOW = 0x7D00_0000_0000
-"""Generic address of every thread's local memory."""
-SHARED_WINDOW = 0x7E00_0000_0000
-"""Generic address of shared memory."""
+BRANCHES = ("bra", "ret", "exit")
+"""Instructions that become a `Branch` or an `Exit`."""
 VOLATILE = frozenset(
     {"%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"}
 )
 """Special registers that are read anew by every mov."""
-_WINDOWS = {
-    "param": PARAMETER_BASE,
-    "local": LOCAL_WINDOW,
-    "shared": SHARED_WINDOW,
-    "shared::cta": SHARED_WINDOW,
-    "shared::cluster": SHARED_WINDOW,
-    "global": 0,
-    "const": 0,
-}
-
-Effect = Callable[[Any, np.ndarray], Any]
-"""An instruction bound to its operands; called with a machine.warp.Warp and its executing lanes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +45,7 @@ class Run:
     """Arithmetic instructions in a row. `full` is for warps with all lanes active."""
 
     instructions: tuple[Instruction, ...]
+    costs: tuple[Cost, ...]
     full: Callable[[Any], None]
     masked: Callable[[Any, np.ndarray], None]
     reads: frozenset[Register]
@@ -87,12 +73,24 @@ class Single:
     """One instruction with an effect."""
 
     instruction: Instruction
+    cost: Cost
     effect: Effect
     reads: frozenset[Register]
     writes: frozenset[Register]
 
 
 Step = Run | Branch | Exit | Single
+
+
+def priced(step: Step) -> Iterator[tuple[Instruction, Cost]]:
+    """The instructions of a step, each with its cost."""
+    match step:
+        case Run():
+            yield from zip(step.instructions, step.costs, strict=True)
+        case Single():
+            yield step.instruction, step.cost
+        case Branch() | Exit():
+            yield step.instruction, CONTROL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +113,13 @@ class Program:
 
 
 def make_program(
-    kernel: Kernel, symbols: dict[str, int], bind: Callable[[Instruction], Effect | None]
+    kernel: Kernel, symbols: dict[str, int], bind: Callable[[Instruction], Bound | None]
 ) -> Program:
     """Makes a kernel ready.
 
     Args:
       symbols: values of the names of shared variables and parameters.
-      bind: makes the effect of an instruction that is not arithmetic, or None if it has none.
+      bind: makes an instruction ready that is not arithmetic; None if there is none like it.
 
     Raises:
       PtxError: an instruction is not implemented.
@@ -147,8 +145,8 @@ def make_program(
         first = piece.instructions[0]
         if piece.calls:
             steps.append(compiler.run(piece.instructions, piece.calls))
-        elif piece.effect is not None:
-            steps.append(Single(first, piece.effect, *_used(first)))
+        elif piece.bound is not None:
+            steps.append(Single(first, piece.bound.cost, piece.bound.effect, *_used(first)))
         elif first.opcode == "bra":
             steps.append(Branch(first, targets[_label(first)], meet))
         else:
@@ -162,7 +160,7 @@ class _Piece:
 
     instructions: tuple[Instruction, ...]
     calls: tuple[_Call, ...] = ()
-    effect: Effect | None = None
+    bound: Bound | None = None
 
     def followed_by(self, other: _Piece) -> _Piece:
         """Both runs of arithmetic as one."""
@@ -172,17 +170,17 @@ class _Piece:
 def _piece(
     instruction: Instruction,
     compiler: _Compiler,
-    bind: Callable[[Instruction], Effect | None],
+    bind: Callable[[Instruction], Bound | None],
 ) -> _Piece:
-    if instruction.opcode in ("bra", "ret", "exit"):
+    if instruction.opcode in BRANCHES:
         return _Piece((instruction,))
     call = compiler.call(instruction)
     if call is not None and instruction.guard is None:
         return _Piece((instruction,), calls=(call,))
-    effect = bind(instruction) if call is None else compiler.guarded(call)
-    if effect is None:
+    bound = bind(instruction) if call is None else Bound(compiler.guarded(call), call.cost)
+    if bound is None:
         raise PtxError(f"line {instruction.line}: not implemented: {instruction.text}")
-    return _Piece((instruction,), effect=effect)
+    return _Piece((instruction,), bound=bound)
 
 
 def _is_sink(operand: Operand) -> bool:
@@ -214,7 +212,7 @@ def _meeting_points(pieces: list[_Piece], targets: dict[str, int]) -> list[int]:
     for position, piece in enumerate(pieces):
         first = piece.instructions[0]
         falls = [] if first.guard is None else [position + 1]
-        if piece.calls or piece.effect is not None:
+        if piece.calls or piece.bound is not None:
             following.append([position + 1])
         else:
             target = targets[_label(first)] if first.opcode == "bra" else end
@@ -272,6 +270,7 @@ class _Call:
     """An arithmetic instruction: its function, and where its sources and results are, as text."""
 
     function: str
+    cost: Cost
     sources: tuple[str, ...]
     results: tuple[str, ...]
     views: tuple[str, ...]
@@ -316,6 +315,7 @@ class _Compiler:
             function, texts[1] = self._shift(instruction, operation, sources, texts[1])
         return _Call(
             self._function(function),
+            operation.cost,
             tuple(texts),
             tuple(
                 f"{view}[{x.index}]" if isinstance(x, Register) else f"sink_{view}"
@@ -398,6 +398,7 @@ class _Compiler:
 
         return Run(
             instructions,
+            tuple(call.cost for call in calls),
             later(False),
             later(True),
             frozenset[Register]().union(*(call.reads for call in calls)),
@@ -444,9 +445,4 @@ def _arrange(instruction: Instruction) -> tuple[str, list[Operand], list[Operand
         return mnemonic.replace("mov", "unpack"), list(results[0].elements), sources
     if instruction.opcode == "mov" and isinstance(sources[0], Vector):
         return mnemonic.replace("mov", "pack"), results, list(sources[0].elements)
-    if instruction.opcode == "cvta" and mnemonic.endswith(".u64"):
-        space = mnemonic.removeprefix("cvta.").removeprefix("to.").removesuffix(".u64")
-        if space in _WINDOWS:
-            way = "sub.u64" if mnemonic.startswith("cvta.to.") else "add.u64"
-            return way, results, [*sources, Immediate(_WINDOWS[space])]
     return mnemonic, results, sources

@@ -1,34 +1,61 @@
 """From a program's steps to what they ask of an SM: the compiled half of a timing estimate.
 
-It knows neither ptxas's real instructions (register moves and parameter loads are taken to be free,
-everything else to be one instruction, but for `_EXPANSIONS`) nor register banks and shared-memory
-bank conflicts. Straight-line instructions, plain loads and stores among them, are ordered as a
-compiler would.
+An instruction's own demand stands in its entry. This module adds what is general: what a pipe's
+rates make of a demand, and the order in which a warp issues straight-line instructions, which are
+ordered as a compiler would. Register moves and parameter loads are taken to be free; register banks
+and bank conflicts of shared memory are not modelled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Callable, Set
 
-from kernels.emulator.ptx.costs import instruction_class, of_lane, of_product, of_warp
-from kernels.emulator.ptx.program import Branch, Exit, Program, Run, Single, Step
-from kernels.emulator.ptx.syntax import Immediate, Instruction, Register, registers
+from kernels.emulator.ptx.entries import Action, Cost, Demand, Pipe
+from kernels.emulator.ptx.program import Branch, Exit, Program, Run, Single, Step, priced
+from kernels.emulator.ptx.syntax import Instruction, Register, registers
 from kernels.emulator.timing.rates import Rates
 
 PARTITIONS = 4
 _LANES = 32
-_FREE = ("move", "param memory")
 UNITS = (
     *("fma", "alu", "multiply", "special", "convert", "shuffle", "memory", "control"),
     "tensor memory",
 )
 TENSOR_MEMORY = UNITS.index("tensor memory")
+_NARROW = ("alu", "convert")
+"""Units of 16 lanes."""
 _MEMORY = Register("memory", 0, "memory")
 """For the order in which a warp issues: loads do not pass stores."""
-_EXPANSIONS = {"div.s32": 20, "div.u32": 16, "rem.s32": 20, "div.rn.f32": 9, "rcp.rn.f32": 6}
-"""Round numbers of instructions that ptxas makes of one; none is inside a kernel's main loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What a pipe means: the unit, how many lanes it serves in a cycle, and the latency."""
+
+    unit: str
+    lanes: Callable[[Rates], float]
+    latency: Callable[[Rates], float]
+
+
+PIPES: dict[Pipe, Route] = {
+    "fma": Route("fma", lambda r: r.fma_lanes, lambda r: r.arithmetic_latency),
+    "alu": Route("alu", lambda r: r.alu_lanes, lambda r: r.arithmetic_latency),
+    "multiply": Route("multiply", lambda r: r.multiply_lanes, lambda r: r.arithmetic_latency),
+    "special": Route("special", lambda r: r.special_lanes, lambda r: r.special_latency),
+    "convert": Route("convert", lambda r: r.convert_lanes, lambda r: r.convert_latency),
+    "shuffle": Route("shuffle", lambda r: r.shuffle_lanes, lambda r: r.shuffle_latency),
+    "shared memory": Route("memory", lambda r: r.memory_lanes, lambda r: r.shared_latency),
+    "global memory": Route("memory", lambda r: r.memory_lanes, lambda r: r.global_latency),
+    "tensor memory": Route(
+        "tensor memory",
+        lambda r: r.tensor_memory_bytes / PARTITIONS,
+        lambda r: r.tensor_memory_latency,
+    ),
+    "control": Route("control", lambda r: _LANES, lambda r: 1),
+    "proxy fence": Route("control", lambda r: _LANES, lambda r: r.proxy_fence_latency),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +80,8 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Action:
-    """What a step does beyond its instruction: `kind` is a method of the replay."""
-
-    kind: str
-    amount: float = 0
-    more: float = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step: its instructions in the order of their issue, then its action."""
+    """A step: its instructions in the order in which they issue, then its action."""
 
     ops: tuple[Op, ...]
     action: Action | None = None
@@ -104,140 +122,56 @@ def _plain(step: Step, plan: Plan) -> bool:
     """Whether the compiler may move what comes before and after it across."""
     if isinstance(step, Run):
         return True
-    if not isinstance(step, Single) or plan.action is not None:
-        return False
-    return step.instruction.opcode in ("ld", "st", "stmatrix", "ldmatrix") and not (
-        {"volatile", "acquire", "release", "relaxed"} & set(step.instruction.words)
-    )
+    return isinstance(step, Single) and plan.action is None and step.cost.demand.movable
 
 
 def _plan(step: Step, rates: Rates, spread: Set[int]) -> Plan:
-    if isinstance(step, Run):
-        return Plan(tuple(_op(instruction, rates, spread) for instruction in step.instructions))
-    instruction = step.instruction
     if isinstance(step, Branch | Exit):
-        guard = () if instruction.guard is None else (instruction.guard[0],)
+        guard = () if step.instruction.guard is None else (step.instruction.guard[0],)
         return Plan((Op(UNITS.index("control"), 1, 1, guard, ()),))
-    return Plan((_op(instruction, rates, spread),), _action(step, rates))
+    ops = tuple(_op(*pair, rates, spread) for pair in priced(step))
+    return Plan(ops, step.cost.demand.action if isinstance(step, Single) else None)
 
 
-def _op(instruction: Instruction, rates: Rates, spread: Set[int]) -> Op:
-    reads, writes = _registers(instruction)
-    if instruction.opcode in ("ld", "ldmatrix"):
-        reads += (_MEMORY,)
-    elif instruction.opcode in ("st", "stmatrix"):
-        writes += (_MEMORY,)
-    kind = instruction_class(instruction.mnemonic)
-    if kind in _FREE or instruction.opcode == "prefetch":
+def _op(instruction: Instruction, cost: Cost, rates: Rates, spread: Set[int]) -> Op:
+    demand = cost.demand
+    reads, writes = _registers(instruction, demand)
+    if demand.pipe == "free":
         return Op(UNITS.index("control"), 0, 0, reads, writes)
-    unit, lanes, latency = _unit(instruction, kind, rates)
-    count = _EXPANSIONS.get(instruction.mnemonic, 1)
-    wide = instruction.words[-1] in ("s64", "u64", "b64")
-    if kind == "integer" and wide and "wide" not in instruction.words:
-        count = 4 if unit == "multiply" else 2
-    narrow = rates.narrow_issue if unit in ("alu", "convert") else 1.0
-    issue = count * narrow  # packed or long ones issue once
-    shared = _LANES * sum(n for name, n in of_lane(instruction).items() if "shared" in name)
-    if instruction.opcode == "ld" and instruction.line not in spread and shared:
-        shared = round(
-            max(shared * rates.shared_bytes / rates.one_address_bytes, rates.shared_bytes)
-        )
-    if instruction.opcode in ("stmatrix", "ldmatrix"):
-        shared = 128 * int(next(w for w in instruction.words if w in ("x1", "x2", "x4"))[1:])
-    if unit == "fma" and instruction.words[-1].endswith("x2"):
-        count = 2  # results of a lane
-    if unit == "tensor memory":
-        (count,) = (n / _LANES for n in of_warp(instruction).values())
-    cycles, latency = count * _LANES / lanes, latency + (count - 1)
+    route = PIPES.get(demand.pipe)
+    lanes = 0 if route is None else route.lanes(rates)
+    if route is None or not lanes:
+        raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
+    shared = demand.shared_bytes
+    if demand.broadcast and shared and instruction.line not in spread:
+        together = shared * rates.shared_bytes / rates.one_address_bytes
+        shared = round(max(together, rates.shared_bytes))
+    results = demand.issues if demand.results is None else demand.results
+    cycles, latency = results * _LANES / lanes, route.latency(rates) + (results - 1)
     if shared:  # the four sub-partitions share the port
         cycles = max(cycles, shared / (rates.shared_bytes / PARTITIONS) / PARTITIONS)
-    blocks = instruction.words[:2] == ("fence", "proxy")
-    return Op(UNITS.index(unit), cycles, latency, reads, writes, shared, issue, blocks)
+    issue = demand.issues * (rates.narrow_issue if route.unit in _NARROW else 1.0)
+    unit = UNITS.index(route.unit)
+    return Op(unit, cycles, latency, reads, writes, shared, issue, demand.blocks)
 
 
-def _unit(instruction: Instruction, kind: str, rates: Rates) -> tuple[str, float, float]:
-    """Unit, lanes a cycle and latency of an instruction."""
-    first = instruction.opcode
-    arithmetic = rates.arithmetic_latency
-    if kind == "floating point" and first not in ("min", "max", "neg", "abs"):
-        return "fma", rates.fma_lanes, arithmetic
-    if kind == "integer" and first in ("mul", "mad"):
-        return "multiply", rates.multiply_lanes, arithmetic
-    if kind in ("floating point", "integer", "compare"):
-        return "alu", rates.alu_lanes, arithmetic
-    if kind == "special function":
-        return "special", rates.special_lanes, rates.special_latency
-    if kind == "conversion":
-        return "convert", rates.convert_lanes, rates.convert_latency
-    if kind == "warp":
-        if first == "shfl":
-            return "shuffle", rates.shuffle_lanes, rates.shuffle_latency
-        return "alu", rates.alu_lanes, arithmetic
-    if kind == "shared memory":
-        return "memory", rates.memory_lanes, rates.shared_latency
-    if kind == "global memory":
-        return "memory", rates.memory_lanes, rates.global_latency
-    if kind == "tensor memory" and rates.tensor_memory_bytes:
-        lanes = rates.tensor_memory_bytes / PARTITIONS
-        return "tensor memory", lanes, rates.tensor_memory_latency
-    if instruction.words[:2] == ("fence", "proxy"):
-        return "control", _LANES, rates.proxy_fence_latency
-    if kind in ("synchronisation", "control", "TMA", "matrix product"):
-        return "control", _LANES, 1
-    raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
-
-
-def _registers(instruction: Instruction) -> tuple[tuple[Register, ...], tuple[Register, ...]]:
-    """Registers that an instruction waits for, and those that others wait for; not wgmma's."""
-    if instruction.opcode == "wgmma":
+def _registers(
+    instruction: Instruction, demand: Demand
+) -> tuple[tuple[Register, ...], tuple[Register, ...]]:
+    """Registers that an instruction waits for, and those that others wait for."""
+    if demand.operands == "untracked":
         return (), ()
     named = [tuple(registers(operand)) for operand in instruction.operands]
-    stores = instruction.opcode in ("st", "red", "stmatrix", "cp", "mbarrier", "bar", "bra")
-    stores |= instruction.opcode == "tcgen05" and instruction.words[1] != "ld"
-    writes = () if stores or not named else named[0]
-    sources = named if stores else named[1:]
-    reads = tuple(register for operand in sources for register in operand)
+    results = demand.operands == "result first"
+    writes = named[0] if results and named else ()
+    reads = tuple(register for operand in named[results:] for register in operand)
     if instruction.guard is not None:
         reads += (instruction.guard[0], *writes)
+    if demand.memory == "reads":
+        reads += (_MEMORY,)
+    elif demand.memory == "writes":
+        writes += (_MEMORY,)
     return reads, writes
-
-
-def _action(step: Single, rates: Rates) -> Action | None:
-    instruction = step.instruction
-    words = instruction.words
-    if words[:2] == ("tcgen05", "wait:st"):
-        return Action("await_tensor_stores")
-    unknown = (("mma", "sync"), ("tcgen05", "cp"), ("tcgen05", "shift"))
-    if words[:2] in unknown:
-        raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
-    if words[:2] == ("wgmma", "mma_async"):
-        costs = of_product(instruction)
-        return Action("product", costs["mma_flops"], costs["shared_mma_bytes"])
-    if words[:2] == ("wgmma", "commit_group"):
-        return Action("commit_products")
-    if words[:2] == ("wgmma", "wait_group"):
-        return Action("await_products", _immediate(instruction))
-    if words[:2] == ("red", "relaxed") or (words[0] == "red" and "global" in words):
-        return Action("reduce", _LANES * of_lane(instruction)["global_reduced_bytes"])
-    if words[:4] == ("cp", "async", "bulk", "commit_group"):
-        return Action("commit_stores")
-    if words[:4] == ("cp", "async", "bulk", "wait_group"):
-        return Action("await_stores", _immediate(instruction), float("read" not in words))
-    if words[:3] in (("cp", "async", "ca"), ("cp", "async", "cg")):
-        size = instruction.operands[2]
-        assert isinstance(size, Immediate)
-        return Action("gather", _LANES * size.value)
-    if words[:4] == ("cp", "async", "mbarrier", "arrive"):
-        return None
-    if words[:2] == ("cp", "async") and "bulk" not in words:
-        raise NotImplementedError(f"the timing of line {instruction.line}: {instruction.text}")
-    return None
-
-
-def _immediate(instruction: Instruction) -> int:
-    (count,) = instruction.operands
-    assert isinstance(count, Immediate)
-    return count.value
 
 
 def _scheduled(ops: list[Op]) -> tuple[Op, ...]:

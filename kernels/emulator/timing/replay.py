@@ -41,8 +41,19 @@ from kernels.emulator.machine.trace import (
     Trace,
     Waited,
 )
+from kernels.emulator.ptx.entries import (
+    Action,
+    AwaitProducts,
+    AwaitStores,
+    AwaitTensorStores,
+    CommitProducts,
+    CommitStores,
+    Gather,
+    Multiply,
+    Reduce,
+)
 from kernels.emulator.ptx.syntax import Register
-from kernels.emulator.timing.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Action, Plan, make_plans
+from kernels.emulator.timing.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Plan, make_plans
 from kernels.emulator.timing.rates import Rates
 from kernels.emulator.timing.resources import Sm
 
@@ -191,14 +202,13 @@ class _Replay:
                 if issued is None:
                     return
                 time, action = issued, warp.plan.action
-                product = action is not None and action.kind == "product"
-                if product and warp.partition.room > time:
+                if isinstance(action, Multiply) and warp.partition.room > time:
                     warp.op = len(warp.plan.ops)
                     self._push(warp, warp.partition.room)
                     return
                 warp.plan = None
                 if action is not None:
-                    time = getattr(self, f"_{action.kind}")(warp, time, action)
+                    time = self._act(warp, time, action)
             if warp.position == len(warp.items):
                 self._finish(warp, time)
                 return
@@ -370,12 +380,41 @@ class _Replay:
             return None
         return self._slept(warp, time, self.done.get(key, 0.0) + latency, "barrier")
 
-    def _product(self, warp: _Warp, time: float, action: Action) -> float:
+    def _act(self, warp: _Warp, time: float, action: Action) -> float:
+        """Does what a step asks for beyond its instruction; returns when the warp goes on."""
+        match action:
+            case Multiply():
+                self._multiply(warp, time, action)
+            case CommitProducts():
+                warp.product_groups.append(max(warp.products, default=time))
+                warp.products = []
+            case AwaitProducts():
+                return self._await_products(warp, time, action.pending)
+            case AwaitTensorStores():
+                return max(time, warp.tensor_stores)
+            case Reduce():
+                return self._reduce(warp, time, action.size)
+            case Gather():
+                # A load from L2, whose bytes the port of shared memory takes in as they come.
+                delay = self._share(warp.sm, time, action.size)
+                warp.copied = max(warp.copied, time + self.rates.global_latency + delay)
+            case CommitStores():
+                if warp.stores:
+                    read, written = zip(*warp.stores, strict=True)
+                    warp.store_groups.append((max(read), max(written)))
+                warp.stores = []
+            case AwaitStores():
+                return self._await_stores(warp, time, action)
+            case _:
+                raise TypeError(action)
+        return time
+
+    def _multiply(self, warp: _Warp, time: float, product: Multiply) -> None:
         """A warp's quarter of wgmma: its sub-partition's tensor core, and shared memory's share."""
         partition, rates = warp.partition, self.rates
         begin = max(time, partition.tensor)
-        flops = action.amount / (rates.mma_flops / PARTITIONS)
-        port = action.more / (rates.shared_bytes / PARTITIONS)
+        flops = product.flops / (rates.mma_flops / PARTITIONS)
+        port = product.shared_bytes / (rates.shared_bytes / PARTITIONS)
         taken = max(flops, port)
         if partition.tensor < time:
             partition.idle_port = 0.0
@@ -387,11 +426,10 @@ class _Replay:
         partition.idle_port -= copied
         partition.tensor = begin + taken
         self.busy["tensor core"] += flops / PARTITIONS
-        self.busy["shared"] += action.more / rates.shared_bytes
+        self.busy["shared"] += product.shared_bytes / rates.shared_bytes
         warp.products.append(partition.tensor + rates.mma_latency)
         row = self._named(f"tensor core {warp.index % PARTITIONS}", warp.sm)
         self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
-        return time
 
     def _tcgen05_product(self, warp: _Warp, time: float, event: Multiplied) -> float:
         """tcgen05.mma, on an SM's tensor core or a pair's; returns when its result is there."""
@@ -410,51 +448,28 @@ class _Replay:
             self.intervals.append(Interval(row, f"warp {warp.index}", begin, sm.tensor.free))
         return end + rates.mma_latency
 
-    def _await_tensor_stores(self, warp: _Warp, time: float, action: Action) -> float:
-        return max(time, warp.tensor_stores)
-
-    def _commit_products(self, warp: _Warp, time: float, action: Action) -> float:
-        warp.product_groups.append(max(warp.products, default=time))
-        warp.products = []
-        return time
-
-    def _await_products(self, warp: _Warp, time: float, action: Action) -> float:
-        done = len(warp.product_groups) - int(action.amount)
+    def _await_products(self, warp: _Warp, time: float, pending: int) -> float:
+        done = len(warp.product_groups) - pending
         if done <= 0:
             return time
         end = max(warp.product_groups[:done])
         del warp.product_groups[:done]
         return self._slept(warp, time, end, "product")
 
-    def _reduce(self, warp: _Warp, time: float, action: Action) -> float:
+    def _reduce(self, warp: _Warp, time: float, size: int) -> float:
         """Additions to global memory queue up; what is in flight fits into the memory's latency."""
         rates, sm = self.rates, warp.sm
         begin = max(time, sm.additions)
-        sm.additions = begin + action.amount / rates.reduce_bytes
-        self.busy["reduction"] += action.amount / rates.reduce_bytes
+        sm.additions = begin + size / rates.reduce_bytes
+        self.busy["reduction"] += size / rates.reduce_bytes
         return self._slept(warp, time, sm.additions - rates.global_latency, "reduction")
 
-    def _gather(self, warp: _Warp, time: float, action: Action) -> float:
-        """cp.async: a load from L2, whose bytes shared memory's port takes in as they come."""
-        delay = self._share(warp.sm, time, action.amount)
-        warp.copied = max(warp.copied, time + self.rates.global_latency + delay)
-        return time
-
-    def _commit_stores(self, warp: _Warp, time: float, action: Action) -> float:
-        if warp.stores:
-            warp.store_groups.append(
-                (max(read for read, _ in warp.stores), max(done for _, done in warp.stores))
-            )
-        warp.stores = []
-        return time
-
-    def _await_stores(self, warp: _Warp, time: float, action: Action) -> float:
-        done = len(warp.store_groups) - int(action.amount)
+    def _await_stores(self, warp: _Warp, time: float, action: AwaitStores) -> float:
+        done = len(warp.store_groups) - action.pending
         if done <= 0:
             return time
-        which = 1 if action.more else 0
-        end = max(group[which] for group in warp.store_groups[:done])
-        if which:
+        end = max(group[action.written] for group in warp.store_groups[:done])
+        if action.written:
             del warp.store_groups[:done]
         return self._slept(warp, time, end, "store")
 
