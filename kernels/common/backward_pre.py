@@ -85,9 +85,9 @@ class Preprocess(PreHost):
             if lane == 0:
                 row_lse_log2, row_delta = Float32.inf, Float32(0.0)
                 if row < cutlass.min(length, query_length):
-                    position = head_and_batch * query_length + row
-                    row_lse = cute.make_tensor(buffers.lse + position, cute.make_layout(1))[0]
-                    row_dlse = cute.make_tensor(buffers.dlse + position, cute.make_layout(1))[0]
+                    statistic = head_and_batch * query_length + row
+                    row_lse = cute.make_tensor(buffers.lse + statistic, cute.make_layout(1))[0]
+                    row_dlse = cute.make_tensor(buffers.dlse + statistic, cute.make_layout(1))[0]
                     if row_lse != -Float32.inf:
                         row_lse_log2 = row_lse * LOG2_E
                         row_delta = product - row_dlse

@@ -1,4 +1,4 @@
-"""Which tile comes when: the order of work that forward and backward share."""
+"""Which tile comes when: what the orders of work of all kernels have in common."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import tensors
 from kernels.interface import Sizes, Window
 
 UNBOUNDED = Window(bands.UNBOUNDED, bands.UNBOUNDED)
@@ -28,38 +27,20 @@ class Schedule:
     rounds: Int32
     cluster: int = 1  # CTAs that share a tile
 
-    def tile(self, turn: Int32) -> Int32:
+    def tile(self, round_index: Int32) -> Int32:
         """Index of this CTA's tile in a round; past the last one where the round is not full."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         if self.cluster > 1:
             cta, ctas = cta // self.cluster, ctas // self.cluster
-        return turn * ctas + Int32(cutlass.select_(turn % 2 == 0, cta, ctas - 1 - cta))
+        return round_index * ctas + Int32(
+            cutlass.select_(round_index % 2 == 0, cta, ctas - 1 - cta)
+        )
 
-    def turns(self) -> Int32:
+    def rounds_of_cta(self) -> Int32:
         """How many tiles this CTA has."""
         last_is_full = self.tile(self.rounds - 1) < self.tiles
         return self.rounds - 1 + Int32(last_is_full)
-
-
-def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
-    """The forward's schedule of query tiles of `rows` rows."""
-    tiles = (sizes.query_length + rows - 1) // rows * sizes.heads * sizes.batch
-    ctas, _, _ = cute.arch.grid_dim()
-    return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One tile's work: query rows of one head of one batch element."""
-
-    first_row: Int32
-    head: Int32
-    kv_head: Int32
-    batch: Int32
-    band: bands.Band
-    blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +59,6 @@ class ForwardShape:
     kv_row_bytes: int
     l2_bytes: int
     band: bool
-
-
-def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
-    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
-    sizes = schedule.sizes
-    group = sizes.heads // sizes.kv_heads
-    rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
-    section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
-    tiles = (sizes.query_length + shape.m - 1) // shape.m
-    tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
-    tile = tiles - 1 - tile if shape.band else tile
-    batch_index = head_and_batch // sizes.heads
-    head = head_and_batch - batch_index * sizes.heads
-    window = schedule.window if shape.band else None
-    band = batch_band(schedule.extents, batch_index, window)
-    first_row = tile * shape.m
-    blocks = bands.visited_blocks(band, first_row, shape.m, shape.n, tensors.INT32)
-    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
-    return Work(first_row, head, head // group, batch_index, band, blocks, padded)
 
 
 def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[Int32, Int32]:

@@ -1,16 +1,11 @@
 """Views of shared and global memory that every kernel builds the same way."""
 
-import dataclasses
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa4_jax import bands
-from kernels.common import ptx
 
 TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -95,10 +90,6 @@ def tma_store(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor):
     cute.copy(atom, shared, coordinates)
 
 
-K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
-SHARED, REGISTERS = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-
-
 @cute.jit
 def zero_rows(tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutlass.Constexpr[int]):
     """Writes 0 to rows [first_row, rows) of a (rows, cols) tile with the given threads.
@@ -110,53 +101,6 @@ def zero_rows(tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutla
     zero = tile.element_type(0.0)
     for element in cutlass.range(thread, (rows - first_row) * cols, threads, unroll=1):
         tile[first_row + element // cols, element % cols] = zero
-
-
-def round_fragment(values: cute.Tensor, rounded: cute.Tensor):
-    """rounded <- values, element by element in the order of their registers.
-
-    The conversion is an opaque instruction on purpose: an ordinary one would be moved by the
-    compiler to its use, after the next product has been issued, and the fp32 values would stay in
-    registers beside that product's accumulators.
-    """
-    pairs = cute.recast_tensor(rounded, Int32)
-    for i in range(cute.size(pairs)):
-        pairs[i] = ptx.round_pair(rounded.element_type, values[2 * i], values[2 * i + 1])
-
-
-@dataclasses.dataclass(frozen=True)
-class Wgmma:
-    """64 x n x 16 MMA with fp32 accumulators, tiled over warpgroups along M and N.
-
-    majors: K_MAJOR or MN_MAJOR of operands A and B; a_source: SHARED or REGISTERS.
-    """
-
-    dtype: Any
-    warpgroups: tuple[int, int]
-    n: int
-    majors: tuple[OperandMajorMode, OperandMajorMode]
-    a_source: Any = SHARED
-
-    def tiled(self) -> cute.TiledMma:
-        """A fresh TiledMma: its accumulate flag is traced state and must not outlive a region."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            *self.majors,
-            cutlass.Float32,
-            (*self.warpgroups, 1),
-            (64, self.n),
-            self.a_source,
-        )
-
-    def issue(self, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool):
-        """Issues acc (+)= a b and commits it as one group; the caller waits."""
-        mma = self.tiled()
-        warpgroup.fence()
-        for k in range(cute.size(a, mode=[2])):
-            mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-        warpgroup.commit_group()
 
 
 def _select(condition, if_true: Int32, if_false: Int32) -> Int32:

@@ -114,7 +114,7 @@ class Backward(BackwardHost):
             ptx.set_registers(mma.registers)
             work = assign(self.config, shared, *call)
             if warp == mma.first_warp:
-                self.multiply(shared, work)
+                self.mma(shared, work)
             elif warp == load.first_warp:
                 self.load(maps, shared, work, rows)
             elif warp == order.first_warp:
@@ -189,7 +189,7 @@ class Backward(BackwardHost):
         return cute.local_tile(rows, (self.config.tile.m, columns), (block, 0))
 
     @cute.jit
-    def multiply(self, shared: Shared, work: Work):
+    def mma(self, shared: Shared, work: Work):
         """MMA warp: all five products of all steps."""
         steps, barriers = work.steps(), shared.barriers
         if steps > 0:
@@ -197,25 +197,25 @@ class Backward(BackwardHost):
             if work.padded_keys:
                 rows = work.band.key_length - work.first_key
                 self.clear_padding([shared.k, shared.v], rows)
-            self.multiply_scores(shared, work, Int32(0))
-            self.multiply_dp(shared, work, Int32(0))
-            self.multiply_dv(shared, Int32(0))
+            self.mma_scores(shared, work, Int32(0))
+            self.mma_dp(shared, work, Int32(0))
+            self.mma_dv(shared, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             more = step + 1 < steps
             if more:
-                self.multiply_scores(shared, work, step + 1)
-            self.multiply_dk(shared, step)
-            self.multiply_dq(shared, step)
+                self.mma_scores(shared, work, step + 1)
+            self.mma_dk(shared, step)
+            self.mma_dq(shared, step)
             if more:
                 if cutlass.const_expr(self.config.dq_takes_dp):
                     self.await_dq_read(shared, step + 1)
-                self.multiply_dp(shared, work, step + 1)
-                self.multiply_dv(shared, step + 1)
+                self.mma_dp(shared, work, step + 1)
+                self.mma_dv(shared, step + 1)
         if steps > 0:
             products.commit(barriers.grads_full.first)
 
     @cute.jit
-    def multiply_scores(self, shared: Shared, work: Work, step: Int32):
+    def mma_scores(self, shared: Shared, work: Work, step: Int32):
         """S^T = K Q^T."""
         use = shared.barriers.q_full.use(step)
         shared.barriers.q_full.wait(use)
@@ -225,7 +225,7 @@ class Backward(BackwardHost):
         products.commit(shared.barriers.s_full.at(step))
 
     @cute.jit
-    def multiply_dp(self, shared: Shared, work: Work, step: Int32):
+    def mma_dp(self, shared: Shared, work: Work, step: Int32):
         """dP^T = V dO^T."""
         use = shared.barriers.do_full.use(step)
         shared.barriers.do_full.wait(use)
@@ -243,7 +243,7 @@ class Backward(BackwardHost):
         self.config.scores.issue(column, keys, queries, False, (0, d // products.K_STEP))
 
     @cute.jit
-    def multiply_dv(self, shared: Shared, step: Int32):
+    def mma_dv(self, shared: Shared, step: Int32):
         """dV += P^T dO."""
         use = shared.barriers.do_empty.use(step)
         shared.barriers.p_full.wait(step)
@@ -255,7 +255,7 @@ class Backward(BackwardHost):
         products.commit(shared.barriers.do_empty.at(use))
 
     @cute.jit
-    def multiply_dk(self, shared: Shared, step: Int32):
+    def mma_dk(self, shared: Shared, step: Int32):
         """dK += dS^T Q."""
         use = shared.barriers.q_empty.use(step)
         shared.barriers.ds_full.wait(step)
@@ -287,7 +287,7 @@ class Backward(BackwardHost):
             product.issue(accumulator, begin, b, before, steps)
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, step: Int32):
+    def mma_dq(self, shared: Shared, step: Int32):
         """dQ = dS K, or transposed K^T dS^T; after dK's wait for dS.
 
         Where columns of K are lanes and not a multiple of them, the last product's other lanes get

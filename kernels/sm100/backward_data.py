@@ -174,6 +174,6 @@ def take_turns(config: cutlass.Constexpr, barriers: Barriers, work: Work, rows: 
             added = earlier - 1
             while added < earlier:
                 added = common_ptx.load_acquire(counter)
-            cute.arch.mbarrier_arrive(barriers.turn.at(step))
-            barriers.added.wait(step)
+            cute.arch.mbarrier_arrive(barriers.dq_turn.at(step))
+            barriers.dq_added.wait(step)
             common_ptx.increment_release(counter)

@@ -101,8 +101,8 @@ def _order_barriers(deterministic: bool) -> tuple[Barrier, ...]:
     if not deterministic:
         return ()
     return (
-        Barrier("turn", (one("order"),), ("reduce",), "step"),
-        Barrier("added", (warps("reduce"),), ("order",), "step"),
+        Barrier("dq_turn", (one("order"),), ("reduce",), "step"),
+        Barrier("dq_added", (warps("reduce"),), ("order",), "step"),
     )
 
 

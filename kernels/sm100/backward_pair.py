@@ -127,7 +127,7 @@ class PairBackward(BackwardHost):
             work = assign(self.config, shared, *call)
             if warp == mma.first_warp:
                 if work.rank == 0:
-                    self.multiply(shared, work)
+                    self.mma(shared, work)
                 else:
                     self.relay_loads(shared, work)
             elif warp == load.first_warp:
@@ -275,22 +275,22 @@ class PairBackward(BackwardHost):
         cute.arch.sync_warp()
 
     @cute.jit
-    def multiply(self, shared: Shared, work: Work):
+    def mma(self, shared: Shared, work: Work):
         """MMA warp of the even CTA: all five products of all steps."""
         steps = work.steps()
         if steps > 0:
             self.receive_keys(shared, work)
-            self.multiply_rows(shared, work, Int32(0))
+            self.mma_rows(shared, work, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
-                self.multiply_rows(shared, work, step + 1)
-            self.multiply_columns(shared, work, step)
-            self.multiply_dq(shared, step)
+                self.mma_rows(shared, work, step + 1)
+            self.mma_columns(shared, work, step)
+            self.mma_dq(shared, step)
         if steps > 0:
             products.commit(shared.barriers.grads_full.first, 2)
 
     @cute.jit
-    def multiply_rows(self, shared: Shared, work: Work, step: Int32):
+    def mma_rows(self, shared: Shared, work: Work, step: Int32):
         """S^T = K Q^T and dP^T = V dO^T: (keys, queries), over head_dim."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         use = use_of_buffer(step)
@@ -307,7 +307,7 @@ class PairBackward(BackwardHost):
             products.commit(full.at(use), 2)
 
     @cute.jit
-    def multiply_columns(self, shared: Shared, work: Work, step: Int32):
+    def mma_columns(self, shared: Shared, work: Work, step: Int32):
         """dV += P^T dO and dK += dS^T Q: (keys, columns), over the queries."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         use = use_of_buffer(step)
@@ -326,7 +326,7 @@ class PairBackward(BackwardHost):
             products.commit(b_empty.at(step), 2)
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, step: Int32):
+    def mma_dq(self, shared: Shared, step: Int32):
         """dQ^T = K^T dS; after dK's wait for dS."""
         tile, barriers = self.config.tile, shared.barriers
         use = use_of_buffer(step)

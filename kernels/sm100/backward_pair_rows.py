@@ -184,10 +184,10 @@ class RowRoles:
             ptx.fence_before_sync()
             products.arrive(shared.barriers.dq_empty.at(use), ctas=2)
             if cutlass.const_expr(self.config.deterministic):
-                shared.barriers.turn.wait(step)
+                shared.barriers.dq_turn.wait(step)
             for chunk in cutlass.range_constexpr(tile.m // 4):
                 common_ptx.reduce_add_v4(
                     target + chunk * (LANES * 4), values[4 * chunk : 4 * chunk + 4]
                 )
             if cutlass.const_expr(self.config.deterministic):
-                products.arrive(shared.barriers.added.at(step))
+                products.arrive(shared.barriers.dq_added.at(step))

@@ -10,7 +10,7 @@ from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
 from kernels.common.resources import Maps, Shared
-from kernels.common.softmax import exp2
+from kernels.common.softmax import exp2, select
 from kernels.common.state import Limits
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
@@ -69,7 +69,7 @@ def probabilities(
     if queries.is_edge:
         for i in cutlass.range_constexpr(count):
             inside = (i >= queries.limits.low) & (i < queries.limits.high)
-            p[i] = softmax.select(inside, p[i], Float32(0.0))
+            p[i] = select(inside, p[i], Float32(0.0))
     return p
 
 
@@ -248,7 +248,7 @@ class RowRoles:
             ptx.fence_before_sync()
             products.arrive(shared.barriers.dq_empty.at(step))
             if cutlass.const_expr(self.config.deterministic):
-                shared.barriers.turn.wait(step)
+                shared.barriers.dq_turn.wait(step)
             for index in cutlass.range_constexpr(tile.dq_products):
                 lanes = LANES
                 if cutlass.const_expr(tile.dq_transposed):
@@ -259,4 +259,4 @@ class RowRoles:
                         begin = index * width + chunk * 4
                         common_ptx.reduce_add_v4(target + place, values[begin : begin + 4])
             if cutlass.const_expr(self.config.deterministic):
-                products.arrive(shared.barriers.added.at(step))
+                products.arrive(shared.barriers.dq_added.at(step))

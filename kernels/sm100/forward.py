@@ -1,6 +1,6 @@
 """Blackwell forward: O = softmax(scale * Q K^T) V and LSE, query tiles of 128 rows in ping-pong.
 
-    schedule warp     which tile comes next, one ahead of all other roles
+    schedule warp     which tile comes next, one prefetch of all other roles
     load warp         TMA: Q of both tiles, K and V blocks into one ring, last block first
     MMA warp          S_t(i) = Q_t K(i)^T      both operands from shared memory, S to tensor memory
                       O_t   += P_t(i) V(i)     P from tensor memory, part by part
@@ -52,7 +52,7 @@ from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import RowRoles
-from kernels.sm100.packing import Work, assign, make_schedule, to_words
+from kernels.sm100.forward_schedule import Work, assign, make_schedule, to_words
 from kernels.sources import KernelSource
 
 
@@ -95,29 +95,31 @@ class Forward(ForwardHost):
         if warp < correction.first_warp:
             ptx.set_registers(softmax.registers)
             if warp // softmax.warps < softmax.groups:
-                turns = make_schedule(extents, sizes, window, tile).turns()
-                self.row_roles.softmax(shared, turns, lse, sizes, scalars)
+                rounds = make_schedule(extents, sizes, window, tile).rounds_of_cta()
+                self.row_roles.softmax(shared, rounds, lse, sizes, scalars)
         elif warp < mma.first_warp:
             ptx.set_registers(correction.registers)
-            self.row_roles.correct(shared, make_schedule(extents, sizes, window, tile).turns())
+            self.row_roles.correct(
+                shared, make_schedule(extents, sizes, window, tile).rounds_of_cta()
+            )
         else:
             ptx.set_registers(mma.registers)
             schedule = make_schedule(extents, sizes, window, tile)
-            turns = schedule.turns()
+            rounds = schedule.rounds_of_cta()
             if warp == mma.first_warp:
                 if cutlass.const_expr(pair):
                     if cute.arch.block_idx_in_cluster() == 0:
-                        self.products.mma(shared, turns)
+                        self.products.mma(shared, rounds)
                     else:
-                        self.products.relay_loads(shared, turns)
+                        self.products.relay_loads(shared, rounds)
                 else:
-                    self.products.mma(shared, turns)
+                    self.products.mma(shared, rounds)
             elif warp == load.first_warp:
-                self.load(maps, shared, turns)
+                self.load(maps, shared, rounds)
             elif warp == description.role("store").first_warp:
-                self.store(maps, shared, turns)
+                self.store(maps, shared, rounds)
             else:
-                self.assign(shared, schedule, turns)
+                self.assign(shared, schedule, rounds)
         self.synchronise()
         if warp == mma.first_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
@@ -133,11 +135,11 @@ class Forward(ForwardHost):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def assign(self, shared: Shared, schedule: Schedule, turns: Int32):
+    def assign(self, shared: Shared, schedule: Schedule, rounds: Int32):
         """Schedule warp: works out every tile's work while the other roles have the one before."""
-        for turn in cutlass.range(turns, unroll=1):
-            work = assign(schedule.tile(turn), schedule, self.config.shape)
-            use = shared.barriers.work_empty.use(turn)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = assign(schedule.tile(round_index), schedule, self.config.shape)
+            use = shared.barriers.work_empty.use(round_index)
             shared.barriers.work_empty.wait_free(use)
             with cute.arch.elect_one():
                 for i, word in enumerate(to_words(work)):
@@ -145,32 +147,34 @@ class Forward(ForwardHost):
                 cute.arch.mbarrier_arrive(shared.barriers.work_full.at(use))
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, turns: Int32):
+    def load(self, maps: Maps, shared: Shared, rounds: Int32):
         """Load warp: of every tile Q, then K and V of each block, last block first."""
         tile = self.config.tile
-        position, tiles_done = Int32(0), Int32(0)
-        for turn in cutlass.range(turns, unroll=1):
-            work = pop_work(shared, turn)
+        loads_done, tiles_done = Int32(0), Int32(0)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = pop_work(shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
-                self.load_tile(maps, shared, work, position, tiles_done)
+                self.load_tile(maps, shared, work, loads_done, tiles_done)
                 tiles_done += 1
-                position += 2 * count
+                loads_done += 2 * count
         # Shared memory must outlive every commit's arrival.
         for t in cutlass.range_constexpr(tile.query_tiles):
             shared.barriers.q_empty[t].wait_free(tiles_done)
         for i in cutlass.range_constexpr(tile.kv_stages):
-            shared.barriers.kv_empty.wait_free(position + i)
+            shared.barriers.kv_empty.wait_free(loads_done + i)
 
     @cute.jit
-    def load_tile(self, maps: Maps, shared: Shared, work: Work, position: Int32, tiles_done: Int32):
-        """Loads of one tile that has blocks, after `position` loads into the ring."""
+    def load_tile(
+        self, maps: Maps, shared: Shared, work: Work, loads_done: Int32, tiles_done: Int32
+    ):
+        """Loads of one tile that has blocks, after `loads_done` loads into the ring."""
         tile, d = self.config.tile, self.config.head_dim
         units = tile.rows // UNIT
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
-        ahead = tile.buffers_per_tile
-        self.load_block(maps, "k", shared, work, last, position)
-        position += 1
+        prefetch = tile.buffers_per_tile
+        self.load_block(maps, "k", shared, work, last, loads_done)
+        loads_done += 1
         for t in cutlass.range_constexpr(tile.query_tiles):
             full = shared.barriers.q_full[t].first
             shared.barriers.q_empty[t].wait_free(tiles_done)
@@ -184,16 +188,16 @@ class Forward(ForwardHost):
                     source = self.coordinates(work, t * units + unit, (UNIT, d))
                     target = cute.local_tile(shared.q[None, None, t], (UNIT, d), (unit, 0))
                     tensors.tma_load(maps.q, source, target, full)
-        for i in cutlass.range_constexpr(1, ahead):
+        for i in cutlass.range_constexpr(1, prefetch):
             if i < count:
-                self.load_block(maps, "k", shared, work, last - i, position)
-                position += 1
+                self.load_block(maps, "k", shared, work, last - i, loads_done)
+                loads_done += 1
         for step in cutlass.range(count, unroll=1):
-            self.load_block(maps, "v", shared, work, last - step, position)
-            position += 1
-            if step + ahead < count:
-                self.load_block(maps, "k", shared, work, last - step - ahead, position)
-                position += 1
+            self.load_block(maps, "v", shared, work, last - step, loads_done)
+            loads_done += 1
+            if step + prefetch < count:
+                self.load_block(maps, "k", shared, work, last - step - prefetch, loads_done)
+                loads_done += 1
 
     def coordinates(
         self, work: Work, unit: Int32, shape: tuple[int, int], column: Int32 | int = 0
@@ -232,11 +236,11 @@ class Forward(ForwardHost):
             tensors.tma_load(maps.v, source, shared.v[None, None, use.slot], full)
 
     @cute.jit
-    def store(self, maps: Maps, shared: Shared, turns: Int32):
+    def store(self, maps: Maps, shared: Shared, rounds: Int32):
         """Store warp: output tiles to global memory."""
         stored = Int32(0)
-        for turn in cutlass.range(turns, unroll=1):
-            work = pop_work(shared, turn)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = pop_work(shared, round_index)
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
                 self.store_tile(maps, shared, work, t, stored)
                 stored += 1

@@ -10,7 +10,7 @@ from kernels.common.schedule import ForwardShape
 from kernels.interface import Window
 from kernels.sm100 import products
 from kernels.sm100.forward_description import WORK_WORDS, description
-from kernels.sm100.packing import Work, from_words
+from kernels.sm100.forward_schedule import Work, from_words
 from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, L2_BUDGET_BYTES
 
 
@@ -46,22 +46,22 @@ class Config:
         """What says, block by block, that a part of P is there."""
         if part == 0:
             return barriers.p_early
-        later = len(self.tile.parts) - 1
+        later = len(self.tile.p_splits) - 1
         return Ring(barriers.p_late.first + (part - 1), BUFFERS, later)
 
 
-def peek_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
+def peek_work(shared: Shared, round_index: Int32, window: Window | None = None) -> Work:
     """The work of this CTA's tile in a round, as the schedule warp has worked it out.
 
     window: of a band kernel, for roles that look at the mask.
     """
-    use = shared.barriers.work_full.use(turn)
+    use = shared.barriers.work_full.use(round_index)
     shared.barriers.work_full.wait(use)
     return from_words([shared.work[i, use.slot] for i in range(WORK_WORDS)], window)
 
 
-def pop_work(shared: Shared, turn: Int32, window: Window | None = None) -> Work:
+def pop_work(shared: Shared, round_index: Int32, window: Window | None = None) -> Work:
     """`peek_work`, for the last time: the schedule warp may then write over it."""
-    work = peek_work(shared, turn, window)
-    products.arrive(shared.barriers.work_empty.at(turn))
+    work = peek_work(shared, round_index, window)
+    products.arrive(shared.barriers.work_empty.at(round_index))
     return work

@@ -99,7 +99,7 @@ def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tupl
     """
     workers = tuple(role.name for role in roles if role.name not in ("schedule", "idle"))
     tiles, ring, spans = tile.query_tiles, tile.kv_stages, head_dim // tile.span
-    later_parts = BUFFERS * (len(tile.parts) - 1)
+    later_parts = BUFFERS * (len(tile.p_splits) - 1)
     scored = (group("softmax"), warps("correction"))
     pair = tile.ctas > 1
     per_o = "query tile" if tiles > 1 else "block"

@@ -12,7 +12,7 @@ from kernels.common.ring import Use
 from kernels.common.state import Progress
 from kernels.sm100 import products, ptx
 from kernels.sm100.forward_data import Config, peek_work, pop_work
-from kernels.sm100.packing import Work
+from kernels.sm100.forward_schedule import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +33,16 @@ class ProductRoles:
         self.pv = products.Product(dtype, tile.rows * tile.ctas, config.head_dim, tile.ctas)
 
     @cute.jit
-    def mma(self, shared: Shared, turns: Int32):
+    def mma(self, shared: Shared, rounds: Int32):
         """MMA warp: all products of all tiles."""
         done, begun = Progress(Int32(0), Int32(0)), Boolean(False)
-        for turn in cutlass.range(turns, unroll=1):
-            work = pop_work(shared, turn)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = pop_work(shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
                 if not begun:
                     self.begin_tile(shared, count, done)
-                begun = self.finish_tile(shared, work, Round(turn, turns), done)
+                begun = self.finish_tile(shared, work, Round(round_index, rounds), done)
                 done = done.after(count)
 
     @cute.jit
@@ -67,90 +67,90 @@ class ProductRoles:
         k = self.await_block(shared, 2 * done.blocks + i, t == 0)
         if cutlass.const_expr(i == 0):
             barriers.q_full[t].wait(done.tiles, tile.ctas)
-        self.multiply_scores(shared, t, k.slot, done.blocks + i, i == count - 1)
+        self.mma_scores(shared, t, k.slot, done.blocks + i, i == count - 1)
         if cutlass.const_expr(t == tile.query_tiles - 1):
             products.commit(barriers.kv_empty.at(k), tile.ctas)
 
     @cute.jit
-    def finish_tile(self, shared: Shared, work: Work, turn: Round, done: Progress) -> Boolean:
+    def finish_tile(self, shared: Shared, work: Work, this_round: Round, done: Progress) -> Boolean:
         """All other products of a tile and, between its last ones, first scores of the next one.
 
         Returns whether the next tile has been begun.
         """
         tile, barriers = self.config.tile, shared.barriers
         count = work.blocks.end - work.blocks.begin
-        ahead, tiles = tile.buffers_per_tile, tile.query_tiles
+        prefetch, tiles = tile.buffers_per_tile, tile.query_tiles
         following = Int32(0)
-        if cutlass.const_expr(ahead == 1):
-            following = self.blocks_of_next(shared, turn)
-        position = 2 * done.blocks + cutlass.min(count, ahead)
-        with_scores = cutlass.max(count - ahead, 0)
+        if cutlass.const_expr(prefetch == 1):
+            following = self.blocks_of_next(shared, this_round)
+        loads_done = 2 * done.blocks + cutlass.min(count, prefetch)
+        with_scores = cutlass.max(count - prefetch, 0)
         for step in cutlass.range(with_scores, unroll=1):
-            v = self.await_block(shared, position)
+            v = self.await_block(shared, loads_done)
             if (step == 0) & work.padded_keys:
                 self.clear_padding(shared.v[None, None, v.slot], work)
             last = step == with_scores - 1
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, t, v.slot, done.blocks + step, step > 0)
+                self.mma_values(shared, t, v.slot, done.blocks + step, step > 0)
                 if cutlass.const_expr(tiles == 1):
                     products.commit(barriers.o_full[t].first, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty.at(v), tile.ctas)
-                k = self.await_block(shared, position + 1, t == 0)
-                self.multiply_scores(shared, t, k.slot, done.blocks + step + ahead, last)
+                k = self.await_block(shared, loads_done + 1, t == 0)
+                self.mma_scores(shared, t, k.slot, done.blocks + step + prefetch, last)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty.at(k), tile.ctas)
-            position += 2
+            loads_done += 2
         for step in cutlass.range(with_scores, count, unroll=1):
-            v = self.await_block(shared, position)
+            v = self.await_block(shared, loads_done)
             if (step == 0) & work.padded_keys:
                 self.clear_padding(shared.v[None, None, v.slot], work)
             for t in cutlass.range_constexpr(tiles):
-                self.multiply_values(shared, t, v.slot, done.blocks + step, step > 0)
+                self.mma_values(shared, t, v.slot, done.blocks + step, step > 0)
                 # Never a phase that nobody waits for: commits may arrive out of order.
                 products.commit(barriers.o_full[t].first, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty.at(v), tile.ctas)
                 if following > 0:
                     self.begin_scores(shared, t, 0, following, done.after(count))
-            position += 1
+            loads_done += 1
         return following > 0
 
     @cute.jit
-    def blocks_of_next(self, shared: Shared, turn: Round) -> Int32:
+    def blocks_of_next(self, shared: Shared, this_round: Round) -> Int32:
         """Blocks of the next round's tile, 0 after the last; its own round pops it.
 
         Nobody could wait for the round after the next one: that tile is worked out only when the
         correction warps, which wait for products of this tile, have popped the next one.
         """
         blocks = Int32(0)
-        if turn.index + 1 < turn.count:
-            work = peek_work(shared, turn.index + 1)
+        if this_round.index + 1 < this_round.count:
+            work = peek_work(shared, this_round.index + 1)
             blocks = work.blocks.end - work.blocks.begin
         return blocks
 
     @cute.jit
     def await_block(
-        self, shared: Shared, position: Int32, first: cutlass.Constexpr[bool] = True
+        self, shared: Shared, loads_done: Int32, first: cutlass.Constexpr[bool] = True
     ) -> Use:
         """Waits for a load into the ring, where it is first needed."""
-        use = shared.barriers.kv_full.use(position)
+        use = shared.barriers.kv_full.use(loads_done)
         if cutlass.const_expr(first):
             shared.barriers.kv_full.wait(use, self.config.tile.ctas)
         return use
 
     @cute.jit
-    def relay_loads(self, shared: Shared, turns: Int32):
+    def relay_loads(self, shared: Shared, rounds: Int32):
         """MMA warp of a pair's odd CTA: relays the completion of its loads to the even CTA."""
         tile, barriers = self.config.tile, shared.barriers
-        tiles_done, position = Int32(0), Int32(0)
-        for turn in cutlass.range(turns, unroll=1):
-            work = pop_work(shared, turn)
+        tiles_done, loads_done = Int32(0), Int32(0)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = pop_work(shared, round_index)
             loads = 2 * (work.blocks.end - work.blocks.begin)
             # The first V block comes after the K blocks that are loaded first.
             first_v = cutlass.min(tile.buffers_per_tile, loads // 2)
             for load in cutlass.range(loads, unroll=1):
-                use = barriers.kv_full.use(position + load)
+                use = barriers.kv_full.use(loads_done + load)
                 barriers.kv_full.wait(use)
                 if (load == first_v) & work.padded_keys:
                     self.clear_padding(shared.v[None, None, use.slot], work)
@@ -159,12 +159,12 @@ class ProductRoles:
                     for t in cutlass.range_constexpr(tile.query_tiles):
                         barriers.q_full[t].wait(tiles_done)
                         products.arrive(barriers.q_full[t].first, ctas=tile.ctas)
-            position += loads
+            loads_done += loads
             if loads > 0:
                 tiles_done += 1
 
     @cute.jit
-    def multiply_scores(
+    def mma_scores(
         self,
         shared: Shared,
         t: cutlass.Constexpr[int],
@@ -190,7 +190,7 @@ class ProductRoles:
             products.commit(shared.barriers.q_empty[t].first, tile.ctas)
 
     @cute.jit
-    def multiply_values(
+    def mma_values(
         self,
         shared: Shared,
         t: cutlass.Constexpr[int],
@@ -207,10 +207,10 @@ class ProductRoles:
         v = v.moved(v_slot * (tile.keys * self.config.head_dim * 2))
         acc = self.config.columns("o").firsts[t]
         first = 0
-        for part in cutlass.range_constexpr(len(tile.parts)):
+        for part in cutlass.range_constexpr(len(tile.p_splits)):
             self.config.part_full(shared.barriers, part).wait(block, tile.ctas)
             ptx.fence_after_sync()
-            end = tile.parts[part] // products.K_STEP
+            end = tile.p_splits[part] // products.K_STEP
             self.pv.issue(acc, p, v, accumulate if part == 0 else True, (first, end))
             first = end
 

@@ -10,13 +10,14 @@ from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
 from kernels.common.resources import Shared
+from kernels.common.softmax import finite_reference, rescale_factor, select
 from kernels.common.state import Limits, Progress, Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
-from kernels.sm100.packing import Work
-from kernels.sm100.tiles import SPECULATED
+from kernels.sm100.forward_schedule import Work
+from kernels.sm100.tiles import SPECULATIVE_KEYS
 
 LN_2 = 0.6931471805599453
 CHUNK = 32  # columns of tensor memory that a thread takes at a time
@@ -86,7 +87,7 @@ class RowRoles:
     def softmax(
         self,
         shared: Shared,
-        turns: Int32,
+        rounds: Int32,
         lse: cute.Pointer,
         sizes: Sizes,
         scalars: ForwardScalars,
@@ -95,8 +96,8 @@ class RowRoles:
         scales = make_scales(scalars)
         thread, _, _ = cute.arch.thread_idx()
         done = Progress(Int32(0), Int32(0))
-        for turn in cutlass.range(turns, unroll=1):
-            work = pop_work(shared, turn, scalars.window if self.config.band else None)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = pop_work(shared, round_index, scalars.window if self.config.band else None)
             count = work.blocks.end - work.blocks.begin
             query, head = work.unit(thread // UNIT)
             row_lse = cute.make_tensor(
@@ -142,10 +143,10 @@ class RowRoles:
         log2_sum = cute.math.log2(state.row_sum, fastmath=True)
         logarithm = (state.reference * scales.scale_log2 + log2_sum) * LN_2
         if row < cute.size(row_lse):
-            row_lse[row] = softmax.select(valid, logarithm, -Float32.inf)
+            row_lse[row] = select(valid, logarithm, -Float32.inf)
         if end > begin:
             shared.barriers.sums_empty[t].wait_free(done.tiles)
-            shared.inverse_sums[lane_row, t] = softmax.select(
+            shared.inverse_sums[lane_row, t] = select(
                 valid, 1.0 / state.row_sum, Float32(NO_OUTPUT)
             )
             products.arrive(shared.barriers.sums_full[t].first)
@@ -177,34 +178,36 @@ class RowRoles:
         values = self.first_exponentials(scores, shift, scale_log2)
         new = softmax.new_reference(scores, state.reference, scales.lag_limit)
         if cute.arch.vote_any_sync(new != state.reference):
-            shift = softmax.finite_reference(new) * -scale_log2
+            shift = finite_reference(new) * -scale_log2
             # Loaded again, so that they do not stay in registers for what is rare.
-            first = ptx.tmem_load(scores_at, SPECULATED)
+            first = ptx.tmem_load(scores_at, SPECULATIVE_KEYS)
             if cutlass.const_expr(masked):
                 first = softmax.mask(first, block.index * n, limits.low, limits.high)
             values = self.first_exponentials(first, shift, scale_log2)
-        factor = softmax.rescale_factor(state.reference, new, scale_log2)
+        factor = rescale_factor(state.reference, new, scale_log2)
         shared.factors[block.lane_row, buffer] = factor
-        sums = softmax.accumulate([], values[: SPECULATED - PIECE])
-        exponents = softmax.exponents(scores[SPECULATED : SPECULATED + PIECE], shift, scale_log2)
-        parts = self.config.tile.parts
-        for start in cutlass.range_constexpr(SPECULATED, n, PIECE):
+        sums = softmax.accumulate([], values[: SPECULATIVE_KEYS - PIECE])
+        exponents = softmax.exponents(
+            scores[SPECULATIVE_KEYS : SPECULATIVE_KEYS + PIECE], shift, scale_log2
+        )
+        p_splits = self.config.tile.p_splits
+        for start in cutlass.range_constexpr(SPECULATIVE_KEYS, n, PIECE):
             # What the special-function unit works on next is ready before anything is passed on,
             # sums are taken of pieces that it has finished.
             current, following = exponents, scores[start + PIECE : start + 2 * PIECE]
             exponents = softmax.exponents(following, shift, scale_log2)
             values += softmax.exponentials(current, self.polynomial_pairs(start), start // 2)
             sums = softmax.accumulate(sums, values[start - PIECE : start])
-            if cutlass.const_expr(start == SPECULATED):
+            if cutlass.const_expr(start == SPECULATIVE_KEYS):
                 number = self.rescale_barriers.first + self.rescale_index(buffer)
                 ptx.arrive_unless(block.is_first, number, self.rescale_barriers.threads)
             if cutlass.const_expr(start % CHUNK == 0):
                 self.store_chunk(probabilities_at, values, start - CHUNK)
-            if cutlass.const_expr(start - PIECE in parts):
-                part = parts.index(start - PIECE)
+            if cutlass.const_expr(start - PIECE in p_splits):
+                part = p_splits.index(start - PIECE)
                 self.release(self.config.part_full(shared.barriers, part).at(use))
         self.store_chunk(probabilities_at, values, n - CHUNK)
-        last = len(parts) - 1
+        last = len(p_splits) - 1
         self.release(self.config.part_full(shared.barriers, last).at(use))
         sums = softmax.accumulate(sums, values[n - PIECE :])
         return RowState(new, shift, state.row_sum * factor + softmax.total(sums))
@@ -213,7 +216,7 @@ class RowRoles:
         self, scores: list[Float32], shift: Float32, scale_log2: Float32
     ) -> list[Float32]:
         """Exponentials of the first scores of a block."""
-        exponents = softmax.exponents(scores[:SPECULATED], shift, scale_log2)
+        exponents = softmax.exponents(scores[:SPECULATIVE_KEYS], shift, scale_log2)
         return softmax.exponentials(exponents, self.polynomial_pairs(0), 0)
 
     def polynomial_pairs(self, key: int) -> int:
@@ -237,13 +240,13 @@ class RowRoles:
         products.arrive(barrier, ctas=self.config.tile.ctas)
 
     @cute.jit
-    def correct(self, shared: Shared, turns: Int32):
+    def correct(self, shared: Shared, rounds: Int32):
         """Correction warps: rescaling of O, and output tiles to shared memory."""
         done, written = Progress(Int32(0), Int32(0)), Int32(0)
         for t in cutlass.range_constexpr(self.config.tile.query_tiles):
             self.release_output(shared, t, done.blocks)
-        for turn in cutlass.range(turns, unroll=1):
-            work = pop_work(shared, turn)
+        for round_index in cutlass.range(rounds, unroll=1):
+            work = pop_work(shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
                 self.correct_tile(shared, done.blocks, count)

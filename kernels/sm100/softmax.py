@@ -6,7 +6,7 @@ Scores are kept unscaled; exponents are in units of log2, so that exp is one exp
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels.common.softmax import exp2, finite_reference, fmax, select
+from kernels.common.softmax import exp2, fmax, select
 from kernels.sm100 import ptx
 
 
@@ -109,11 +109,6 @@ def total(sums: list[tuple]) -> Float32:
     halves = [cute.arch.add_packed_f32x2(sums[i], sums[i + 2]) for i in range(2)]
     low, high = cute.arch.add_packed_f32x2(halves[0], halves[1])
     return low + high
-
-
-def rescale_factor(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
-    """Factor that moves sums from reference `old` to `new` (0 if nothing was seen before)."""
-    return exp2((old - finite_reference(new)) * scale_log2)
 
 
 def multiply(values: list[Float32], factor: Float32) -> list[Float32]:

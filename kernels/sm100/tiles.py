@@ -35,7 +35,7 @@ class RegisterBudget:
 BUFFERS = 2
 """Score buffers of a CTA: one for each of two query tiles, or two in turn for a single one."""
 
-SPECULATED = 16
+SPECULATIVE_KEYS = 16
 """First keys of a block, whose exponentials do not wait for the block's maximum."""
 
 
@@ -49,7 +49,8 @@ class ForwardTile:
       ctas: 1, or 2: a pair on neighbouring SMs. Each has query tiles of its own, but only half of
         the keys of a K block and half of the columns of a V block: the pair's products (M = 256)
         read both halves.
-      parts: keys of a block up to which the MMA warp gets probabilities at a time; the last is n.
+      p_splits: where the softmax warps split P of a block: the MMA warp gets the keys up to each
+        of these as soon as they are there; the last is n.
       query_tiles: of a CTA, 1 or 2, of `rows` query rows each.
       polynomial_pairs: with `polynomial_exp2`, how many of every 16 pairs of exponentials are
         polynomials, but none in the first and last 32 keys of a block: there the latency counts.
@@ -59,7 +60,7 @@ class ForwardTile:
 
     n: int
     kv_stages: int
-    parts: tuple[int, ...]
+    p_splits: tuple[int, ...]
     query_tiles: int = 2
     ctas: int = 1
     polynomial_pairs: int = 0
@@ -95,11 +96,13 @@ class ForwardTile:
 
 FORWARD_TILES: dict[int, ForwardTile] = {
     # head_dim
-    64: ForwardTile(n=128, kv_stages=8, parts=(64, 96, 128), polynomial_pairs=8),
-    96: ForwardTile(n=128, kv_stages=6, parts=(64, 96, 128), polynomial_pairs=4, span_bytes=64),
-    128: ForwardTile(n=128, kv_stages=4, parts=(64, 96, 128), polynomial_pairs=4),
-    192: ForwardTile(n=128, kv_stages=5, parts=(64, 96, 128), query_tiles=1, ctas=2, span_bytes=64),
-    256: ForwardTile(n=128, kv_stages=3, parts=(64, 96, 128), query_tiles=1, ctas=2),
+    64: ForwardTile(n=128, kv_stages=8, p_splits=(64, 96, 128), polynomial_pairs=8),
+    96: ForwardTile(n=128, kv_stages=6, p_splits=(64, 96, 128), polynomial_pairs=4, span_bytes=64),
+    128: ForwardTile(n=128, kv_stages=4, p_splits=(64, 96, 128), polynomial_pairs=4),
+    192: ForwardTile(
+        n=128, kv_stages=5, p_splits=(64, 96, 128), query_tiles=1, ctas=2, span_bytes=64
+    ),
+    256: ForwardTile(n=128, kv_stages=3, p_splits=(64, 96, 128), query_tiles=1, ctas=2),
 }
 
 

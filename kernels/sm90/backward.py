@@ -35,10 +35,10 @@ deadlock, whatever the number of resident CTAs and the order in which the hardwa
 promises none). All walk the query blocks from last to first, so that under a causal band, too,
 neighbours start together and follow one another at a distance of one addition; from the diagonal, a
 CTA would first wait for all lower ones to come that far.
-Waiting and incrementing are the order warp's, so that the products hide their latency: it
-opens `turn` for the MMA warps and releases the counter once all of them have arrived on `added`.
-Their additions happen before the arrivals, those before the order warp's release; cumulativity
-does the rest.
+The order warp waits and increments, so that the products hide the latency: it opens `dq_turn` for
+the MMA warps and releases the counter once all of them have arrived on `dq_added`. Their additions
+happen before their arrivals, and these before the order warp's release; by cumulativity the next
+CTA, which acquires the counter, adds after them.
 """
 
 import cutlass
@@ -48,11 +48,13 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, softmax, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band, nth_tile
+from kernels.common.softmax import exp2
 from kernels.interface import BackwardScalars, RowBuffers, Sizes, Window
+from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import KeyGradients, Rows, Step, Work, make_products
 from kernels.sm90.backward_description import description
 from kernels.sm90.tiles import (
@@ -113,7 +115,7 @@ class Backward(BackwardHost):
                     self.order(shared, work, rows)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.multiply(maps, shared, work, rows, scalars)
+            self.mma(maps, shared, work, rows, scalars)
 
     def start_index(self, shared: Shared) -> Int32:
         """The CTA's place in the order of work; its first barrier comes before. Note [dq order]."""
@@ -216,12 +218,12 @@ class Backward(BackwardHost):
                 added = index - 1
                 while added < index:
                     added = ptx.load_acquire(counter)
-                cute.arch.mbarrier_arrive(shared.barriers.turn.at(step))
-                shared.barriers.added.wait(step)
+                cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
+                shared.barriers.dq_added.wait(step)
                 ptx.increment_release(counter)
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
         maps: Maps,
         shared: Shared,
@@ -261,7 +263,7 @@ class Backward(BackwardHost):
         copy = cute.make_tiled_copy_C(atom, grads).get_slice(thread)
         for acc, staging in ((dk_acc, shared.k), (dv_acc, shared.v)):
             values = cute.make_rmem_tensor(acc.shape, self.dtype)
-            tensors.round_fragment(acc, values)
+            wgmma.round_fragment(acc, values)
             cute.copy(atom, copy.retile(values), copy.partition_D(staging))
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.finished)
@@ -360,7 +362,7 @@ class Backward(BackwardHost):
         if self.tile.split_keys:
             shape = mma.partition_shape_A((self.tile.n, self.tile.m))
             fragment = cute.make_rmem_tensor(shape, self.dtype)
-            tensors.round_fragment(values, fragment)
+            wgmma.round_fragment(values, fragment)
             return fragment
         self.to_shared(values, staging)
         return mma.make_fragment_A(mma_slice.partition_A(staging))
@@ -374,7 +376,7 @@ class Backward(BackwardHost):
         )
         copy = copy.get_slice(thread - WARPGROUP)
         rounded = cute.make_rmem_tensor(values.shape, self.dtype)
-        tensors.round_fragment(values, rounded)
+        wgmma.round_fragment(values, rounded)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
 
     def first_query(self, group: Int32) -> Int32:
@@ -417,7 +419,7 @@ class Backward(BackwardHost):
                 for column in range(2):
                     index = softmax.fragment_index(pair, row, column)
                     exponent = scores[index] * scale_log2 - values[column]
-                    scores[index] = softmax.exp2(exponent)
+                    scores[index] = exp2(exponent)
 
     def score_gradient(self, shared: Shared, p: cute.Tensor, dp: cute.Tensor, slot, group):
         """dp <- dS^T = P^T * (dP^T - delta)."""
@@ -444,13 +446,13 @@ class Backward(BackwardHost):
         target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
         target = target + (thread - WARPGROUP) * 4
         if cutlass.const_expr(self.deterministic):
-            shared.barriers.turn.wait(place.index)
+            shared.barriers.dq_turn.wait(place.index)
         for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
             values = [dq[4 * chunk + i] for i in range(4)]
             ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)
         if cutlass.const_expr(self.deterministic):
             cute.arch.sync_warp()
-            self.release(shared.barriers.added.at(place.index))
+            self.release(shared.barriers.dq_added.at(place.index))
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import tensors
+from kernels.sm90 import wgmma
 from kernels.sm90.tiles import BackwardTile
 
 
@@ -67,21 +67,21 @@ class KeyGradients:
 class Products:
     """The five matrix products, transposed scores first."""
 
-    scores: tensors.Wgmma  # S^T and dP^T: (n, m)
-    grads: tensors.Wgmma  # dV and dK: (n, head_dim)
-    dq: tensors.Wgmma  # dQ: (m, head_dim)
+    scores: wgmma.Wgmma  # S^T and dP^T: (n, m)
+    grads: wgmma.Wgmma  # dV and dK: (n, head_dim)
+    dq: wgmma.Wgmma  # dQ: (m, head_dim)
 
 
 def make_products(dtype, head_dim: int, tile: BackwardTile) -> Products:
     """How the two warpgroups tile each product."""
     d = head_dim
-    k_major, mn_major = tensors.K_MAJOR, tensors.MN_MAJOR
+    k_major, mn_major = wgmma.K_MAJOR, wgmma.MN_MAJOR
     if tile.split_keys:
-        scores = tensors.Wgmma(dtype, (2, 1), tile.m, (k_major, k_major))
-        grads = tensors.Wgmma(dtype, (2, 1), d, (k_major, mn_major), tensors.REGISTERS)
+        scores = wgmma.Wgmma(dtype, (2, 1), tile.m, (k_major, k_major))
+        grads = wgmma.Wgmma(dtype, (2, 1), d, (k_major, mn_major), wgmma.REGISTERS)
     else:
-        scores = tensors.Wgmma(dtype, (1, 2), tile.m // 2, (k_major, k_major))
-        grads = tensors.Wgmma(dtype, (1, 2), d // 2, (k_major, mn_major))
+        scores = wgmma.Wgmma(dtype, (1, 2), tile.m // 2, (k_major, k_major))
+        grads = wgmma.Wgmma(dtype, (1, 2), d // 2, (k_major, mn_major))
     warpgroups, columns = ((2, 1), d) if tile.split_rows else ((1, 2), d // 2)
-    dq = tensors.Wgmma(dtype, warpgroups, columns, (mn_major, mn_major))
+    dq = wgmma.Wgmma(dtype, warpgroups, columns, (mn_major, mn_major))
     return Products(scores, grads, dq)

@@ -77,8 +77,8 @@ def _roles(load: int, mma: int, groups: int, deterministic: bool) -> tuple[Role,
 def _barriers(stages: int, deterministic: bool) -> tuple[Barrier, ...]:
     loaded, released = (copied("load"),), (warps("mma"),)
     order = (
-        Barrier("turn", (one("order"),), ("mma",), "step: dQ may be added"),
-        Barrier("added", released, ("order",), "step: dQ has been added"),
+        Barrier("dq_turn", (one("order"),), ("mma",), "step: dQ may be added"),
+        Barrier("dq_added", released, ("order",), "step: dQ has been added"),
     )
     return (
         Barrier("kv_full", loaded, ("mma",), "CTA"),

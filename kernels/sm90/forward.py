@@ -9,18 +9,19 @@
     then O / sum through shared memory to global memory by TMA, LSE by ordinary stores.
 
 Overlap inside a warpgroup: softmax of block i runs under the PV product of block i - 1. Overlap
-across warpgroups: they issue their products in turn (Note [turns]), so that one's softmax runs
-under another's tensor-core work. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4 for the
-rescaling threshold and the tile order; its polynomial exponentials do not pay here, see
+across warpgroups: they issue their products in turn (Note [issue turns]), so that the softmax of
+one runs under the products of another. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4
+for the rescaling threshold and the tile order; its polynomial exponentials do not pay here, see
 docs/notes/polynomial-exp2-on-hopper.md.)
 
 Not here: bias, dense masks, dropout.
 
-Note [turns]: warpgroup w waits on its `turn` barrier before it issues the products of a block
-and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn; the
-first one closes the last turn, so that every arrival is matched when the CTA exits. No warpgroup
-opens the next tile's turns before this one's are closed: it first waits for that tile's Q, which is
-loaded only after every warp, and so the first warpgroup past its last turn, has released this one.
+Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
+block and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn;
+the first one closes the last turn, so that every arrival is matched when the CTA exits. No
+warpgroup opens the next tile's turns before this tile's are closed: it first waits for the next
+tile's Q, which is loaded only after every warp has released this tile's, among them those of the
+first warpgroup, which do so after their last turn.
 """
 
 import cutlass
@@ -29,14 +30,17 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import resources, softmax, tensors
+from kernels.common import resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import ForwardShape, Schedule, Work, assign, make_schedule
+from kernels.common.schedule import ForwardShape, Schedule
+from kernels.common.softmax import rescale_factor, select
 from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
+from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, make_rows
 from kernels.sm90.forward_description import description
+from kernels.sm90.forward_schedule import Work, assign, make_schedule
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sources import KernelSource
 
@@ -51,9 +55,9 @@ class Forward(ForwardHost):
         self.tile = FORWARD_TILES[key.head_dim, key.band]
         self.description = description(key.head_dim, key.band)
         named = self.description.named_barrier
-        self.turn, self.epilogue = named("turn"), named("epilogue")
+        self.issue_turn, self.epilogue = named("issue_turn"), named("epilogue")
         self.padding = named("padding")
-        self.turns = self.tile.mma_warpgroups > 1
+        self.takes_turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
             m=self.tile.m,
             n=self.tile.n,
@@ -88,21 +92,23 @@ class Forward(ForwardHost):
                 self.load(maps, shared, schedule)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.multiply(maps, shared, schedule, lse, scalars)
+            self.mma(maps, shared, schedule, lse, scalars)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, schedule: Schedule):
         """Load warp: of every tile Q, then K and V of each block, last block first."""
-        used = Int32(0)
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.shape)
-                self.load_tile(maps, shared, work, turn, used)
-                used += work.blocks.end - work.blocks.begin
+        blocks_done = Int32(0)
+        for round_index in cutlass.range(schedule.rounds, unroll=1):
+            if schedule.tile(round_index) < schedule.tiles:
+                work = assign(schedule.tile(round_index), schedule, self.shape)
+                self.load_tile(maps, shared, work, round_index, blocks_done)
+                blocks_done += work.blocks.end - work.blocks.begin
 
     @cute.jit
-    def load_tile(self, maps: Maps, shared: Shared, work: Work, turn: Int32, used: Int32):
-        """Loads of the tile of a round, after `used` blocks in earlier ones."""
+    def load_tile(
+        self, maps: Maps, shared: Shared, work: Work, round_index: Int32, blocks_done: Int32
+    ):
+        """Loads of the tile of a round, after `blocks_done` blocks in earlier ones."""
         tile, d = self.tile, self.head_dim
         coordinates = tensors.bthd_coordinates()
         q = coordinates[None, None, work.head, work.batch]
@@ -110,14 +116,14 @@ class Forward(ForwardHost):
         q_tile = cute.local_tile(cute.domain_offset((work.first_row, 0), q), (tile.m, d), (0, 0))
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         block_bytes = tile.n * d * 2
-        q_full = shared.barriers.q_full.at(turn)
-        shared.barriers.q_empty.wait_free(turn)
+        q_full = shared.barriers.q_full.at(round_index)
+        shared.barriers.q_empty.wait_free(round_index)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(q_full, tile.m * d * 2)
         tensors.tma_load(maps.q, q_tile, shared.q, q_full)
         for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.end - 1 - step
-            use = shared.barriers.k_full.use(used + step)
+            use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
                 full = (shared.barriers.k_full, shared.barriers.v_full)[operand].at(use)
                 empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand]
@@ -133,7 +139,7 @@ class Forward(ForwardHost):
                 )
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
         maps: Maps,
         shared: Shared,
@@ -145,15 +151,15 @@ class Forward(ForwardHost):
         sizes = schedule.sizes
         scales = make_scales(scalars)
         blocks_done = Int32(0)
-        for turn in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(turn) < schedule.tiles:
-                work = assign(schedule.tile(turn), schedule, self.shape)
+        for round_index in cutlass.range(schedule.rounds, unroll=1):
+            if schedule.tile(round_index) < schedule.tiles:
+                work = assign(schedule.tile(round_index), schedule, self.shape)
                 row_lse = cute.make_tensor(
                     lse
                     + (cutlass.Int64(work.batch) * sizes.heads + work.head) * sizes.query_length,
                     cute.make_layout(sizes.query_length),
                 )
-                self.multiply_tile(maps, shared, work, row_lse, scales, turn, blocks_done)
+                self.mma_tile(maps, shared, work, row_lse, scales, round_index, blocks_done)
                 blocks_done += work.blocks.end - work.blocks.begin
         # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
@@ -162,10 +168,10 @@ class Forward(ForwardHost):
         """A warpgroup's products, views of shared memory and registers."""
         tile, d = self.tile, self.head_dim
         warpgroups = (tile.mma_warpgroups, 1)
-        majors = (tensors.K_MAJOR, tensors.K_MAJOR)
-        qk_product = tensors.Wgmma(self.dtype, warpgroups, tile.n, majors)
-        majors = (tensors.K_MAJOR, tensors.MN_MAJOR)
-        pv_product = tensors.Wgmma(self.dtype, warpgroups, d, majors, tensors.REGISTERS)
+        majors = (wgmma.K_MAJOR, wgmma.K_MAJOR)
+        qk_product = wgmma.Wgmma(self.dtype, warpgroups, tile.n, majors)
+        majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
+        pv_product = wgmma.Wgmma(self.dtype, warpgroups, d, majors, wgmma.REGISTERS)
         qk, pv = qk_product.tiled(), pv_product.tiled()
         uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
         qk_group, pv_group = qk.get_slice(uniform), pv.get_slice(uniform)
@@ -181,7 +187,7 @@ class Forward(ForwardHost):
         )
 
     @cute.jit
-    def multiply_tile(
+    def mma_tile(
         self,
         maps: Maps,
         shared: Shared,
@@ -205,7 +211,7 @@ class Forward(ForwardHost):
         count = end - begin
         shared.barriers.q_full.wait(round_index)
         if count > 0:
-            if cutlass.const_expr(self.turns):
+            if cutlass.const_expr(self.takes_turns):
                 if group == tile.mma_warpgroups - 1:
                     self.pass_turn(group)
             self.first_block(shared, work, mma, rows, scales, blocks_done)
@@ -226,7 +232,7 @@ class Forward(ForwardHost):
             shared.barriers.v_full.wait(use)
             vt = mma.vt[None, None, None, use.slot]
             mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
-            if cutlass.const_expr(self.turns):
+            if cutlass.const_expr(self.takes_turns):
                 if group == 0:
                     self.await_turn(group)
             if cutlass.const_expr(tile.own_output):
@@ -259,7 +265,7 @@ class Forward(ForwardHost):
             first_key = (end - 1) * tile.n + rows.first_column
             softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
         self.softmax_block(mma.scores, rows, scales)
-        tensors.round_fragment(mma.scores, mma.probabilities)
+        wgmma.round_fragment(mma.scores, mma.probabilities)
         if work.padded_keys:
             thread, _, _ = cute.arch.thread_idx()
             shared.barriers.v_full.wait(use)
@@ -280,14 +286,14 @@ class Forward(ForwardHost):
         now = place.ring_end - block
         use, last = shared.barriers.k_full.use(now), shared.barriers.v_full.use(now - 1)
         shared.barriers.k_full.wait(use)
-        if cutlass.const_expr(self.turns):
+        if cutlass.const_expr(self.takes_turns):
             self.await_turn(place.group)
         k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         shared.barriers.v_full.wait(last)
         vt = mma.vt[None, None, None, last.slot]
         mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
-        if cutlass.const_expr(self.turns):
+        if cutlass.const_expr(self.takes_turns):
             self.pass_turn(place.group)
         warpgroup.wait_group(1)
         self.release(shared.barriers.k_empty.at(use))
@@ -298,7 +304,7 @@ class Forward(ForwardHost):
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
-        tensors.round_fragment(mma.scores, mma.probabilities)
+        wgmma.round_fragment(mma.scores, mma.probabilities)
 
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work, thread: Int32):
@@ -315,7 +321,7 @@ class Forward(ForwardHost):
         for row in range(softmax.ROWS):
             old = rows.reference[row]
             new = softmax.new_reference(scores, row, old, scales.lag_limit)
-            factor = softmax.rescale_factor(old, new, scales.scale_log2)
+            factor = rescale_factor(old, new, scales.scale_log2)
             total = softmax.exponentiate_row(scores, row, new, scales.scale_log2)
             rows.reference[row] = new
             rows.row_sum[row] = rows.row_sum[row] * factor + total
@@ -338,15 +344,15 @@ class Forward(ForwardHost):
             cute.arch.mbarrier_arrive(empty)
 
     def await_turn(self, group: Int32):
-        """Note [turns]."""
-        resources.meet(self.turn, group)
+        """Note [issue turns]."""
+        resources.meet(self.issue_turn, group)
 
     def pass_turn(self, group: Int32):
-        """Note [turns]."""
+        """Note [issue turns]."""
         following = Int32(
             cutlass.select_(group == self.tile.mma_warpgroups - 1, Int32(0), group + 1)
         )
-        resources.arrive(self.turn, following)
+        resources.arrive(self.issue_turn, following)
 
     @cute.jit
     def write_output(
@@ -373,16 +379,16 @@ class Forward(ForwardHost):
             total = softmax.quad_reduce(rows.row_sum[row], lambda a, b: a + b)
             query = first_row + 8 * row
             valid = (query < work.band.query_length) & (total != 0.0)
-            inverse = softmax.select(valid, 1.0 / total, Float32(0.0))
+            inverse = select(valid, 1.0 / total, Float32(0.0))
             lse = (rows.reference[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
-            lse = softmax.select(valid, lse, -Float32.inf)
+            lse = select(valid, lse, -Float32.inf)
             if (lane % 4 == 0) & (query < cute.size(row_lse)):
                 row_lse[query] = lse
             for pair, column in softmax.fragment_columns(acc):
                 index = softmax.fragment_index(pair, row, column)
-                acc[index] = softmax.select(valid, acc[index] * inverse, Float32(0.0))
+                acc[index] = select(valid, acc[index] * inverse, Float32(0.0))
         output = cute.make_rmem_tensor(acc.shape, self.dtype)
-        tensors.round_fragment(acc, output)
+        wgmma.round_fragment(acc, output)
         # Where o is q's memory, a warpgroup overwrites its own rows, which it alone has read.
         first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
         if cutlass.const_expr(self.tile.own_output):

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa4_jax import bands
-from kernels.common import softmax, tensors
-from kernels.common.schedule import Work
+from kernels.common import tensors
+from kernels.sm90 import softmax, wgmma
+from kernels.sm90.forward_schedule import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Operands:
       scores, probabilities, acc: registers; S and P of a block, O of the tile.
     """
 
-    qk_product: tensors.Wgmma
-    pv_product: tensors.Wgmma
+    qk_product: wgmma.Wgmma
+    pv_product: wgmma.Wgmma
     q: cute.Tensor
     k: cute.Tensor
     vt: cute.Tensor

@@ -42,12 +42,12 @@ def description(head_dim: int, band: bool) -> Description:
         barriers=_barriers(tile.kv_stages),
         named_barriers=(
             NamedBarrier(
-                "turn",
+                "issue_turn",
                 first=_FIRST_TURN,
                 count=groups,
                 threads=2 * WARPGROUP,
                 roles=("mma",),
-                meaning="the warpgroup may issue the products of a block; forward, Note [turns]",
+                meaning="the warpgroup may issue a block's products; forward, Note [issue turns]",
             ),
             NamedBarrier(
                 "epilogue",

@@ -37,8 +37,8 @@ def test_forward_tile_fits(head_dim: int) -> None:
     assert tile.columns_of_v(head_dim) % tile.span == 0 and tile.span % 32 == 0
     assert tile.ctas in (1, 2) and tile.keys % 8 == 0
     assert tile.n % 16 == 0 and tile.n <= 256
-    assert all(keys % 32 == 0 for keys in tile.parts) and tile.parts[-1] == tile.n
-    assert list(tile.parts) == sorted(set(tile.parts)) and len(tile.parts) > 1
+    assert all(keys % 32 == 0 for keys in tile.p_splits) and tile.p_splits[-1] == tile.n
+    assert list(tile.p_splits) == sorted(set(tile.p_splits)) and len(tile.p_splits) > 1
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
@@ -99,7 +99,7 @@ def expected(key: KernelKey) -> dict[str, int]:
         "STTM": bodies * tile.n // 32 + tile.query_tiles * d // 32,
         "UTMALDG": spans * (2 * tile.query_tiles + loads_of_k) + spans // tile.ctas,
         "UTMASTG": 2 * tile.query_tiles,
-        "MUFU.EX2": bodies * (tiles.SPECULATED + tile.n - polynomial + 1),
+        "MUFU.EX2": bodies * (tiles.SPECULATIVE_KEYS + tile.n - polynomial + 1),
     }
 
 

@@ -1,0 +1,114 @@
+"""The order of work of the Blackwell forward, whose query tiles are units of eight queries.
+
+Where there are fewer queries than a CTA has rows, the query heads of a KV head share its tiles:
+unit u of a KV head holds eight queries from 8 (u // pack) of its head u % pack, pack the heads of a
+group or 1 where every head has tiles of its own. Eight rows are one atom of the swizzled layout of
+shared memory, so a unit is one TMA box whatever pack is.
+"""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa4_jax import bands
+from kernels.common import tensors
+from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule, batch_band, nth_tile
+from kernels.interface import Sizes, Window
+from kernels.sm100.forward_description import UNIT
+from kernels.sm100.tiles import ForwardTile
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One tile's work: units of one batch element and KV head; of a pair's tile, this CTA's."""
+
+    first_unit: Int32
+    pack: Int32
+    head: Int32  # of unit 0
+    kv_head: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
+
+    def unit(self, index: Int32) -> tuple[Int32, Int32]:
+        """(first query, head) of a unit of this tile."""
+        queries, head = _divide(self.first_unit + index, self.pack)
+        return queries * UNIT, self.head + head
+
+
+def to_words(work: Work) -> list[Int32]:
+    """A tile's work as the schedule warp passes it on, apart from the window, which all have."""
+    band, blocks = work.band, work.blocks
+    return [
+        *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
+        *(band.query_length, band.key_length, band.offset),
+        *(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end),
+        Int32(work.padded_keys),
+    ]
+
+
+def from_words(words: list[Int32], window: Window | None) -> Work:
+    """The inverse of to_words; no window for a role that does not look at the mask."""
+    window = window or UNBOUNDED
+    return Work(
+        *words[:5],
+        bands.Band(*words[5:8], window.left, window.right),
+        bands.BlockRange(*words[8:12]),
+        words[12] != 0,
+    )
+
+
+def make_schedule(
+    extents: cute.Pointer, sizes: Sizes, window: Window, tile: ForwardTile
+) -> Schedule:
+    """The schedule of a CTA's, or a pair's, query rows."""
+    pack = _pack(sizes, tile.m)
+    tiles = _tiles(sizes.query_length, pack, tile.m) * (sizes.heads // pack) * sizes.batch
+    ctas, _, _ = cute.arch.grid_dim()
+    takers = ctas // tile.ctas
+    return Schedule(extents, sizes, window, tiles, (tiles + takers - 1) // takers, tile.ctas)
+
+
+def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
+    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
+    sizes = schedule.sizes
+    heads, group = sizes.heads, sizes.heads // sizes.kv_heads
+    pack = _pack(sizes, shape.m)
+    rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
+    section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * (group // pack)
+    tiles = _tiles(sizes.query_length, pack, shape.m)
+    tile, packed_head = nth_tile(index, section, heads // pack * sizes.batch, tiles)
+    tile = tiles - 1 - tile if shape.band else tile
+    batch_index, packed_head = _divide(packed_head, heads // pack)
+    head = packed_head * pack
+    band = batch_band(schedule.extents, batch_index, schedule.window if shape.band else None)
+    units = shape.m // UNIT
+    first_unit = tile * units
+    first_query = first_unit // pack * UNIT
+    last_query = (first_unit + units - 1) // pack * UNIT + UNIT - 1
+    rows = last_query - first_query + 1
+    blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
+    if schedule.cluster > 1:
+        first_unit += cute.arch.block_idx_in_cluster() * (units // schedule.cluster)
+    return Work(first_unit, pack, head, head // group, batch_index, band, blocks, padded)
+
+
+def _pack(sizes: Sizes, rows: int) -> Int32:
+    """Heads that share a tile."""
+    few = sizes.query_length < rows
+    return Int32(cutlass.select_(few, sizes.heads // sizes.kv_heads, Int32(1)))
+
+
+def _tiles(query_length: Int32, pack: Int32, rows: int) -> Int32:
+    """Tiles of one batch element and its `pack` heads."""
+    units = (query_length + UNIT - 1) // UNIT * pack
+    return (units * UNIT + rows - 1) // rows
+
+
+def _divide(value: Int32, divisor: Int32) -> tuple[Int32, Int32]:
+    quotient = value // divisor
+    return quotient, value - quotient * divisor

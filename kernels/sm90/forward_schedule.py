@@ -1,0 +1,51 @@
+"""The order of work of the Hopper forward: query tiles of one head each."""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa4_jax import bands
+from kernels.common import tensors
+from kernels.common.schedule import ForwardShape, Schedule, batch_band, nth_tile
+from kernels.interface import Sizes, Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One tile's work: query rows of one head of one batch element."""
+
+    first_row: Int32
+    head: Int32
+    kv_head: Int32
+    batch: Int32
+    band: bands.Band
+    blocks: bands.BlockRange
+    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
+
+
+def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
+    """The schedule of query tiles of `rows` rows."""
+    tiles = (sizes.query_length + rows - 1) // rows * sizes.heads * sizes.batch
+    ctas, _, _ = cute.arch.grid_dim()
+    return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
+
+
+def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
+    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
+    sizes = schedule.sizes
+    group = sizes.heads // sizes.kv_heads
+    rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
+    section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
+    tiles = (sizes.query_length + shape.m - 1) // shape.m
+    tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
+    tile = tiles - 1 - tile if shape.band else tile
+    batch_index = head_and_batch // sizes.heads
+    head = head_and_batch - batch_index * sizes.heads
+    window = schedule.window if shape.band else None
+    band = batch_band(schedule.extents, batch_index, window)
+    first_row = tile * shape.m
+    blocks = bands.visited_blocks(band, first_row, shape.m, shape.n, tensors.INT32)
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
+    return Work(first_row, head, head // group, batch_index, band, blocks, padded)

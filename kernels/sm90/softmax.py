@@ -1,0 +1,80 @@
+"""The arithmetic of online softmax on wgmma's accumulator fragments: values in, values out.
+
+A wgmma accumulator of 64 x n gives a thread two rows (index 1 of its first mode) and, in each,
+pairs of adjacent columns every 8 columns:
+    acc[(column % 2, row, column // 8)], thread = 4 * (row % 8) + (column % 8) // 2 of its warp.
+Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from kernels.common.softmax import exp2, finite_reference, fmax, select
+
+ROWS = 2  # rows of an accumulator fragment per thread
+
+
+def fragment_index(
+    column_pair: int, row: int, column: int
+) -> tuple[tuple[int, int, int], int, int]:
+    """Coordinate in an accumulator fragment ((2, 2, n / 8), 1, 1)."""
+    return ((column, row, column_pair), 0, 0)
+
+
+def fragment_columns(acc: cute.Tensor) -> list[tuple[int, int]]:
+    """All (column_pair, column) of a row of the fragment."""
+    pairs = cute.size(acc.shape[0][2])
+    return [(pair, column) for pair in range(pairs) for column in range(2)]
+
+
+def quad_reduce(value: Float32, op) -> Float32:
+    """Reduces over the four threads that share a row."""
+    value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cute.Tensor):
+    """Sets scores of keys outside [low[row], high[row]) to -inf.
+
+    Args:
+      acc: score fragment.
+      first_column: key index of this thread's first column in the block.
+      low, high: i32 key bounds of the thread's two rows.
+    """
+    for row in range(ROWS):
+        first = low[row] - first_column
+        last = high[row] - first_column
+        for pair, column in fragment_columns(acc):
+            index = fragment_index(pair, row, column)
+            offset = pair * 8 + column
+            inside = (offset >= first) & (offset < last)
+            acc[index] = select(inside, acc[index], -Float32.inf)
+
+
+def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: Float32) -> Float32:
+    """Reference maximum for a row once this block is seen.
+
+    It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
+    need no rescaling; output, row sum and LSE share it, so the result is the same in exact
+    arithmetic.
+    (FlashAttention-4, conditional rescaling.)
+    """
+    maximum = reference
+    for pair, column in fragment_columns(scores):
+        maximum = fmax(maximum, scores[fragment_index(pair, row, column)])
+    maximum = quad_reduce(maximum, fmax)
+    # (-inf) - (-inf) is NaN and compares false: the reference is then set to the maximum.
+    return select(maximum - reference <= lag_limit, reference, maximum)
+
+
+def exponentiate_row(
+    scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32
+) -> Float32:
+    """scores <- exp2((scores - reference) * scale_log2) in one row; returns the thread's sum."""
+    shift = finite_reference(reference) * scale_log2
+    total = [Float32(0.0), Float32(0.0)]
+    for pair, column in fragment_columns(scores):
+        index = fragment_index(pair, row, column)
+        scores[index] = exp2(scores[index] * scale_log2 - shift)
+        total[column] = total[column] + scores[index]
+    return total[0] + total[1]
