@@ -3,9 +3,9 @@
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
-from kernels.interface import ForwardScalars
+from kernels.interface import ForwardScalars, RowBuffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +49,31 @@ class Limits:
 
     low: Int32 | cute.Tensor
     high: Int32 | cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the main backward kernels read and add to row by row, in query tiles of `m` rows, fp32.
+
+    Attributes:
+      lse_log2, delta: inputs, one value a row.
+      dq_acc: accumulators of dQ.
+      dq_order: additions to each query tile, where they are ordered.
+      tiles: query tiles of a head.
+    """
+
+    lse_log2: cute.Pointer
+    delta: cute.Pointer
+    dq_acc: cute.Pointer
+    dq_order: cute.Pointer | None
+    tiles: Int32
+
+    def tile(self, batch: Int32, heads: Int32, head: Int32, block: Int32) -> Int64:
+        """The index of a head's query tile among those of all `heads` of all batch elements."""
+        return (Int64(batch) * heads + head) * self.tiles + block
+
+
+def make_rows(buffers: RowBuffers, query_length: Int32, m: int) -> Rows:
+    """The rows of a call whose query tiles have m rows."""
+    tiles = (query_length + m - 1) // m
+    return Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)

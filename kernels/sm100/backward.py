@@ -39,91 +39,30 @@ step through shared memory would cost 1024 of its cycles a step, and it is what 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Int32
 
 from fa4_jax.key import KernelKey
 from kernels.common import ptx as common_ptx
-from kernels.common import resources, tensors
-from kernels.common.hosts import BackwardHost, backward_source
+from kernels.common import tensors
+from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
-from kernels.description import TENSOR_MEMORY_COLUMNS, Columns
-from kernels.interface import BackwardScalars, RowBuffers, Sizes
+from kernels.common.state import Rows
+from kernels.description import Columns
 from kernels.sm100 import products, ptx
-from kernels.sm100.backward_data import (
-    Config,
-    Rows,
-    Work,
-    assign,
-    take_ticket,
-    take_turns,
-)
+from kernels.sm100.backward_data import Config, Work
 from kernels.sm100.backward_description import COMPUTE_GROUPS
+from kernels.sm100.backward_kernel import BackwardKernel
 from kernels.sm100.backward_rows import RowRoles
 from kernels.sm100.tiles import LANES
 from kernels.sources import KernelSource
 
 
-class Backward(BackwardHost):
+class Backward(BackwardKernel):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
         self.config = Config(key)
-        self.description, self.dtype = self.config.description, self.config.dtype
-        self.deterministic = key.deterministic
-        self.row_roles = RowRoles(self.config)
-
-    @cute.kernel
-    def kernel(
-        self,
-        maps: Maps,
-        buffers: RowBuffers,
-        sizes: Sizes,
-        scalars: BackwardScalars,
-    ):
-        tile, description = self.config.tile, self.config.description
-        shared = resources.allocate(description, self.config.dtype)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        reduce, compute = description.role("reduce"), description.role("compute")
-        mma, load, order = (description.role(name) for name in ("mma", "load", "order"))
-        if warp == mma.first_warp:
-            cute.arch.alloc_tmem(TENSOR_MEMORY_COLUMNS, shared.tmem_base)
-            cute.arch.relinquish_tmem_alloc_permit()
-        if warp == load.first_warp:
-            resources.prefetch(maps, description)
-            with cute.arch.elect_one():
-                resources.initialise(description, shared.barriers)
-        if cutlass.const_expr(self.config.deterministic):
-            if warp == order.first_warp:
-                take_ticket(self.config, shared, buffers.dq_ticket)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        common_ptx.await_launch_before()
-
-        call = (buffers.extents, sizes, scalars.window)
-        tiles = (sizes.query_length + tile.m - 1) // tile.m
-        rows = Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)
-        # Each role makes its work: made once, its values would take registers of all of them.
-        if warp < compute.first_warp:
-            ptx.set_registers(reduce.registers)
-            self.row_roles.reduce(shared, assign(self.config, shared, *call), rows)
-        elif warp < mma.first_warp:
-            ptx.set_registers(compute.registers)
-            work = assign(self.config, shared, *call)
-            self.row_roles.compute(maps, shared, work, scalars)
-        else:
-            ptx.set_registers(mma.registers)
-            work = assign(self.config, shared, *call)
-            if warp == mma.first_warp:
-                self.mma(shared, work)
-            elif warp == load.first_warp:
-                self.load(maps, shared, work, rows)
-            elif warp == order.first_warp:
-                if cutlass.const_expr(self.config.deterministic):
-                    take_turns(self.config, shared.barriers, work, rows)
-        cute.arch.sync_threads()
-        if warp == mma.first_warp:
-            base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
-            cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS)
+        super().__init__(self.config, RowRoles(self.config))
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
@@ -160,7 +99,7 @@ class Backward(BackwardHost):
         """Q, lse_log2 and delta of a step."""
         tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
-        row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
+        row = rows.tile(work.batch, work.heads, head, block) * tile.m
         use = shared.barriers.q_full.use(step)
         slot, full = use.slot, shared.barriers.q_full.at(use)
         lse_log2, delta = shared.lse_log2[None, slot], shared.delta[None, slot]

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
@@ -13,6 +13,7 @@ from kernels.common import ptx as common_ptx
 from kernels.common import tensors
 from kernels.common.resources import Barriers, Shared
 from kernels.common.schedule import batch_band, nth_tile
+from kernels.common.state import Rows
 from kernels.interface import Sizes, Window
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_description import description
@@ -47,17 +48,6 @@ class Config:
     def dq_takes_dp(self) -> bool:
         """Whether dQ begins with dP's columns."""
         return self.columns("dq").shares == "dp"
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Per-row fp32 inputs and the dQ accumulators, all in query tiles of `m` rows."""
-
-    lse_log2: cute.Pointer
-    delta: cute.Pointer
-    dq_acc: cute.Pointer
-    dq_order: cute.Pointer | None
-    tiles: Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +152,7 @@ def take_turns(config: cutlass.Constexpr, barriers: Barriers, work: Work, rows: 
     tile = config.tile
     for step in cutlass.range(work.steps(), unroll=1):
         head, block = work.step(step, True)
-        counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
+        counter = rows.dq_order + rows.tile(work.batch, work.heads, head, block)
         index = work.tile
         if cutlass.const_expr(config.band):
             visiting = bands.visited_blocks(

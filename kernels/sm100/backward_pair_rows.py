@@ -4,16 +4,16 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, ring, tensors
 from kernels.common.resources import Maps, Shared
-from kernels.common.state import Limits
+from kernels.common.state import Limits, Rows
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.backward_data import Rows, Work
+from kernels.sm100.backward_data import Work
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_rows import (
     CHUNK,
@@ -172,7 +172,7 @@ class RowRoles:
         thread, _, _ = cute.arch.thread_idx()
         for step in cutlass.range(work.steps(), unroll=1):
             head, block = work.step(step, self.config.deterministic)
-            query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
+            query_tile = rows.tile(work.batch, work.heads, head, block)
             target = rows.dq_acc + query_tile * (tile.m * tile.head_dim)
             target = target + work.rank * (tile.m * tile.part) + thread * 4
             use = use_of_buffer(step)

@@ -4,17 +4,17 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, select
-from kernels.common.state import Limits
+from kernels.common.state import Limits, Rows
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.backward_data import Config, Rows, Work
+from kernels.sm100.backward_data import Config, Work
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.tiles import LANES
 
@@ -240,7 +240,7 @@ class RowRoles:
         first = products.lane_base() + self.config.columns("dq").first
         for step in cutlass.range(work.steps(), unroll=1):
             head, block = work.step(step, self.config.deterministic)
-            query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + block
+            query_tile = rows.tile(work.batch, work.heads, head, block)
             target = rows.dq_acc + query_tile * tile_size + thread * 4
             shared.barriers.dq_full.wait(step)
             ptx.fence_after_sync()

@@ -43,7 +43,7 @@ CTA, which acquires the counter, adds after them.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax import bands
@@ -53,9 +53,10 @@ from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band, nth_tile
 from kernels.common.softmax import exp2
+from kernels.common.state import Rows, make_rows
 from kernels.interface import BackwardScalars, RowBuffers, Sizes, Window
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.backward_data import KeyGradients, Rows, Step, Work, make_products
+from kernels.sm90.backward_data import KeyGradients, Step, Work, make_products
 from kernels.sm90.backward_description import description
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
@@ -103,8 +104,7 @@ class Backward(BackwardHost):
         cute.arch.sync_threads()
 
         work = self.assign(shared, buffers.extents, sizes, scalars.window)
-        tiles = (sizes.query_length + self.tile.m - 1) // self.tile.m
-        rows = Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)
+        rows = make_rows(buffers, sizes.query_length, self.tile.m)
         load, mma = self.description.role("load"), self.description.role("mma")
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -185,7 +185,7 @@ class Backward(BackwardHost):
             head = work.kv_head * work.group + member
             query = coordinates[None, None, head, work.batch]
             query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
-            row = ((Int64(work.batch) * work.heads + head) * rows.tiles + block) * tile.m
+            row = rows.tile(work.batch, work.heads, head, block) * tile.m
             use = shared.barriers.q_full.use(step)
             for operand in cutlass.range_constexpr(2):
                 full = (shared.barriers.q_full, shared.barriers.do_full)[operand].at(use)
@@ -207,7 +207,7 @@ class Backward(BackwardHost):
             member = step // steps
             block = self.query_block(work, step - member * steps)
             head = work.kv_head * work.group + member
-            counter = rows.dq_order + (Int64(work.batch) * work.heads + head) * rows.tiles + block
+            counter = rows.dq_order + rows.tile(work.batch, work.heads, head, block)
             index = work.tile
             if cutlass.const_expr(self.band):
                 visiting = bands.visited_blocks(
@@ -442,7 +442,7 @@ class Backward(BackwardHost):
         """Adds this step's dQ tile to dq_acc; Notes [dq_acc] and [dq order]."""
         thread, _, _ = cute.arch.thread_idx()
         head = work.kv_head * work.group + place.member
-        query_tile = (Int64(work.batch) * work.heads + head) * rows.tiles + place.block
+        query_tile = rows.tile(work.batch, work.heads, head, place.block)
         target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
         target = target + (thread - WARPGROUP) * 4
         if cutlass.const_expr(self.deterministic):

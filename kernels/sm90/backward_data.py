@@ -12,17 +12,6 @@ from kernels.sm90.tiles import BackwardTile
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Per-row fp32 inputs and the dQ accumulators, all in query tiles of `m` rows."""
-
-    lse_log2: cute.Pointer
-    delta: cute.Pointer
-    dq_acc: cute.Pointer
-    dq_order: cute.Pointer | None
-    tiles: Int32
-
-
-@dataclasses.dataclass(frozen=True)
 class Work:
     """What one CTA does: a key tile of one KV head of one batch element."""
 
