@@ -13,7 +13,8 @@ import numpy as np
 from kernels.emulator.errors import PtxError
 from kernels.emulator.instructions.binding import bind_program
 from kernels.emulator.machine.cta import SHARED_BASE
-from kernels.emulator.machine.machine import Geometry, Machine
+from kernels.emulator.machine.geometry import Geometry
+from kernels.emulator.machine.machine import Machine
 from kernels.emulator.machine.tally import executed
 from kernels.emulator.machine.trace import Trace
 from kernels.emulator.memory import GlobalMemory, Region

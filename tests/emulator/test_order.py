@@ -7,7 +7,7 @@ import pytest
 
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.clocks import Clocks
-from kernels.emulator.order.shared_memory import Order
+from kernels.emulator.order.shared_memory import SharedOrder
 
 
 @pytest.mark.parametrize(
@@ -28,17 +28,17 @@ def test_a_proxy_fence_counts_for_what_its_own_thread_wrote(
 ) -> None:
     """A thread of CTA 1 writes there and tells one of CTA 0, whose pair's product reads it."""
     clocks = Clocks(2, 32, tensor=True)
-    even, odd = Order(clocks, 0, 1024), Order(clocks, 1, 1024)
+    order = SharedOrder(clocks, 1, 1024)
     reader, writer = np.array([0]), np.array([32])
-    odd.thread_writes(writer, np.array([64]), 16)
+    order.thread_writes(writer, np.array([64]), 16)
     if writer_fences is not None:
-        odd.fence_proxy(writer, writer_fences)
-    even.acquire(reader, odd.release(writer))
+        clocks.fence_proxy(writer, 1, writer_fences)
+    clocks.acquire(reader, clocks.release(writer))
     if reader_fences is not None:
-        even.fence_proxy(reader, reader_fences)
+        clocks.fence_proxy(reader, 0, reader_fences)
 
     def read() -> None:
-        odd.pipe_reads(0, np.array([4]), clocks.first_pipe, 1)
+        order.pipe_reads(0, np.array([4]), clocks.first_pipe, 1)
 
     if legal:
         read()

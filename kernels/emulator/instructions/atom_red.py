@@ -174,15 +174,15 @@ def _begin(part: Part, form: Form, reads: bool) -> None:
     part.writes(form.whole, atomic=True, counts=counts)
     if form.meaning in ("release", "acq_rel"):
         cta.release_reductions(threads)
-    if device is None or cta.order is None:
+    if device is None or cta.clocks is None:
         return
-    number, keys = cta.cluster.number, part.keys
+    keys = part.keys
     if reads:
         relaxed = form.meaning not in ("acquire", "acq_rel")
-        device.acquire(number, cta.order, threads, keys, relaxed)
+        device.acquire(cta.clocks, threads, keys, relaxed)
     releases = form.meaning in ("release", "acq_rel")
     hand_over = device.release if releases else device.release_fenced
-    hand_over(number, cta.order, threads, keys, True)
+    hand_over(cta.clocks, threads, keys, True)
 
 
 def _update(
@@ -234,7 +234,7 @@ def _reduce(addresses_of: Reader, source: Reader, form: Form) -> Effect:
     def effect(warp: Warp, mask: np.ndarray) -> Yield | None:
         cta, values = warp.cta, source(warp)
         for part in parts(warp, mask, addresses_of(warp), form.space, form.whole):
-            moment = 0 if cta.order is None else int(cta.order.now[warp.number])
+            moment = 0 if cta.clocks is None else int(cta.clocks.now[warp.number])
             chosen = values[part.lanes]
             _begin(part, form, False)
             reduction = Reduction(part.region, part.threads, moment, part.addresses, chosen)

@@ -22,8 +22,8 @@ def _warp_sync(instruction: Instruction, symbols: dict[str, int]) -> Effect:
     def effect(warp: Warp, mask: np.ndarray) -> None:
         wanted = members(warp, mask, uniform_mask(member_mask(warp)))
         threads = warp.lanes[wanted]
-        if warp.cta.order is not None:
-            warp.cta.order.acquire(threads, warp.cta.order.release(threads))
+        if warp.cta.clocks is not None:
+            warp.cta.clocks.acquire(threads, warp.cta.clocks.release(threads))
 
     return effect
 
@@ -45,9 +45,9 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         if not 0 <= number < _NAMED_BARRIERS or count % LANES or not count:
             raise Fault("participants", f"barrier {number} of {count} threads")
         barrier = cta.named.setdefault(number, NamedBarrier(number))
-        order = cta.order
+        clocks = cta.clocks
         joined = barrier.arrive(
-            warp.index, count, waits, None if order is None else order.release(threads)
+            warp.index, count, waits, None if clocks is None else clocks.release(threads)
         )
         warp.note(Met(barrier, joined, waits))
         if not waits:
@@ -55,8 +55,8 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
 
         def passed() -> None:
             knowledge = barrier.published.get(joined)
-            if order is not None and knowledge is not None:
-                order.acquire(threads, knowledge)
+            if clocks is not None and knowledge is not None:
+                clocks.acquire(threads, knowledge)
 
         return Wait(lambda: barrier.generation > joined, passed, barrier.describe)
 

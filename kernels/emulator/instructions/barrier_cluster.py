@@ -31,11 +31,11 @@ def _arrive(aligned: bool, relaxed: bool) -> Effect:
     def effect(warp: Warp, mask: np.ndarray) -> Yield:
         if aligned:
             _converged(warp, mask)
-        threads, order, given = warp.lanes[mask], warp.cta.order, None
+        threads, clocks, given = warp.lanes[mask], warp.cta.clocks, None
         barrier = warp.cta.cluster.barrier
         warp.note(Arrived(barrier, barrier.phase, warp.cta.rank))
-        if order is not None:
-            given = order.relaxed_release(threads) if relaxed else order.release(threads)
+        if clocks is not None:
+            given = clocks.relaxed_release(threads) if relaxed else clocks.release(threads)
         barrier.arrive(threads, given)
         return YIELD
 
@@ -51,11 +51,11 @@ def _wait(aligned: bool) -> Effect:
 
         def finish() -> None:
             warp.note(Waited(barrier, phase))
-            knowledge, order = barrier.passed(threads), warp.cta.order
-            if order is not None:
-                order.started(threads)
+            knowledge, clocks = barrier.passed(threads), warp.cta.clocks
+            if clocks is not None:
+                clocks.see_starts(threads)
                 if knowledge is not None:
-                    order.acquire(threads, knowledge)
+                    clocks.acquire(threads, knowledge)
 
         return Wait(lambda: barrier.phase > phase, finish, barrier.describe)
 

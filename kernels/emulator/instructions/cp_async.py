@@ -143,7 +143,7 @@ def _arrive(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
                 phase = barrier.slot, barrier.phase + 1
                 for transfer, of in done.values():
                     order.copies_done(warp.lanes[of], transfer.chunks, phase)
-                barrier.give(order.release(warp.lanes[lanes]))
+                barrier.give(order.clocks.release(warp.lanes[lanes]))
             barrier.copied = barrier.phase + 1
             warp.note(Copied(barrier, barrier.phase))
             first = [transfer for transfer, _ in done.values()]

@@ -153,12 +153,11 @@ class Extent:
 
     def check(self, kind: str, warp: Warp, thread: int, agent: int, moment: int) -> Access | None:
         """Faults unless what conflicts is ordered before; None where that is not looked at."""
-        device, order = warp.cta.machine.global_order, warp.cta.order
-        if device is None or order is None or not device.shadowed or not self.granules.size:
+        device, clocks = warp.cta.machine.global_order, warp.cta.clocks
+        if device is None or clocks is None or not device.shadowed or not self.granules.size:
             return None
         one = np.array([agent]), np.array([moment])
-        cluster = warp.cta.cluster.number
-        access = Access(kind, cluster, order, self.region, self.granules, np.array([thread]), *one)
+        access = Access(kind, clocks, self.region, self.granules, np.array([thread]), *one)
         device.check(access)
         return access
 
@@ -285,9 +284,9 @@ def _complete(warp: Warp, transfer: Transfer) -> None:
     """The thread learns that the operation has been made."""
     cta = warp.cta
     cta.perform(transfer)
-    if transfer.access is not None and cta.order is not None:
+    if transfer.access is not None and cta.clocks is not None:
         assert cta.machine.global_order is not None
-        cta.machine.global_order.done(transfer.access, int(cta.order.now[warp.number]))
+        cta.machine.global_order.done(transfer.access, int(cta.clocks.now[warp.number]))
 
 
 def _prefetch(warp: Warp, mask: np.ndarray) -> None:

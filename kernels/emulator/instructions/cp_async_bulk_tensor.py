@@ -77,10 +77,10 @@ def _fetch_map(warp: Warp, lane: int, address: int) -> TensorMap:
         raise Fault("out-of-bounds", f"no tensor map at {address:#x}")
     if address % 64:
         raise Fault("misaligned", f"tensor map at {address:#x}: 64 bytes are expected")
-    device, order = warp.cta.machine.global_order, warp.cta.order
-    if device is not None and order is not None:
+    device, clocks = warp.cta.machine.global_order, warp.cta.clocks
+    if device is not None and clocks is not None:
         thread = int(warp.lanes[lane])
-        device.check_map(warp.cta.cluster.number, order, thread, region, address)
+        device.check_map(clocks, thread, region, address)
     start = address - region.base
     try:
         return _decoded(region.data[start : start + tensor_map.BYTES].tobytes())

@@ -21,19 +21,20 @@ def _proxy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
 
 
 def _fence_init(warp: Warp, mask: np.ndarray) -> None:
-    order = warp.cta.order
-    if order is not None:
+    clocks = warp.cta.clocks
+    if clocks is not None:
         threads = warp.lanes[mask]
         for barrier in warp.cta.barriers.values():
-            seen = order.clock[threads, barrier.slot]
-            fenced = order.clocks.fenced[:, threads, barrier.slot]
-            order.clocks.fenced[:, threads, barrier.slot] = np.maximum(fenced, seen)
-        order.publish(threads, only_barriers=True)
+            seen = clocks.clock[threads, barrier.slot]
+            fenced = clocks.fenced[:, threads, barrier.slot]
+            clocks.fenced[:, threads, barrier.slot] = np.maximum(fenced, seen)
+        clocks.publish(threads, only_barriers=True)
 
 
 def _fence_proxy(space: str, warp: Warp, mask: np.ndarray) -> None:
-    if warp.cta.order is not None:
-        warp.cta.order.fence_proxy(warp.lanes[mask], space)
+    cta = warp.cta
+    if cta.clocks is not None:
+        cta.clocks.fence_proxy(warp.lanes[mask], cta.rank, space)
 
 
 def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
@@ -44,8 +45,8 @@ def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | No
     if way == "release":
 
         def release(warp: Warp, mask: np.ndarray) -> None:
-            if warp.cta.order is not None:
-                warp.cta.order.release_maps(warp.lanes[mask])
+            if warp.cta.clocks is not None:
+                warp.cta.clocks.release_maps(warp.lanes[mask])
 
         return release
 
@@ -54,8 +55,8 @@ def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | No
     address_of = address_reader(instruction.operands[0], symbols)
 
     def acquire(warp: Warp, mask: np.ndarray) -> None:
-        if warp.cta.order is not None:
-            warp.cta.order.acquire_maps(warp.lanes[mask], address_of(warp)[mask])
+        if warp.cta.clocks is not None:
+            warp.cta.clocks.acquire_maps(warp.lanes[mask], address_of(warp)[mask])
 
     return acquire
 
@@ -68,9 +69,9 @@ def _fence(warp: Warp, mask: np.ndarray) -> None:
     """fence.acq_rel, fence.sc, membar: scopes are all taken as wide enough."""
     cta, threads = warp.cta, warp.lanes[mask]
     cta.release_reductions(threads)
-    if cta.order is not None and cta.machine.global_order is not None:
-        cta.machine.global_order.fence(cta.cluster.number, cta.order, threads)
-        cta.order.fence(threads)
+    if cta.clocks is not None and cta.machine.global_order is not None:
+        cta.machine.global_order.fence(cta.clocks, threads)
+        cta.clocks.fence(threads)
 
 
 _THREADS = Cost("synchronisation", SOURCES)

@@ -164,8 +164,8 @@ def _putter(result: Operand, form: Form) -> Putter | None:
 
 def _acquire(part: Part, relaxed: bool) -> None:
     cta, device = part.warp.cta, part.warp.cta.machine.global_order
-    if device is not None and cta.order is not None:
-        device.acquire(cta.cluster.number, cta.order, part.threads, part.keys, relaxed)
+    if device is not None and cta.clocks is not None:
+        device.acquire(cta.clocks, part.threads, part.keys, relaxed)
 
 
 def polled(
@@ -219,7 +219,7 @@ def _store(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
 def _release(part: Part, meaning: str) -> None:
     """What a store hands over to those who read it."""
     cta, device = part.warp.cta, part.warp.cta.machine.global_order
-    if device is None or cta.order is None:
+    if device is None or cta.clocks is None:
         return
     if meaning == "weak":
         device.overwrite(part.keys)
@@ -227,7 +227,7 @@ def _release(part: Part, meaning: str) -> None:
     if meaning == "release":
         cta.release_reductions(part.threads)
     hand_over = device.release if meaning == "release" else device.release_fenced
-    hand_over(cta.cluster.number, cta.order, part.threads, part.keys, False)
+    hand_over(cta.clocks, part.threads, part.keys, False)
 
 
 def _bits(operand: Operand, size: int, symbols: dict[str, int]) -> Reader:

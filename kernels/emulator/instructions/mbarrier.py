@@ -41,8 +41,8 @@ def barrier_at(warp: Warp, address: int, threads: np.ndarray) -> TransactionBarr
         barrier = home.barriers.get(address)
     if barrier is None:
         raise Fault("phase-misuse", f"no mbarrier was initialised at shared address {address:#x}")
-    order = warp.cta.order
-    if order is not None and (order.clock[threads, barrier.slot] < 0).any():
+    clocks = warp.cta.clocks
+    if clocks is not None and (clocks.clock[threads, barrier.slot] < 0).any():
         raise Fault("race", f"mbarrier {address:#x}: its initialisation may come later")
     return barrier
 
@@ -97,9 +97,9 @@ def _init(address_of: Reader, count_of: Reader) -> Effect:
                 message = f"lanes initialise mbarrier {address:#x} for {first} and {others}"
                 raise Fault("phase-misuse", message)
             slot = 0
-            if cta.order is not None:
-                slot = cta.order.new_slot()
-                cta.order.clock[threads[lanes], slot] = 0
+            if cta.clocks is not None:
+                slot = cta.clocks.new_slot()
+                cta.clocks.clock[threads[lanes], slot] = 0
             name = cta.machine.barrier_names.get(address, "")
             cta.barriers[address] = TransactionBarrier(address, first, slot, name)
 
@@ -147,16 +147,16 @@ class _Arrive:
         return YIELD
 
     def _arrive(self, warp: Warp, mask: np.ndarray, address: int) -> None:
-        threads, order = warp.lanes[mask], warp.cta.order
+        threads, clocks = warp.lanes[mask], warp.cta.clocks
         barrier = barrier_at(warp, address, threads)
         amounts = self._amount_of(warp)[mask].astype(np.int64)
         who = f"warp {warp.index}"
         if address >> RANK_SHIFT != warp.cta.rank:
             who += f" of CTA {warp.cta.rank}"
-            moment = 0 if order is None else int(order.now[warp.number])
+            moment = 0 if clocks is None else int(clocks.now[warp.number])
             barrier.visits |= dict.fromkeys(threads.tolist(), (moment, barrier.phase + 1))
-        if order is not None:
-            release = order.relaxed_release if self._relaxed else order.release
+        if clocks is not None:
+            release = clocks.relaxed_release if self._relaxed else clocks.release
             barrier.give(release(threads))
         if self._state is not None:
             write(warp, mask, self._state, "u64", np.uint64(barrier.phase))
@@ -240,16 +240,16 @@ class _TryWait:
         return Wait(lambda: barrier.passed(parity), succeed, lambda: barrier.describe(parity))
 
     def _pass(self, warp: Warp, threads: np.ndarray, barrier: TransactionBarrier) -> None:
-        order, knowledge = warp.cta.order, barrier.knowledge()
+        clocks, knowledge = warp.cta.clocks, barrier.knowledge()
         barrier.observed = barrier.phase
-        if order is None:
+        if clocks is None:
             return
         if self._relaxed:
-            order.acquire_later(threads, barrier.slot, barrier.phase, knowledge)
+            clocks.acquire_later(threads, barrier.slot, barrier.phase, knowledge)
             return
-        order.see_phase(threads, barrier.slot, barrier.phase)
+        clocks.see_phase(threads, barrier.slot, barrier.phase)
         if knowledge is not None:
-            order.acquire(threads, knowledge)
+            clocks.acquire(threads, knowledge)
 
 
 ENTRIES = (Entry("mbarrier.*", _mbarrier, Cost("synchronisation", SOURCES)),)

@@ -35,7 +35,7 @@ class Cluster:
         self.clocks = self.tensor_clocks = None
         if machine.policy.races:
             maps = machine.program.fences_tensor_maps
-            self.clocks = Clocks(len(places), machine.threads, tensor, maps)
+            self.clocks = Clocks(len(places), machine.threads, tensor, maps, self.number)
         if self.clocks is not None and tensor:
             self.tensor_clocks = TensorClocks(self.clocks, machine.policy.tensor_fences)
         self.refused = False

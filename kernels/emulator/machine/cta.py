@@ -17,7 +17,7 @@ from kernels.emulator.machine.tensor_pipe import Pipe
 from kernels.emulator.machine.transfers import Transfer
 from kernels.emulator.machine.warp import Warp
 from kernels.emulator.memory import Fault, Region, uninitialised
-from kernels.emulator.order.shared_memory import Order
+from kernels.emulator.order.shared_memory import SharedOrder
 from kernels.emulator.order.tensor_memory import TensorClocks
 from kernels.emulator.ptx.program import LANES
 
@@ -64,8 +64,8 @@ class Cta:
         self.shared_version = self.decoded_version = 0
         self.decoded: dict[tuple[Hashable, str], np.ndarray] = {}
         threads = machine.threads
-        clocks = cluster.clocks
-        self.order = None if clocks is None else Order(clocks, rank, size, self.base)
+        self.clocks = clocks = cluster.clocks
+        self.order = None if clocks is None else SharedOrder(clocks, rank, size, self.base)
         self.barriers: dict[int, TransactionBarrier] = {}
         self.retired: list[TransactionBarrier] = []
         self.named: dict[int, NamedBarrier] = {}
@@ -183,9 +183,9 @@ class Cta:
 
     def make_known_reductions(self, threads: np.ndarray) -> None:
         """Makes the reductions of this CTA that these threads of the cluster know of."""
-        if self.order is None:
+        if self.clocks is None:
             return
-        known = self.order.clock[threads].max(0)
+        known = self.clocks.clock[threads].max(0)
         waiting, self.reductions = self.reductions, []
         for reduction in waiting:
             chosen = known[reduction.threads] >= reduction.moment

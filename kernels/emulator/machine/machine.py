@@ -3,71 +3,27 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 
 import numpy as np
 
-from kernels.emulator.errors import EmulationError, Place
-from kernels.emulator.machine import tensor_pipe
+from kernels.emulator.machine import steps, tensor_pipe
 from kernels.emulator.machine.cluster import Cluster
 from kernels.emulator.machine.cta import Cta, Reduction
+from kernels.emulator.machine.geometry import REGISTERS_PER_SM, Geometry, launch_registers
 from kernels.emulator.machine.tally import Tally
 from kernels.emulator.machine.trace import Trace
 from kernels.emulator.machine.transfers import Transfer
-from kernels.emulator.machine.warp import Wait, Warp
+from kernels.emulator.machine.warp import Warp
 from kernels.emulator.memory import Fault, GlobalMemory
 from kernels.emulator.order.global_memory import GlobalOrder
 from kernels.emulator.policy import Policy
-from kernels.emulator.ptx.program import LANES, Branch, Exit, Program, Run, Single
-from kernels.emulator.ptx.syntax import Immediate, Instruction, Kernel
+from kernels.emulator.ptx.program import LANES, Program, Run
 
-REGISTERS_PER_SM = 65536
-_MOST_REGISTERS = 255
-_STEPS_AT_ONCE = 5000  # of a warp that does not synchronise, before others run
 _REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order
 _STARVED_STEPS = 512  # after which even a starved warp may run, lest others poll for ever
 _LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """Sizes of a launch."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    shared_bytes: int
-    dynamic_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return math.prod(self.block)
-
-    @property
-    def cluster_grid(self) -> tuple[int, int, int]:
-        """Clusters of the grid."""
-        (x, y, z), (width, height, depth) = self.grid, self.cluster
-        return x // width, y // height, z // depth
-
-
-def launch_registers(kernel: Kernel, threads: int) -> int:
-    """Registers that a thread starts with, which PTX leaves to ptxas.
-
-    Of a kernel with setmaxnreg that is what a CTA of this size can have, but no more than the
-    largest setmaxnreg.inc asks for (ptxas 13.0, by what `-v` says of kernels with other counts).
-    """
-    counts = [
-        operand.value
-        for instruction in kernel.instructions
-        if instruction.opcode == "setmaxnreg" and instruction.words[1] == "inc"
-        for operand in instruction.operands
-        if isinstance(operand, Immediate)
-    ]
-    largest = max(counts, default=_MOST_REGISTERS)
-    return min(REGISTERS_PER_SM // threads // 8 * 8, _MOST_REGISTERS, largest)
 
 
 class Machine:
@@ -233,7 +189,7 @@ class Machine:
         try:
             transfer.home.perform(transfer)
         except Fault as fault:
-            raise self._error(fault, transfer.warp, transfer.instruction, transfer.lane) from None
+            raise steps.located(fault, transfer.warp, transfer.instruction, transfer.lane) from None
 
     def _unblock(self) -> Warp | None:
         """Makes a copy, or wakes a polling warp; if neither is left, that is a deadlock."""
@@ -252,7 +208,7 @@ class Machine:
                 if warp.waiting is not None
             ]
             message = "no warp can go on\n  " + "\n  ".join(lines) + "\n"
-            raise self._error(Fault("deadlock", message), first, None)
+            raise steps.located(Fault("deadlock", message), first, None)
         return warp
 
     def _line(self, warp: Warp) -> str:
@@ -261,95 +217,17 @@ class Machine:
             return "?"
         return f"{step.instruction.line} ({step.instruction.text})"
 
-    def _error(
-        self, fault: Fault, warp: Warp, instruction: Instruction | None, lane: int | None = None
-    ) -> EmulationError:
-        where = (None, "") if instruction is None else (instruction.line, instruction.text)
-        lane = lane if fault.lane is None else fault.lane
-        place = Place(self.program.kernel.name, warp.cta.index, warp.index, lane, *where)
-        return EmulationError(fault.rule, fault.message, place)
-
     def _advance(self, warp: Warp) -> None:
         """Runs a warp to its next synchronising instruction."""
-        steps, tally, produced = self.program.steps, self.tallies[warp.index], warp.products
         self._steps += 1
         if self._steps > self.policy.most_steps:
-            raise self._error(Fault("livelock", "too many steps: stuck in a loop"), warp, None)
+            fault = Fault("livelock", "too many steps: stuck in a loop")
+            raise steps.located(fault, warp, None)
         if warp.waiting is not None:
             finish, warp.waiting = warp.waiting.finish, None
             finish()
-        moves, trace = warp.moves, warp.trace
-        for _ in range(_STEPS_AT_ONCE):
-            warp.meet()
-            number = warp.step
-            if number >= len(steps):
-                raise self._error(
-                    Fault("control-flow", "runs past the last instruction"), warp, None
-                )
-            step = steps[number]
-            tally.counts[number] += 1
-            if trace is not None:
-                trace.append(number)
-            try:
-                if moves.registers:
-                    moves.check_step(step)
-                if isinstance(step, Run):
-                    produced.check_step(step)
-                    produced.unfenced.add(number)
-                    if warp.full:
-                        step.full(warp)
-                    else:
-                        tally.idle[number] += LANES - int(np.count_nonzero(warp.active))
-                        step.masked(warp, warp.active)
-                    warp.step = number + 1
-                elif isinstance(step, Branch):
-                    warp.split(_guarded(step.instruction, warp), step.target, step.meet)
-                elif isinstance(step, Exit):
-                    self._leave(warp, step)
-                    if warp.done:
-                        return
-                elif self._effect(warp, step, number):
-                    return
-            except Fault as fault:
-                instruction = step.instructions[0] if isinstance(step, Run) else step.instruction
-                raise self._error(fault, warp, instruction) from None
-        self._steps += _STEPS_AT_ONCE
-
-    def _effect(self, warp: Warp, step: Single, number: int) -> bool:
-        """Executes an instruction with an effect; True if another warp may run now."""
-        mask = _guarded(step.instruction, warp)
-        if mask is not warp.active or not warp.full:
-            self.tallies[warp.index].idle[number] += LANES - int(np.count_nonzero(mask))
-        warp.products.check_step(step)
-        warp.products.unfenced.add(number)
-        warp.step = number + 1
-        if mask is not warp.active and not mask.any():
-            return False
-        outcome = step.effect(warp, mask)
-        if isinstance(outcome, Wait):
-            warp.waiting = outcome
-        return outcome is not None
-
-    def _leave(self, warp: Warp, step: Exit) -> None:
-        mask = _guarded(step.instruction, warp)
-        if not mask.any():
-            warp.step += 1
-            return
-        cta, threads = warp.cta, warp.lanes[mask]
-        if warp.products.outstanding:
-            raise Fault("outstanding", f"exits with {warp.products.outstanding} products in flight")
-        if warp.moves.outstanding:
-            raise Fault("outstanding", "exits before tcgen05.wait::ld or tcgen05.wait::st")
-        for thread in threads:
-            if self.policy.clean_exits and cta.unread(int(thread)):
-                message = "exits before the sources of its bulk stores have been read"
-                raise Fault("outstanding", message, int(thread) % LANES)
-        for lane in np.flatnonzero(mask).tolist():
-            if warp.copies.left(lane):
-                message = "exits before its cp.async copies have been waited for"
-                raise Fault("outstanding", message, lane)
-        warp.leave(mask)
-        cta.cluster.barrier.leave(threads)
+        if not steps.execute(warp, self.tallies[warp.index]):
+            self._steps += steps.STEPS_AT_ONCE
 
     def _finish(self, cta: Cta) -> None:
         """The end of a CTA: nothing may be left in flight."""
@@ -359,7 +237,7 @@ class Machine:
         for transfer in cta.transfers:
             if transfer.waited:
                 continue
-            raise self._error(
+            raise steps.located(
                 Fault("outstanding", "the CTA ends before this copy has been waited for"),
                 transfer.warp,
                 transfer.instruction,
@@ -369,7 +247,7 @@ class Machine:
             cta.check_end()
             tensor_pipe.check_end(cta)
         except Fault as fault:
-            raise self._error(fault, cta.warps[0], None) from None
+            raise steps.located(fault, cta.warps[0], None) from None
         cta.ended = True
         self._ctas.remove(cta)
         self._leftover += cta.reductions
@@ -382,16 +260,7 @@ class Machine:
                     cta.perform(transfer)
                 except Fault as fault:
                     at = transfer.warp, transfer.instruction, transfer.lane
-                    raise self._error(fault, *at) from None
+                    raise steps.located(fault, *at) from None
             else:
                 transfer.capture()
                 transfer.waited = transfer.read is not None
-
-
-def _guarded(instruction: Instruction, warp: Warp) -> np.ndarray:
-    """The active lanes for which the instruction's guard holds."""
-    if instruction.guard is None:
-        return warp.active
-    predicate, wanted = instruction.guard
-    row = warp.pred[predicate.index]
-    return warp.active & (row if wanted else ~row)

@@ -79,12 +79,11 @@ class Part:
             self.settle()
         if device is None or not device.shadowed or not self.region.global_:
             return
-        assert cta.order is not None
+        assert cta.clocks is not None
         threads = self.threads
-        moments = np.full(1, cta.order.now[self.warp.number])
+        moments = np.full(1, cta.clocks.now[self.warp.number])
         where = granules(self.region, self.addresses, size)
-        number = cta.cluster.number
-        device.check(Access(kind, number, cta.order, self.region, where, threads, threads, moments))
+        device.check(Access(kind, cta.clocks, self.region, where, threads, threads, moments))
 
 
 def parts(

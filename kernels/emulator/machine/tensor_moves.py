@@ -101,9 +101,9 @@ class Moves:
     def _join(self) -> None:
         """Lanes know of each other, where the policy takes the wait for a barrier of theirs."""
         cta = self._warp.cta
-        if cta.order is not None and not cta.machine.policy.tensor_lanes:
+        if cta.clocks is not None and not cta.machine.policy.tensor_lanes:
             threads = self._warp.lanes
-            cta.order.acquire(threads, cta.order.release(threads))
+            cta.clocks.acquire(threads, cta.clocks.release(threads))
 
 
 def _moved(

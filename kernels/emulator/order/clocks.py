@@ -55,8 +55,14 @@ class Clocks:
     """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts."""
 
     def __init__(
-        self, ctas: int, threads_per_cta: int, tensor: bool = False, tensor_maps: bool = False
+        self,
+        ctas: int,
+        threads_per_cta: int,
+        tensor: bool = False,
+        tensor_maps: bool = False,
+        cluster: int = 0,
     ):
+        self.cluster = cluster
         self.threads = threads = ctas * threads_per_cta
         self.threads_per_cta = threads_per_cta
         self.first_slot, self.slots = threads + ctas, 0
@@ -97,3 +103,108 @@ class Clocks:
             lanes = np.arange(warp * LANES, (warp + 1) * LANES)
             self.now[warp] += 1
             self.clock[lanes, lanes] = self.now[warp]
+
+    def release(self, threads: np.ndarray) -> Knowledge:
+        """What these threads know now; their warps' next moments begin."""
+        events = 0
+        for thread in threads.tolist() if self.events else ():
+            events |= self.events.get(thread, 0)
+        given = Knowledge(self.clock[threads].max(0), self.fenced[:, threads].max(1), events)
+        self.advance(threads)
+        return given
+
+    def relaxed_release(self, threads: np.ndarray) -> Knowledge | None:
+        """What a relaxed operation of these threads carries: what fences before it released."""
+        if self.published is None:
+            return None
+        published = self.published[threads].max(0)
+        fenced = self.fenced[:, threads].max(1)
+        return Knowledge(published, np.minimum(fenced, published))
+
+    def publish(self, threads: np.ndarray, only_barriers: bool = False) -> None:
+        """A releasing fence: later relaxed operations of these threads carry what they know now.
+
+        `only_barriers` is fence.mbarrier_init, which releases initialisations alone.
+        """
+        if self.published is None:
+            self.published = np.zeros_like(self.clock)
+            self.published[:, self.first_slot :] = -1
+        if only_barriers:
+            rows = np.minimum(self.clock[threads, self.first_slot :], 0)
+            own = self.published[threads, self.first_slot :]
+            self.published[threads, self.first_slot :] = np.maximum(own, rows)
+        else:
+            self.published[threads] = self.clock[threads]
+            self.fences = True
+            self.advance(threads)
+
+    def acquire(self, threads: np.ndarray, given: Knowledge) -> None:
+        """These threads learn what others handed over."""
+        self.clock[threads] = np.maximum(self.clock[threads], given.clock)
+        self.fenced[:, threads] = np.maximum(self.fenced[:, threads], given.fenced[:, None])
+        for thread in threads.tolist() if given.events else ():
+            self.learn(thread, given.events)
+
+    def acquire_later(
+        self, threads: np.ndarray, slot: int, phase: int, given: Knowledge | None
+    ) -> None:
+        """A relaxed wait has seen a phase: the next fence will acquire what that hands over."""
+        clock = np.zeros(self.clock.shape[1], np.int32)
+        clock[slot] = phase
+        given = Knowledge(clock, np.zeros_like(self.fenced[:, 0])).merged(given)
+        for thread in threads.tolist():
+            self.later[thread] = given.merged(self.later.get(thread))
+
+    def fence(self, threads: np.ndarray) -> None:
+        """fence.acq_rel: acquires what relaxed waits have seen, releases for relaxed arrivals."""
+        for thread in threads.tolist() if self.later else ():
+            given = self.later.pop(thread, None)
+            if given is not None:
+                self.acquire(np.array([thread]), given)
+        self.publish(threads)
+
+    def learn(self, thread: int, events: int) -> None:
+        """A thread learns of events."""
+        self.events[thread] = self.events.get(thread, 0) | events
+
+    def events_of(self, thread: int) -> int:
+        """The events that a thread knows of."""
+        return self.events.get(thread, 0)
+
+    def see_phase(self, threads: np.ndarray, slot: int, phase: int) -> None:
+        """These threads have seen a barrier complete this many phases."""
+        self.clock[threads, slot] = np.maximum(self.clock[threads, slot], phase)
+
+    def see_starts(self, threads: np.ndarray) -> None:
+        """These threads know that every CTA of the cluster runs."""
+        self.clock[threads, self.threads : self.first_slot] = 1
+
+    def fence_proxy(self, threads: np.ndarray, rank: int, space: str = "") -> None:
+        """fence.proxy.async of threads of the CTA of a rank, for one state space or for all.
+
+        It counts for what its own thread wrote: PTX has no rule for a fence of another thread that
+        knows of the store. What no thread wrote, but a barrier's phase completes, any may fence.
+        The next moments of the threads' warps begin, so that later stores do not count as fenced.
+        """
+        slots = slice(self.first_slot, None)
+        concerned = [self.fenced_global] if space in ("", "global") else []
+        if space == "shared:cta":
+            concerned.append(self.fenced[rank])
+        elif space != "global":
+            concerned.extend(self.fenced_shared)
+        for fenced in concerned:
+            fenced[threads, threads] = self.clock[threads, threads]
+            fenced[threads, slots] = self.clock[threads, slots]
+        self.advance(threads)
+
+    def release_maps(self, threads: np.ndarray) -> None:
+        """fence.proxy.tensormap::generic.release: passes on what threads wrote into tensor maps."""
+        assert self.fenced_maps is not None
+        self.fenced_maps[threads] = self.clock[threads]
+        self.advance(threads)
+
+    def acquire_maps(self, threads: np.ndarray, addresses: np.ndarray) -> None:
+        """fence.proxy.tensormap::generic.acquire of the map at each thread's address."""
+        assert self.fenced_maps is not None
+        for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
+            self.acquired_maps[thread, address] = self.fenced_maps[thread].copy()

@@ -18,8 +18,7 @@ import numpy as np
 
 from kernels.emulator import tensor_map
 from kernels.emulator.memory import Fault, Region
-from kernels.emulator.order.clocks import PENDING
-from kernels.emulator.order.shared_memory import Order
+from kernels.emulator.order.clocks import PENDING, Clocks
 from kernels.emulator.ptx.program import LANES
 
 GRAIN = 2
@@ -69,15 +68,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Granules of a region that agents (of one cluster, in the clock of `order`) access.
+    """Granules of a region that agents (of one cluster, in its `clocks`) access.
 
     `agents` and `moments` are recorded; `threads` issue it and must know what came before. All
     three are as long as the first axis of `granules`, or one for all.
     """
 
     kind: str
-    cluster: int
-    order: Order
+    clocks: Clocks
     region: Region
     granules: np.ndarray
     threads: np.ndarray
@@ -104,31 +102,30 @@ class GlobalOrder:
         self._planes: dict[int, dict[str, dict[int, _Plane]]] = {}
 
     def release(
-        self, cluster: int, order: Order, threads: np.ndarray, addresses: np.ndarray, updates: bool
+        self, clocks: Clocks, threads: np.ndarray, addresses: np.ndarray, updates: bool
     ) -> None:
         """Threads release what they know; an update adds to what was released there before."""
         if not updates:
             self.overwrite(addresses)
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
-            clock, fenced = order.clock[thread].copy(), order.fenced_global[thread].copy()
-            self._post(address, order.events_of(thread), Event(cluster, clock, fenced))
-        order.release(threads)
+            clock, fenced = clocks.clock[thread].copy(), clocks.fenced_global[thread].copy()
+            self._post(address, clocks.events_of(thread), Event(clocks.cluster, clock, fenced))
+        clocks.release(threads)
 
     def release_fenced(
-        self, cluster: int, order: Order, threads: np.ndarray, addresses: np.ndarray, updates: bool
+        self, clocks: Clocks, threads: np.ndarray, addresses: np.ndarray, updates: bool
     ) -> None:
         """A relaxed store or update hands over what a fence before it released, if there is one."""
         if not updates:
             self.overwrite(addresses)
-        clocks = order.clocks
         if clocks.published is None or not clocks.fences:
             return
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
             clock = clocks.published[thread].copy()
-            fenced = np.minimum(order.fenced_global[thread], clock)
+            fenced = np.minimum(clocks.fenced_global[thread], clock)
             known = clocks.published_events.get(thread, 0)
-            if clock[: order.threads].any() or known:
-                self._post(address, known, Event(cluster, clock, fenced))
+            if clock[: clocks.threads].any() or known:
+                self._post(address, known, Event(clocks.cluster, clock, fenced))
 
     def _post(self, address: int, known: int, event: Event) -> None:
         known |= 1 << len(self._events)
@@ -142,43 +139,42 @@ class GlobalOrder:
                 self.messages.pop(address, None)
 
     def acquire(
-        self, cluster: int, order: Order, threads: np.ndarray, addresses: np.ndarray, relaxed: bool
+        self, clocks: Clocks, threads: np.ndarray, addresses: np.ndarray, relaxed: bool
     ) -> None:
         """Threads learn what was released at these addresses, relaxed ones at their next fence."""
         if not self.messages:
             return
-        later = order.clocks.later_events
+        later = clocks.later_events
         for thread, address in zip(threads.tolist(), addresses.tolist(), strict=True):
             events = self.messages.get(address, 0)
             if events and relaxed:
                 later[thread] = later.get(thread, 0) | events
             elif events:
-                self._learn(cluster, order, thread, events)
+                self._learn(clocks, thread, events)
 
-    def fence(self, cluster: int, order: Order, threads: np.ndarray) -> None:
+    def fence(self, clocks: Clocks, threads: np.ndarray) -> None:
         """fence.acq_rel, before the clocks' own part of it."""
-        clocks = order.clocks
         for thread in threads.tolist():
             events = clocks.later_events.pop(thread, 0)
             if events:
-                self._learn(cluster, order, thread, events)
-            if order.events_of(thread):
-                clocks.published_events[thread] = order.events_of(thread)
+                self._learn(clocks, thread, events)
+            if clocks.events_of(thread):
+                clocks.published_events[thread] = clocks.events_of(thread)
 
-    def _learn(self, cluster: int, order: Order, thread: int, events: int) -> None:
-        order.learn(thread, events)
-        clock, fenced = self._known(events, cluster, order)
-        np.maximum(order.clock[thread], clock, out=order.clock[thread])
-        np.maximum(order.fenced_global[thread], fenced, out=order.fenced_global[thread])
+    def _learn(self, clocks: Clocks, thread: int, events: int) -> None:
+        clocks.learn(thread, events)
+        clock, fenced = self._known(events, clocks.cluster, clocks)
+        np.maximum(clocks.clock[thread], clock, out=clocks.clock[thread])
+        np.maximum(clocks.fenced_global[thread], fenced, out=clocks.fenced_global[thread])
 
-    def _known(self, events: int, cluster: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
+    def _known(self, events: int, cluster: int, clocks: Clocks) -> tuple[np.ndarray, np.ndarray]:
         """What a set of events tells about the agents of a cluster: clock and fenced."""
         key = (events, cluster)
         if key not in self._merged:
             if len(self._merged) > _MOST_MERGED:
                 self._merged.clear()
-            clock = np.full(order.clock.shape[1], -1, np.int32)
-            clock[: order.clocks.first_slot] = 0
+            clock = np.full(clocks.clock.shape[1], -1, np.int32)
+            clock[: clocks.first_slot] = 0
             fenced = clock.copy()
             for event in self._of_cluster(events, cluster):
                 np.maximum(clock, event.clock, out=clock)
@@ -208,17 +204,15 @@ class GlobalOrder:
                     self._compare(access, kind, cluster, plane)
         kind = _RECORDED.get(access.kind, access.kind)
         of_kind = planes.setdefault(kind, {})
-        if access.cluster not in of_kind:
-            of_kind[access.cluster] = _Plane(-(-access.region.data.size // GRAIN))
-        plane = of_kind[access.cluster]
+        if access.clocks.cluster not in of_kind:
+            of_kind[access.clocks.cluster] = _Plane(-(-access.region.data.size // GRAIN))
+        plane = of_kind[access.clocks.cluster]
         shape = (-1,) + (1,) * (access.granules.ndim - 1)
         plane.agent[access.granules] = access.agents.reshape(shape)
         plane.moment[access.granules] = access.moments.reshape(shape)
         plane.low, plane.high = min(plane.low, low), max(plane.high, high)
 
-    def check_map(
-        self, cluster: int, order: Order, thread: int, region: Region, address: int
-    ) -> None:
+    def check_map(self, clocks: Clocks, thread: int, region: Region, address: int) -> None:
         """Faults unless a tensor map that the kernel wrote was passed on to TMA's map proxy.
 
         The writer passes it on by a releasing tensormap fence, `thread` takes it by an acquiring
@@ -231,13 +225,13 @@ class GlobalOrder:
                 moments, agents = plane.moment[words], plane.agent[words]
                 if not moments.any():
                     continue
-                if writer != cluster:
+                if writer != clocks.cluster:
                     message = f"a tensor map ({address:#x}) that another cluster has written"
                     raise Fault("not implemented", message)
-                if (moments > order.clock[thread, agents]).any():
+                if (moments > clocks.clock[thread, agents]).any():
                     message = f"uses the tensor map {address:#x}, which another thread wrote"
                     raise Fault("race", f"{message}, and nothing orders the two", thread % LANES)
-                known = order.clocks.acquired_maps.get((thread, address))
+                known = clocks.acquired_maps.get((thread, address))
                 if known is None or (moments > known[agents]).any():
                     message = f"uses the tensor map {address:#x}, which the kernel wrote, without"
                     missing = "fence.proxy.tensormap: .release after the write, then .acquire"
@@ -245,7 +239,7 @@ class GlobalOrder:
 
     def done(self, access: Access, moment: int) -> None:
         """The thread that issued a pending access has waited for it."""
-        plane = self._planes[access.region.base][access.kind][access.cluster]
+        plane = self._planes[access.region.base][access.kind][access.clocks.cluster]
         agents, moments = plane.agent[access.granules], plane.moment[access.granules]
         mine = (moments == PENDING) & (agents == access.agents[0])
         plane.moment[access.granules[mine]] = moment
@@ -266,15 +260,19 @@ class GlobalOrder:
 
     def _views(self, access: Access, cluster: int) -> Iterator[tuple[np.ndarray, Known, Known]]:
         """Rows of the granules, and what their threads know of a cluster's agents."""
-        order, threads = access.order, access.threads
+        clocks, threads = access.clocks, access.threads
         everything = np.arange(len(access.granules))
-        if cluster == access.cluster:
+        if cluster == access.clocks.cluster:
             rows = threads.reshape(-1, *(1,) * (access.granules.ndim - 1))
-            yield everything, lambda a: order.clock[rows, a], lambda a: order.fenced_global[rows, a]
+            yield (
+                everything,
+                lambda a: clocks.clock[rows, a],
+                lambda a: clocks.fenced_global[rows, a],
+            )
             return
-        told = [order.events_of(thread) for thread in threads.tolist()]
+        told = [clocks.events_of(thread) for thread in threads.tolist()]
         for events in set(told):
-            clock, fenced = self._known(events, cluster, order)
+            clock, fenced = self._known(events, cluster, clocks)
             rows = np.array([i for i, of_thread in enumerate(told) if of_thread == events])
             rows = everything if len(threads) == 1 else rows
             yield rows, clock.__getitem__, fenced.__getitem__
@@ -292,7 +290,7 @@ class GlobalOrder:
         granule, agent = int(access.granules[rows][late][0]), int(agents[rows][late][0])
         row = int(rows[np.argwhere(late)[0][0]])
         thread = int(access.threads[row if len(access.threads) > 1 else 0])
-        other = f"thread {agent}" if agent < access.order.threads else "a copy"
+        other = f"thread {agent}" if agent < access.clocks.threads else "a copy"
         address = access.region.base + granule * GRAIN
         both = "atomic" in access.kind and "atomic" in kind
         rule = "proxy-fence" if missing else "reduction-order" if both else "race"
