@@ -55,19 +55,7 @@ from kernels.emulator.ptx.entries import (
 from kernels.emulator.ptx.syntax import Register
 from kernels.emulator.timing.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Plan, make_plans
 from kernels.emulator.timing.rates import Rates
-from kernels.emulator.timing.resources import Sm
-
-_ENGINES = {"loads": "TMA load", "stores": "TMA store", "peers": "SM to SM"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """Something that took place: a row of the timeline, a name, cycles."""
-
-    row: str
-    name: str
-    start: float
-    end: float
+from kernels.emulator.timing.resources import Interval, Record, Sm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +129,11 @@ class _Replay:
 
     def __init__(self, trace: Trace, plans: list[Plan], rates: Rates):
         self.trace, self.plans, self.rates = trace, plans, rates
-        self.sms = [Sm() for _ in range(trace.cluster_size)]
-        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.record = Record()
+        labels = [f" of SM {number}" for number in range(trace.cluster_size)]
+        labels = labels if len(labels) > 1 else [""]
+        self.sms = [Sm(rates, self.record, label) for label in labels]
         self.waits: defaultdict[int, float] = defaultdict(float)
-        self.intervals: list[Interval] = []
         # When a warp goes on, since when it could have, in what order they came here.
         self.heap: list[tuple[float, float, int, _Warp]] = []
         self.order = itertools.count()
@@ -172,11 +161,11 @@ class _Replay:
             self._advance(warp, time)
         if stuck := [key for key, warps in self.waiting.items() if warps]:
             raise ValueError(f"{len(stuck)} barriers wait for what was not recorded")
-        busy = {name: cycles / len(self.sms) for name, cycles in self.busy.items()}
+        busy = {name: cycles / len(self.sms) for name, cycles in self.record.busy.items()}
         drained = max(self.end, *(sm.drained() for sm in self.sms)) * (1 + 1e-9)
         over = {name: cycles for name, cycles in busy.items() if cycles > drained}
         assert not over, f"at work for longer than the {drained:.0f} cycles that there are: {over}"
-        return Timing(self.end, busy, dict(self.waits), tuple(self.intervals), self.rates)
+        return Timing(self.end, busy, dict(self.waits), tuple(self.record.intervals), self.rates)
 
     def _start(self, time: float) -> None:
         """The CTAs of the next cluster begin."""
@@ -226,7 +215,7 @@ class _Replay:
         """Issues the instructions of a plan; None if another warp may go first."""
         assert warp.plan is not None
         partition, sm, ready, heap = warp.partition, warp.sm, warp.ready, self.heap
-        ops = warp.plan.ops
+        ops, busy = warp.plan.ops, self.record.busy
         for number in range(warp.op, len(ops)):
             op = ops[number]
             start = time
@@ -247,34 +236,16 @@ class _Replay:
                     return None
                 warp.eligible = None
                 partition.issue, partition.units[op.unit] = start + op.issue, start + op.cycles
-                self.busy["issue"] += op.issue / PARTITIONS
-                self.busy[UNITS[op.unit]] += op.cycles / PARTITIONS
+                busy["issue"] += op.issue / PARTITIONS
+                busy[UNITS[op.unit]] += op.cycles / PARTITIONS
                 time, end = start + (op.latency if op.blocks else 1), start + op.latency
                 if op.unit == TENSOR_MEMORY:
                     warp.tensor_stores = start + op.cycles
                 if op.shared_bytes:
-                    end += self._share(sm, start, op.shared_bytes)
+                    end += sm.share(start, op.shared_bytes)
             for register in op.writes:
                 ready[register] = end
         return time
-
-    def _share(self, sm: Sm, time: float, amount: float) -> float:
-        """Takes shared-memory bandwidth; returns the delay that it adds."""
-        taken = amount / self.rates.shared_bytes
-        begin = max(time, sm.shared)
-        sm.shared = begin + taken
-        self._interrupt(sm, begin, taken)
-        return sm.shared - time
-
-    def _interrupt(self, sm: Sm, time: float, taken: float) -> None:
-        """Others take shared memory's port: products go on later unless they leave it idle."""
-        self.busy["shared"] += taken
-        for partition in sm.partitions:
-            if partition.tensor > time:
-                idle = min(partition.idle_port, taken)
-                partition.idle_port -= idle
-                partition.tensor += taken - idle
-        sm.tensor.interrupt(time, taken)
 
     def _finish(self, warp: _Warp, time: float) -> None:
         self._ran(warp, time)
@@ -286,14 +257,14 @@ class _Replay:
 
     def _ran(self, warp: _Warp, time: float) -> None:
         if time > warp.since:
-            self.intervals.append(Interval(_row(warp), "runs", warp.since, time))
+            self.record.intervals.append(Interval(_row(warp), "runs", warp.since, time))
 
     def _slept(self, warp: _Warp, begin: float, end: float, why: str) -> float:
         """Notes that a warp waited; returns when it goes on."""
         if end <= begin:
             return begin
         self._ran(warp, begin)
-        self.intervals.append(Interval(_row(warp), f"waits: {why}", begin, end))
+        self.record.intervals.append(Interval(_row(warp), f"waits: {why}", begin, end))
         self.waits[warp.index] += end - begin
         warp.since = end
         return end
@@ -313,10 +284,12 @@ class _Replay:
                 return self._await(warp, _key(event), since, rates.barrier_latency)
             case Stored() if warp.copies:
                 warp.copies = False  # ptxas issues a copy once, however many lanes execute it
-                end = self._copy(warp.sm, "stores", time, event.size, rates.tma_store_bytes)
+                end = warp.sm.copy("TMA store", time, event.size, rates.tma_store_bytes)
                 warp.stores.append((end, end + rates.tma_store_latency))
             case Multiplied():
                 warp.committed = self._tcgen05_product(warp, time, event)
+            case _:
+                pass
         return time
 
     def _contributes(self, warp: _Warp, event: Contribution, time: float) -> float:
@@ -327,12 +300,11 @@ class _Replay:
                 return time + self._remote(warp, event.rank)
             case Loaded():
                 sm = self.sms[event.rank]
-                end = self._copy(sm, "loads", time, event.size, rates.tma_load_bytes)
+                end = sm.copy("TMA load", time, event.size, rates.tma_load_bytes)
                 return end + rates.tma_latency
             case Carried():
-                end = self._copy(warp.sm, "peers", time, event.size, rates.cluster_bytes)
-                self.sms[event.rank].copied(event.size / rates.shared_bytes)
-                self.busy["shared"] += event.size / rates.shared_bytes
+                end = warp.sm.copy("SM to SM", time, event.size, rates.cluster_bytes)
+                self.sms[event.rank].receive(event.size)
                 return end + rates.cluster_latency
             case Committed():
                 return max(time, warp.committed) + self._remote(warp, event.rank)
@@ -343,26 +315,6 @@ class _Replay:
     def _remote(self, warp: _Warp, rank: int) -> float:
         """What an arrival takes to a barrier of this rank beyond one of the warp's own CTA."""
         return 0.0 if rank == warp.rank else self.rates.cluster_latency
-
-    def _copy(self, sm: Sm, engine: str, time: float, amount: float, rate: float) -> float:
-        """A bulk copy's turn on its engine; returns when its last byte has left."""
-        begin = max(time, getattr(sm, engine))
-        end = begin + amount / rate
-        setattr(sm, engine, end)
-        self.busy[_ENGINES[engine]] += end - begin
-        taken = amount / self.rates.shared_bytes
-        self.busy["shared"] += taken
-        sm.tensor.idle(time)
-        sm.copied(taken)
-        if self.rates.tensor_memory_bytes:
-            end = max(end, time + sm.tensor.copies)
-        row = self._named(_ENGINES[engine], sm)
-        self.intervals.append(Interval(row, f"{amount / 1024:g} KiB", begin, end))
-        return end
-
-    def _named(self, row: str, sm: Sm) -> str:
-        """A row of the timeline; with the SM's number if there are several."""
-        return row if len(self.sms) == 1 else f"{row} of SM {self.sms.index(sm)}"
 
     def _contribute(self, key: tuple[int, int], time: float) -> None:
         """One of the arrivals or copies that a phase waits for."""
@@ -384,7 +336,7 @@ class _Replay:
         """Does what a step asks for beyond its instruction; returns when the warp goes on."""
         match action:
             case Multiply():
-                self._multiply(warp, time, action)
+                warp.products.append(warp.sm.multiply(warp.index, time, action))
             case CommitProducts():
                 warp.product_groups.append(max(warp.products, default=time))
                 warp.products = []
@@ -393,10 +345,12 @@ class _Replay:
             case AwaitTensorStores():
                 return max(time, warp.tensor_stores)
             case Reduce():
-                return self._reduce(warp, time, action.size)
+                # What is in flight fits into the memory's latency.
+                end = warp.sm.add(time, action.size) - self.rates.global_latency
+                return self._slept(warp, time, end, "reduction")
             case Gather():
                 # A load from L2, whose bytes the port of shared memory takes in as they come.
-                delay = self._share(warp.sm, time, action.size)
+                delay = warp.sm.share(time, action.size)
                 warp.copied = max(warp.copied, time + self.rates.global_latency + delay)
             case CommitStores():
                 if warp.stores:
@@ -409,28 +363,6 @@ class _Replay:
                 raise TypeError(action)
         return time
 
-    def _multiply(self, warp: _Warp, time: float, product: Multiply) -> None:
-        """A warp's quarter of wgmma: its sub-partition's tensor core, and shared memory's share."""
-        partition, rates = warp.partition, self.rates
-        begin = max(time, partition.tensor)
-        flops = product.flops / (rates.mma_flops / PARTITIONS)
-        port = product.shared_bytes / (rates.shared_bytes / PARTITIONS)
-        taken = max(flops, port)
-        if partition.tensor < time:
-            partition.idle_port = 0.0
-            partition.copies = max(partition.copies - (time - partition.tensor), 0.0)
-        partition.room = begin
-        partition.idle_port += taken - port
-        copied = min(partition.copies, partition.idle_port)
-        partition.copies -= copied
-        partition.idle_port -= copied
-        partition.tensor = begin + taken
-        self.busy["tensor core"] += flops / PARTITIONS
-        self.busy["shared"] += product.shared_bytes / rates.shared_bytes
-        warp.products.append(partition.tensor + rates.mma_latency)
-        row = self._named(f"tensor core {warp.index % PARTITIONS}", warp.sm)
-        self.intervals.append(Interval(row, f"warp {warp.index}", begin, partition.tensor))
-
     def _tcgen05_product(self, warp: _Warp, time: float, event: Multiplied) -> float:
         """tcgen05.mma, on an SM's tensor core or a pair's; returns when its result is there."""
         rates, count = self.rates, event.ctas
@@ -439,13 +371,12 @@ class _Replay:
         begin = max(time, *(sm.tensor.free for sm in sms))
         flops = event.flops / rates.mma_flops
         port = event.size / rates.shared_bytes
-        self.busy["tensor core"] += flops
-        self.busy["shared"] += port
+        self.record.busy["tensor core"] += flops
+        self.record.busy["shared"] += port
         end = begin
         for sm in sms:
             end = max(end, sm.tensor.multiply(begin, flops / count, port / count))
-            row = self._named("tensor core", sm)
-            self.intervals.append(Interval(row, f"warp {warp.index}", begin, sm.tensor.free))
+            sm.show("tensor core", f"warp {warp.index}", begin, sm.tensor.free)
         return end + rates.mma_latency
 
     def _await_products(self, warp: _Warp, time: float, pending: int) -> float:
@@ -455,14 +386,6 @@ class _Replay:
         end = max(warp.product_groups[:done])
         del warp.product_groups[:done]
         return self._slept(warp, time, end, "product")
-
-    def _reduce(self, warp: _Warp, time: float, size: int) -> float:
-        """Additions to global memory queue up; what is in flight fits into the memory's latency."""
-        rates, sm = self.rates, warp.sm
-        begin = max(time, sm.additions)
-        sm.additions = begin + size / rates.reduce_bytes
-        self.busy["reduction"] += size / rates.reduce_bytes
-        return self._slept(warp, time, sm.additions - rates.global_latency, "reduction")
 
     def _await_stores(self, warp: _Warp, time: float, action: AwaitStores) -> float:
         done = len(warp.store_groups) - action.pending
