@@ -55,6 +55,7 @@ lint: environment
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python --project kernels
 
 format: environment
 	$(BIN)/ruff check --fix

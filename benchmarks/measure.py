@@ -151,7 +151,9 @@ def _outputs(contender: Contender, outcome: Pass) -> list[jax.Array]:
 
 
 def _check(
-    present: list[Contender], passes: dict[str, Pass | Exception], records: dict[str, dict]
+    present: list[Contender],
+    passes: dict[str, Pass | Exception],
+    records: dict[str, dict[str, Any]],
 ) -> None:
     """Notes how far each contender's results are from ours."""
     ours = passes.get(OURS)
@@ -190,7 +192,7 @@ def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
     record: dict[str, Any] = {"id": case.id, **dataclasses.asdict(case)}
     for direction, prepare in zip(DIRECTIONS, (_forwards, _backwards), strict=True):
         operations = flops(case, direction)
-        records: dict[str, dict] = {x.name: {"absent": x.reason} for x in absent}
+        records: dict[str, dict[str, Any]] = {x.name: {"absent": x.reason} for x in absent}
         records |= {c.name: {} for c in present if direction == "backward" or not c.backward_only}
         if direction == "backward":
             for contender in present:
@@ -211,7 +213,7 @@ def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
     return record
 
 
-def _ratios(records: dict[str, dict]) -> dict[str, float]:
+def _ratios(records: dict[str, dict[str, Any]]) -> dict[str, float]:
     ours = records.get(OURS, {}).get("median_s")
     if ours is None:
         return {}

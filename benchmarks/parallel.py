@@ -219,6 +219,7 @@ def interleaved(
         first = loop % len(names)
         for name in names[first:] + names[:first]:
             start = time.perf_counter()
+            result = None
             for _ in range(repeats[name]):
                 result = programs[name]()
             jax.block_until_ready(result)

@@ -51,6 +51,7 @@ def burst(call: Call, calls: int) -> float:
     """Seconds that one of back-to-back calls takes; what ran before is over when they start."""
     jax.block_until_ready(call())
     start = time.perf_counter()
+    result = None
     for _ in range(calls):
         result = call()
     jax.block_until_ready(result)

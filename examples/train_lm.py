@@ -114,7 +114,9 @@ def unigram_entropy(symbols: np.ndarray) -> float:
     return float(-np.sum(share[share > 0] * np.log(share[share > 0])))
 
 
-def make_optimizer(model: LanguageModel, steps: int, learning_rate: float) -> nnx.Optimizer:
+def make_optimizer(
+    model: LanguageModel, steps: int, learning_rate: float
+) -> nnx.Optimizer[LanguageModel]:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup_steps=min(30, steps // 2), decay_steps=steps
     )
@@ -138,7 +140,9 @@ def train(
         put = sharing.put_windows
 
     @nnx.jit
-    def step(model: LanguageModel, optimizer: nnx.Optimizer, window: jax.Array) -> jax.Array:
+    def step(
+        model: LanguageModel, optimizer: nnx.Optimizer[LanguageModel], window: jax.Array
+    ) -> jax.Array:
         value, gradients = nnx.value_and_grad(loss)(model, window, attend, **layout)
         optimizer.update(model, gradients)
         return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from fa4_jax.bands import EVERYTHING, Band, Window
-from fa4_jax.bands import UNBOUNDED as UNBOUNDED
 
 
 @dataclasses.dataclass(frozen=True)

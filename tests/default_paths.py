@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import pytest
@@ -16,7 +16,7 @@ PATHS = ("dense", "blockwise")
 
 
 @contextlib.contextmanager
-def forced(path: str, block: int | None = None) -> Iterator[None]:
+def forced(path: str, block: int | None = None) -> Generator[None]:
     """All calls run by `path` while this is entered.
 
     Args:

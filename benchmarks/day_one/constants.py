@@ -54,7 +54,7 @@ def table(arch: str) -> Rates:
 
 def sources(arch: str) -> dict[str, Source]:
     """Field: the measurements that give it, and how."""
-    found = dict(rates._SOURCES)
+    found = dict(rates.SOURCES)
     return found | dict(_OF_BLACKWELL) if arch == BLACKWELL else found
 
 

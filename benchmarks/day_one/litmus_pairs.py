@@ -189,7 +189,13 @@ def _commit_carries_pair(target: str, broken: bool) -> str:
     )
 
 
-def _pairs(text, checks: int, repeats: tuple[int, int], threads: int = 128, data=None) -> Kernel:
+def _pairs(
+    text: Callable[..., str],
+    checks: int,
+    repeats: tuple[int, int],
+    threads: int = 128,
+    data: np.ndarray | None = None,
+) -> Kernel:
     words = np.zeros(0, np.uint32) if data is None else data
     return Kernel(text, threads, checks, repeats, ctas=(148, 2), cluster=2, data=words)
 

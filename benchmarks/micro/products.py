@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from benchmarks.micro.program import (
     ALONE_BYTES,
     Launch,
@@ -132,7 +134,7 @@ def _rate(product: Product, warpgroups: int, stores: int = 0) -> Measurement:
     stored = f" + {stores} st.shared.v4" if stores else ""
     name = f"{product.name}{stored}/throughput/{warpgroups} warpgroups"
 
-    def constant(words, launch: Launch) -> float:
+    def constant(words: np.ndarray, launch: Launch) -> float:
         return cycles_of_copy(words, launch, program.copies) / warpgroups
 
     return Measurement(name, "cycles/instruction/SM", program, _launch(warpgroups), constant)

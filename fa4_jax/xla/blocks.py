@@ -6,11 +6,12 @@ p - below ... p + above on the other side.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from fa4_jax.problem import UNBOUNDED
+from fa4_jax.bands import UNBOUNDED
 
 Int = Any  # int or int32[]
 
@@ -22,7 +23,8 @@ class Range(NamedTuple):
     hi: Int
 
 
-class Side(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Side:
     """The blocks that are looped over: `count` of `size`, of which `whole` hold no padding."""
 
     size: int

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import mesh_types
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 from fa4_jax.xla.blocks import Range, Side, band_range, block_size
 from fa4_jax.xla.products import clean, dot, is_bad, poisoned
 

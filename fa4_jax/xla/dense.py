@@ -12,8 +12,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.problem import UNBOUNDED, Problem
+from fa4_jax.problem import Problem
 from fa4_jax.xla.products import clean, dot, is_bad, poisoned
 
 Array = jax.Array

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from fa4_jax.key import KernelKey
@@ -180,7 +180,7 @@ def _host_code(compiled: Any, source: KernelSource) -> HostCode:
 
 
 @contextlib.contextmanager
-def _captured_output() -> Iterator[Any]:
+def _captured_output() -> Generator[Any]:
     """Collects what is written to both output descriptors, by C++ code too."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,7 +32,7 @@ from kernels.emulator.driver.driver import SETTINGS_VARIABLE
 
 
 @contextlib.contextmanager
-def settings(text: str) -> Iterator[None]:
+def settings(text: str) -> Generator[None]:
     """Adds to the emulated device's for a while."""
     before = os.environ.get(SETTINGS_VARIABLE, "")
     os.environ[SETTINGS_VARIABLE] = f"{before} {text}"

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -80,7 +81,7 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     return _backward_cases(key, common | {"deterministic": key.deterministic})
 
 
-def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
+def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Padded keys: a tile of three blocks, none, one, two, three of one: so many that a barrier of
     four that asks for three is out of step. Then three tiles of four blocks; in a band with a left
     edge, of three to five: masked on the right, not at all, on the left, there several by an edge
@@ -116,7 +117,7 @@ def _forward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
     )
 
 
-def _backward_cases(key: KernelKey, common: dict) -> tuple[Case, ...]:
+def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Padded keys and queries, each in a CTA's first step and in later ones, alone and together.
     Then six steps of a CTA; key tiles that take turns, if in order.
 

@@ -182,8 +182,8 @@ def test_copies_between_ctas(operation: str, policy: Policy, seed: int) -> None:
         np.testing.assert_array_equal(data[rank], expected[operation])
     with pytest.raises(EmulationError, match=r"race|does not know of the end"):
         programs.run(body + STORE_OUT + SYNC, data, launch)
+    overwrite = OWN.format(at=1024, value="%r14")
     with pytest.raises(EmulationError, match="race"):
-        overwrite = OWN.format(at=1024, value="%r14")
         programs.run(body + WAITED + overwrite + SYNC, data, launch)
     programs.run(body + WAITED + SYNC + overwrite, data, launch)
     with pytest.raises(EmulationError, match=r"does not know of the end|has exited"):

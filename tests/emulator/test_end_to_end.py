@@ -218,6 +218,7 @@ def test_what_no_kernel_writes_is_nan(
     assert len(store.findall(entry.ptx)) > 0
     package.package_ptx([dataclasses.replace(entry, ptx=store.sub("", entry.ptx))], tmp_path)
     case = Case(batch=1, heads=(1, 1), query_length=70, key_length=100)
+    results = {}
     for call in process(variables | {runtime.KERNELS_VARIABLE: str(tmp_path)}):
         results = call(emulated_gpu.results, case, seed, "", False)
     assert np.isnan(results["output"].astype(np.float32)).all()

@@ -69,9 +69,13 @@ INIT_BARRIER = "mbarrier.init.shared.b64 [%r2], 1;\n"
 PAIR = test_clusters.RANK + test_clusters.SYNC
 STORE_OWN = "mul.wide.u32 %rd2, %r3, 256;\nadd.s64 %rd1, %rd1, %rd2;\n" + STORE_BULK
 """Each CTA of a cluster copies to its own part of global memory."""
-READY_CLUSTER = test_clusters.RANK + "setp.ne.u32 %p1, %r1, 0;\n@%p1 bra INITIALISED;\n{}"
-READY_CLUSTER += "INITIALISED:\n" + test_clusters.RELAXED + test_clusters.ARRIVED
-READY_CLUSTER += test_clusters.WAITED + test_clusters.SYNC
+READY_CLUSTER = "".join(
+    (
+        *(test_clusters.RANK, "setp.ne.u32 %p1, %r1, 0;\n@%p1 bra INITIALISED;\n{}"),
+        *("INITIALISED:\n", test_clusters.RELAXED, test_clusters.ARRIVED),
+        *(test_clusters.WAITED, test_clusters.SYNC),
+    )
+)
 WRITE_MAP = f"""
 setp.gt.u32 %p4, %r1, 15;
 mul.wide.u32 %rd4, %r1, 8;

@@ -252,15 +252,15 @@ def test_compare_and_swap_takes_turns() -> None:
     setp.eq.b32 %p2, %r20, 0;
     @%p2 bra AGAIN;
     """
-    for policy in POLICIES:
+    policies = [Policy(x.schedule, x.asynchronous, global_races=True) for x in POLICIES]
+    for policy in policies:
         data[:] = 0
-        policy = Policy(policy.schedule, policy.asynchronous, global_races=True)
         programs.run(body, data, programs.Launch(threads=64, grid=2, policy=policy))
         assert data.tolist() == [0, 128, 0, 0]
     with pytest.raises(EmulationError, match="race"):
         broken = body.replace(".acquire", ".relaxed")
         data[:] = 0
-        programs.run(broken, data, programs.Launch(threads=64, grid=2, policy=policy))
+        programs.run(broken, data, programs.Launch(threads=64, grid=2, policy=policies[-1]))
 
 
 @policies()

@@ -75,7 +75,7 @@ def mock() -> ctypes.CDLL:
     return library
 
 
-def run(call: Call, steer: Sequence[tuple[str, tuple]] = ()) -> Outcome:
+def run(call: Call, steer: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> Outcome:
     """Makes a call. `steer` lists mock_cuda_* functions to call before, without the prefix."""
     _steer(steer)
     _add(call)
@@ -109,7 +109,7 @@ def run_threads(calls: Sequence[Call], repeats: int) -> Outcome:
     return Outcome(_log(), {}, error="; ".join(errors))
 
 
-def runtime_report(steer: Sequence[tuple[str, tuple]] = ()) -> dict[str, Any]:
+def runtime_report(steer: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> dict[str, Any]:
     """What fa4_jax.runtime says in this process of a device that `steer` describes, as in `run`."""
     from fa4_jax import runtime
 
@@ -117,7 +117,7 @@ def runtime_report(steer: Sequence[tuple[str, tuple]] = ()) -> dict[str, Any]:
     return {"arch": runtime.device_arch(), "why": runtime.why_unavailable()}
 
 
-def _steer(steer: Sequence[tuple[str, tuple]]) -> None:
+def _steer(steer: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
     mock().mock_cuda_reset()
     for function, arguments in steer:
         values = (a.encode() if isinstance(a, str) else a for a in arguments)

@@ -256,7 +256,8 @@ def host_value(
             return ctypes.c_int32(int(call.attributes[param.name]))
         case "sm_count":
             return ctypes.c_int32(MULTIPROCESSORS)
-    raise ValueError(f"host argument {param.name} has unknown kind {param.kind}")
+        case _:
+            raise ValueError(f"host argument {param.name} has unknown kind {param.kind}")
 
 
 def _pointers(*values: Any) -> Any:

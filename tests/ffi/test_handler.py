@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_packs_every_kind_of_parameter(run: Run, tmp_path: pathlib.Path) -> None
 
 @pytest.mark.parametrize("steer", [(), [("fail", ("cuLaunchKernelEx", 700))]])
 def test_host_memory_is_registered_for_the_launch(
-    run: Run, tmp_path: pathlib.Path, steer: list[tuple[str, tuple]]
+    run: Run, tmp_path: pathlib.Path, steer: list[tuple[str, tuple[Any, ...]]]
 ) -> None:
     outcome = run(made_up.call(tmp_path), steer)
     events = [event["event"] for event in outcome.log]
@@ -92,7 +93,9 @@ def test_persistent_grid_is_capped(
 
 
 @pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1)])
-def test_programmatic_launch(run: Run, tmp_path: pathlib.Path, cluster: tuple) -> None:
+def test_programmatic_launch(
+    run: Run, tmp_path: pathlib.Path, cluster: tuple[int, int, int]
+) -> None:
     launch = dataclasses.replace(LAUNCH, programmatic=True, cluster=cluster)
     (launched,) = run(made_up.call(tmp_path, made_up.cubin(tmp_path, launch=launch))).launches
     assert (launched["programmatic"], launched["cluster"]) == (1, list(cluster))

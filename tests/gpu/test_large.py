@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def normal(seed: int, number: int, *shape: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
-def gradients(operands: tuple[jax.Array, ...], output_bar: jax.Array, options: tuple):
+def gradients(operands: tuple[jax.Array, ...], output_bar: jax.Array, options: tuple[Any, ...]):
     """(output, dq, dk, dv) of the kernels."""
     call = functools.partial(fa4_jax.attention, implementation="kernel", **dict(options))
     output, pull_back = jax.vjp(call, *operands)

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,7 +316,7 @@ class _FakeDriver:
             return lambda *_: (status.CUDA_ERROR_ILLEGAL_ADDRESS,)
         return lambda *arguments: (status.CUDA_SUCCESS, *self._answer(name, arguments))
 
-    def _answer(self, name: str, arguments: tuple) -> tuple:
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if name == "cuMemcpyDtoH":
             arguments[0].reshape(-1)[: self._words.size] = self._words.reshape(-1)
         elif name == "cuLaunchKernel":
@@ -329,7 +330,7 @@ class _FakeDriver:
         return () if name.startswith(silent) else (132,)
 
 
-def _run_with(monkeypatch: pytest.MonkeyPatch, fake: _FakeDriver, path: Path) -> dict:
+def _run_with(monkeypatch: pytest.MonkeyPatch, fake: _FakeDriver, path: Path) -> dict[str, Any]:
     from benchmarks.micro import device
 
     monkeypatch.setattr(device, "driver", fake)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,11 @@ def test_intervals():
     assert length([(0, 4), (5, 6)]) == 5
 
 
-def event(name: str, start: float, duration: float, pid: int = 1, tid: int = 7) -> dict:
+def event(name: str, start: float, duration: float, pid: int = 1, tid: int = 7) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": start, "dur": duration, "pid": pid, "tid": tid}
 
 
-def meta(kind: str, name: str, pid: int = 1, tid: int = 7) -> dict:
+def meta(kind: str, name: str, pid: int = 1, tid: int = 7) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "args": {"name": name}, "pid": pid, "tid": tid}
 
 

@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def of_case(case: dict) -> Choice:
+def of_case(case: dict[str, Any]) -> Choice:
     n, k = case["heads"]
     sizes = {"tokens": case["tokens"], "head_dim": case["head_dim"]}
     return chosen(query_heads=n, kv_heads=k, **sizes)

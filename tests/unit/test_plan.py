@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def names(plan: Plan) -> list[str]:
         ),
     ],
 )
-def test_keys(changes: dict, expected: list[str]):
+def test_keys(changes: dict[str, Any], expected: list[str]):
     plan = make_plan(dataclasses.replace(PROBLEM, **changes), fake_target(), None)
     assert names(plan) == [f"sm_90a_{name}" for name in expected]
     assert plan.forward_reason is None and plan.backward_reason is None

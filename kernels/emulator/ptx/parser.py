@@ -238,7 +238,7 @@ class _Body:
         self.registers[bank] += 1
         return register
 
-    def _find(self, name: str) -> Register | None:
+    def find(self, name: str) -> Register | None:
         family = re.match(r"(.*\D)(\d+)$", name)
         for scope in reversed(self._scopes):
             if name in scope.registers:
@@ -256,7 +256,7 @@ class _Body:
             raise PtxError(f"line {self._line}: not an instruction: {text}")
         guard = None
         if match[2] is not None:
-            register = self._find(match[2])
+            register = self.find(match[2])
             if register is None or register.bank != "pred":
                 raise PtxError(f"line {self._line}: {match[2]} is no predicate")
             guard = (register, match[1] == "")
@@ -349,7 +349,7 @@ class _Operands:
             return Immediate(bits, bits)
         if re.match(r"-?\d", token):
             return Immediate(int(token.rstrip("U"), 0))
-        register = self._body._find(token)
+        register = self._body.find(token)
         if register is not None:
             return register
         if _SPECIAL.fullmatch(token):

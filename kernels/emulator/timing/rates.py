@@ -1,7 +1,7 @@
 """How fast an SM's units are: the one table behind every timing estimate.
 
 Hopper's numbers are what `python -m benchmarks.microbenchmarks` measured on an H200
-(`benchmarks/results/nvidia-h200-microbenchmarks.json`; `_SOURCES` says which of it, a test that
+(`benchmarks/results/nvidia-h200-microbenchmarks.json`; `SOURCES` says which of it, a test that
 they agree), but for a few from documentation. `assumed` names the fields without a source. Nothing
 here was fitted to attention kernels.
 """
@@ -178,7 +178,7 @@ _REDUCTIONS = (
     *(f"red.global.add.v4.f32/throughput/256 threads/all SMs, {n} to the same" for n in (2, 8, 32)),
 )
 
-_SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
+SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     # Of arithmetic without fma what 4 warps get through, one in each sub-partition: with 16 the
     # difference of two loops came out above what can be issued (256 for fma, -454 for mov).
     "fma_lanes": (("fma.rn.f32/throughput/8 warps",), lambda x: min(x / 4, 32.0)),
@@ -273,7 +273,7 @@ def measured(rates: Rates, values: Mapping[str, float]) -> Rates:
     """
     found = {
         field: max(convert(*(values[name] for name in names)), 0.0)
-        for field, (names, convert) in _SOURCES.items()
+        for field, (names, convert) in SOURCES.items()
         if all(name in values for name in names)
     }
     assumed = rates.assumed - found.keys()
