@@ -34,14 +34,14 @@ def _fold(tree: Any, batched: Any, size: int) -> Any:
 
 
 def _fold_operands(operands: Operands, flags: Operands, size: int) -> Operands:
-    """As `_fold`, with one offset for all that is folded or one for each."""
+    """Folds operands like `_fold`; one offset for all stays one, several become one for each."""
     offset = None if flags.offset else operands.offset
     folded = _fold(operands._replace(offset=None), flags._replace(offset=None), size)
     return folded._replace(offset=offset)
 
 
 def _way(plan: Plan, flags: Operands, operands: Operands) -> Way:
-    """How a batch of calls is run; "heads" is for the forward."""
+    """The way in which a batch of calls runs; the forward alone takes "heads"."""
     problem = plan.problem
     if problem.has_bias or problem.has_mask or problem.scale is None:
         # JAX's batching of loops of several lengths copies what they carry at every step.

@@ -89,7 +89,8 @@ def kernel_keys(
     Raises:
       KeyError: the head dim has no tile (`unsupported` says so in words).
     """
-    # The tile holds the wider one; copies fill the other up with zeros, and leave zeros out.
+    # The tile is as wide as the wider one. TMA fills the narrower one with zeros when it loads, and
+    # clips it when it stores.
     tile = head_dim_tile(max(problem.head_dims))
     if tile is None:
         raise KeyError(problem.head_dims)

@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of query and key, and of value and output."""
+        """The head dim of query and key, and that of value and output."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     @property

@@ -226,7 +226,7 @@ def choice(name: str, x: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def known_sizes(problem: Problem, who: str) -> None:
-    """For what computes with sizes while a program is traced.
+    """Checks the sizes of a call that needs them while its program is traced.
 
     Raises:
       NotImplementedError: one is symbolic (`jax.export`).

@@ -19,35 +19,35 @@ from fa4_jax.autodiff import differentiable
 from fa4_jax.bands import UNBOUNDED
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.parallel import pair
-from fa4_jax.parallel.cut import Cut, Pairs
+from fa4_jax.parallel import shard_attention
 from fa4_jax.parallel.layout import from_zigzag, to_zigzag
-from fa4_jax.parallel.pair import Part
-from fa4_jax.parallel.parts import Work, extents, shard_lengths
+from fa4_jax.parallel.shard_attention import ShardCall
+from fa4_jax.parallel.shard_calls import Work, extents, shard_lengths
+from fa4_jax.parallel.shard_plan import Pairs, ShardPlan
 
 Array = jax.Array
 Result = tuple[Array, Array]
 
 
 @functools.lru_cache(maxsize=256)
-def neighbours(cut: Cut) -> tuple[int, ...] | None:
+def neighbours(shards: ShardPlan) -> tuple[int, ...] | None:
     """Distances of the shards whose keys a device's rows may see, in the order of their positions.
 
-    A distance of 1 is the device before. None if they are as many as there are shards.
+    A distance of 1 is the device before. The result is None if all shards are neighbours.
     """
-    if cut.layout != "contiguous":
+    if shards.layout != "contiguous":
         return None
-    n = cut.devices
-    found = [d - o for d in range(n) for o in range(n) if cut.meet(d, o)]
+    n = shards.devices
+    found = [d - o for d in range(n) for o in range(n) if shards.meet(d, o)]
     distances = tuple(range(max(found, default=0), min(found, default=0) - 1, -1))
     return distances if len(distances) < n else None
 
 
-def transfers(cut: Cut, distance: int) -> Pairs:
-    """(source, destination) by which shards get to the devices `distance` behind their homes."""
-    n = cut.devices
+def transfers(shards: ShardPlan, distance: int) -> Pairs:
+    """(source, destination) of the shards that go to the devices `distance` after their own."""
+    n = shards.devices
     owners = range(max(0, -distance), min(n, n - distance))
-    return tuple((o, o + distance) for o in owners if cut.meet(o + distance, o))
+    return tuple((o, o + distance) for o in owners if shards.meet(o + distance, o))
 
 
 def _absent(work: Work, distances: tuple[int, ...]) -> Array:
@@ -57,15 +57,16 @@ def _absent(work: Work, distances: tuple[int, ...]) -> Array:
 
 def _gathered(work: Work, x: Array) -> Array:
     """Shards [B, S / n, K, H] -> all that are needed, in the order of positions, from the first."""
-    distances = neighbours(work.cut)
+    distances = neighbours(work.shards)
     if distances is None:
         x = lax.all_gather(x, work.axis, axis=1, tiled=True)
-        return from_zigzag(x, work.cut.devices) if work.cut.layout == "zigzag" else x
+        return from_zigzag(x, work.shards.devices) if work.shards.layout == "zigzag" else x
     shards = [
-        lax.ppermute(x, work.axis, transfers(work.cut, distance)) if distance else x
+        lax.ppermute(x, work.axis, transfers(work.shards, distance)) if distance else x
         for distance in distances
     ]
-    # Lengths cut off the end only, so absent neighbours have to go from the front to there.
+    # A length can hide keys at the end only. Before the first device there are no neighbours: their
+    # shards are moved from the front to the end.
     length = len(distances) * x.shape[1]
     joined = jnp.concatenate([*shards, *(jnp.zeros_like(y) for y in shards)], axis=1)
     start = _absent(work, distances) * x.shape[1]
@@ -74,23 +75,23 @@ def _gathered(work: Work, x: Array) -> Array:
 
 def _returned(work: Work, x: Array) -> Array:
     """Gradients of what was gathered -> the own shard's, summed in float32 or wider."""
-    cut = work.cut
-    distances = neighbours(cut)
+    shards = work.shards
+    distances = neighbours(shards)
     b, length, *rest = x.shape
     if distances is None:
-        x = to_zigzag(x, cut.devices) if cut.layout == "zigzag" else x
-        x = x.reshape(b, cut.devices, length // cut.devices, *rest)
+        x = to_zigzag(x, shards.devices) if shards.layout == "zigzag" else x
+        x = x.reshape(b, shards.devices, length // shards.devices, *rest)
         x = lax.all_to_all(x, work.axis, split_axis=1, concat_axis=1, tiled=True)
         return x.astype(wide(x.dtype)).sum(1)
-    start = _absent(work, distances) * cut.keys
+    start = _absent(work, distances) * shards.keys
     joined = lax.dynamic_update_slice_in_dim(
         jnp.concatenate([jnp.zeros_like(x)] * 2, axis=1), x, start, axis=1
     )
-    total = jnp.zeros_like(x[:, : cut.keys], wide(x.dtype))
+    total = jnp.zeros_like(x[:, : shards.keys], wide(x.dtype))
     for i, distance in enumerate(distances):
-        shard = lax.slice_in_dim(joined, i * cut.keys, (i + 1) * cut.keys, axis=1)
+        shard = lax.slice_in_dim(joined, i * shards.keys, (i + 1) * shards.keys, axis=1)
         if distance:
-            home = tuple((d, s) for s, d in transfers(cut, distance))
+            home = tuple((d, s) for s, d in transfers(shards, distance))
             shard = lax.ppermute(shard, work.axis, home)
         total += shard.astype(total.dtype)
     return total
@@ -101,40 +102,40 @@ class _Rows(NamedTuple):
 
     start: int
     stop: int
-    part: Part
+    call: ShardCall
 
     def of(self, x: Array, axis: int = 1) -> Array:
-        """The rows' part of an array of the shard."""
+        """These rows of an array of the shard."""
         return lax.slice_in_dim(x, self.start, self.stop, axis=axis)
 
 
 def _rows(work: Work, whole: Array) -> list[_Rows]:
     """The calls of a device: one, or one a chunk where chunks have different positions."""
-    cut, device = work.cut, work.device
-    distances = neighbours(cut)
-    if not cut.band:
+    shards, device = work.shards, work.device
+    distances = neighbours(shards)
+    if not shards.band:
         rows, _ = shard_lengths(work, whole, device)
-        return [_Rows(0, cut.rows, Part(work.plan, extents(rows, whole[:, 1])))]
-    first_key, held = 0, cut.keys * cut.devices
+        return [_Rows(0, shards.rows, ShardCall(work.plan, extents(rows, whole[:, 1])))]
+    first_key, held = 0, shards.keys * shards.devices
     if distances is not None:
-        first_key = jnp.maximum(device - distances[0], 0) * cut.keys
-        held = cut.keys * len(distances)
+        first_key = jnp.maximum(device - distances[0], 0) * shards.keys
+        held = shards.keys * len(distances)
     keys = jnp.clip(whole[:, 1] - first_key, 0, held)
-    size = cut.rows_of_chunk
+    size = shards.rows_of_chunk
     found = []
-    for half in range(cut.chunks):
-        first_row = cut.chunk(device, half) * size
+    for half in range(shards.chunks):
+        first_row = shards.chunk(device, half) * size
         rows = jnp.clip(whole[:, 0] - first_row, 0, size)
         offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
-        part = Part(work.plan, extents(rows, keys, offset))
-        found.append(_Rows(half * size, (half + 1) * size, part))
+        call = ShardCall(work.plan, extents(rows, keys, offset))
+        found.append(_Rows(half * size, (half + 1) * size, call))
     return found
 
 
 def _run_forward(work: Work, operands: Operands) -> Result:
     key, value = (_gathered(work, x) for x in (operands.key, operands.value))
     results = [
-        pair.forward(rows.part, rows.of(operands.query), key, value)
+        shard_attention.forward(rows.call, rows.of(operands.query), key, value)
         for rows in _rows(work, operands.extents)
     ]
     outputs, lses = zip(*results, strict=True)
@@ -158,7 +159,7 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
             rows.of(whole.output_bar),
             rows.of(whole.lse_bar, axis=2),
         )
-        found.append(pair.backward(rows.part, rows.of(operands.query), key, value, own))
+        found.append(shard_attention.backward(rows.call, rows.of(operands.query), key, value, own))
     query_bars, *others = zip(*found, strict=True)
     key_bar, value_bar = (_returned(work, _sum(bars)) for bars in others)
     query_bar = jnp.concatenate(query_bars, axis=1)

@@ -18,10 +18,10 @@ from fa4_jax.api import Call, Implementation, Numerics, Window
 from fa4_jax.bands import EVERYTHING
 from fa4_jax.operands import Operands
 from fa4_jax.parallel import gather, ring, ulysses
-from fa4_jax.parallel.cut import Cut
 from fa4_jax.parallel.layout import Layout, from_zigzag, to_zigzag
-from fa4_jax.parallel.parts import Work
 from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
+from fa4_jax.parallel.shard_calls import Work
+from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.plan import Plan, make_plan
 from fa4_jax.problem import Problem
 
@@ -231,13 +231,13 @@ def _work(axis: str, layout: Layout, request: Request, problem: Problem) -> Work
             f"zig-zag takes two equal chunks a device, but the shards have {t} rows and {s} keys: "
             f"pad the sequences to multiples of {2 * devices}, and give their lengths"
         )
-    cut = Cut(devices, layout, t, s, problem.window, request.offset)
+    shards = ShardPlan(devices, layout, t, s, problem.window, request.offset)
     dense = dataclasses.replace(
         problem,
         window=EVERYTHING,
-        has_lengths=problem.has_lengths or cut.kind == "causal",
+        has_lengths=problem.has_lengths or shards.kind == "causal",
     )
-    return Work(axis, cut, request.plan(problem), request.plan(dense))
+    return Work(axis, shards, request.plan(problem), request.plan(dense))
 
 
 def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Result:

@@ -27,9 +27,9 @@ from fa4_jax import mesh_types
 from fa4_jax.autodiff import differentiable
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.parallel import pair
-from fa4_jax.parallel.cut import visits
-from fa4_jax.parallel.parts import Work, keep_rows, parts, rows_used
+from fa4_jax.parallel import shard_attention
+from fa4_jax.parallel.shard_calls import Work, keep_rows, rows_used, shard_calls
+from fa4_jax.parallel.shard_plan import visits
 
 Array = jax.Array
 Result = tuple[Array, Array]
@@ -57,7 +57,7 @@ def _sum(arrays: Iterable[Array]) -> Array | None:
 
 def _upcoming(work: Work, step: int, held: Result, home: Result) -> Result | None:
     """K and V of the next visit, sent on from where they are now."""
-    steps = visits(work.cut)
+    steps = visits(work.shards)
     if step + 1 == len(steps):
         return None
     visit = steps[step + 1]
@@ -69,8 +69,8 @@ def _upcoming(work: Work, step: int, held: Result, home: Result) -> Result | Non
 def _paced(state: Any, upcoming: Result | None) -> tuple[Any, Any]:
     """State of a visit and K and V of the next, which begins when the state is complete.
 
-    Else the compiler may start every transfer at once, or merge all parts at the end, and hold as
-    many shards.
+    Otherwise the compiler may start every transfer at once, or merge all results at the end, and
+    holds as many shards.
     """
     return (state, None) if upcoming is None else lax.optimization_barrier((state, upcoming))
 
@@ -80,10 +80,10 @@ def _run_forward(work: Work, operands: Operands) -> Result:
     query = keep_rows(used, operands.query)
     home = held = (operands.key, operands.value)
     total: Result | None = None
-    for step, visit in enumerate(visits(work.cut)):
+    for step, visit in enumerate(visits(work.shards)):
         upcoming = _upcoming(work, step, held, home)
-        for part in parts(work, visit.shift, operands.extents):
-            total = _merged(total, pair.forward(part, query, *held))
+        for call in shard_calls(work, visit.shift, operands.extents):
+            total = _merged(total, shard_attention.forward(call, query, *held))
         total, held = _paced(total, upcoming)
     output, lse = nothing(operands) if total is None else total
     return keep_rows(used, output).astype(query.dtype), keep_rows(used, lse, -jnp.inf)
@@ -108,11 +108,11 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
     home = held = (operands.key, operands.value)
     total: list[Array | None] = [None, None, None]
     arriving: list[Array | None] = [None, None]
-    for step, visit in enumerate(visits(work.cut)):
+    for step, visit in enumerate(visits(work.shards)):
         upcoming = _upcoming(work, step, held, home)
         found = [
-            pair.backward(part, query, *held, whole)
-            for part in parts(work, visit.shift, operands.extents)
+            shard_attention.backward(call, query, *held, whole)
+            for call in shard_calls(work, visit.shift, operands.extents)
         ]
         rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
         # What the visit before sent home had this visit's kernel to arrive.

@@ -66,7 +66,7 @@ class Ulysses(_OneAxis):
 class RingUlysses:
     """Ulysses within the shards of one axis (fast links), a ring over another (slow links).
 
-    The sequence is cut over the ring's axis in its layout, each part evenly over the other.
+    The sequence is sharded over the ring's axis in its layout, each shard evenly over the other.
 
     Attributes:
       ring_axis, ulysses_axis: two mesh axes.

@@ -110,7 +110,8 @@ def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Call
         partition,
         sharding_rule=rule,
         need_replication_factors=("t", "h", "s", "e"),
-        # Shardings may cut a mesh axis in two, which has no name: `_mesh_axes` makes do with it.
+        # A sharding may divide a mesh axis, which no PartitionSpec can name: `_mesh_axes` takes the
+        # whole axes only.
         decode_shardings=False,
     )
     return operation

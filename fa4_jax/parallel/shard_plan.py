@@ -1,4 +1,4 @@
-"""Who has to see whose keys: static arithmetic on positions, without arrays."""
+"""Which shards meet, and how keys travel to the rows that see them: arithmetic without arrays."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """Two sequences (rows and keys) cut alike, and which rows see which keys.
+class ShardPlan:
+    """Two sequences (rows and keys) that are sharded alike, and which rows see which keys.
 
     Attributes:
       devices: number of shards.
@@ -108,15 +108,15 @@ class Visit:
 
 
 @functools.lru_cache(maxsize=256)
-def visits(cut: Cut) -> tuple[Visit, ...]:
+def visits(shards: ShardPlan) -> tuple[Visit, ...]:
     """The steps of the ring, the own shard first: up the ring, then down, as far as rows see.
 
     Of the ways to share out the steps between the two directions the one with the fewest
     transfers is taken. A shard travels no further than the last device that needs it, and back
     home in one transfer.
     """
-    n = cut.devices
-    needed = {shift: [d for d in range(n) if cut.meet(d, (d - shift) % n)] for shift in range(n)}
+    n = shards.devices
+    needed = {shift: [d for d in range(n) if shards.meet(d, (d - shift) % n)] for shift in range(n)}
     plans = []
     for up in range(n):
         last = max((s for s in range(1, up + 1) if needed[s]), default=0)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
-from fa4_jax.parallel.cut import Cut
-from fa4_jax.parallel.pair import Part, View
+from fa4_jax.parallel.shard_attention import ShardCall, View
+from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.plan import Plan
 
 Array = jax.Array
@@ -27,14 +27,14 @@ class Work:
     """What is static about one device's share. Hashable.
 
     Attributes:
-      axis: mesh axis that the sequences are cut over.
-      cut: how.
+      axis: mesh axis that the sequences are sharded over.
+      shards: how they are.
       plan: launches under the band, if there is one.
       dense: launches without a band.
     """
 
     axis: str
-    cut: Cut
+    shards: ShardPlan
     plan: Plan
     dense: Plan
 
@@ -45,7 +45,7 @@ class Work:
 
     def owner(self, shift: int) -> Array:
         """Index of the device `shift` before this one."""
-        return (self.device - shift) % self.cut.devices
+        return (self.device - shift) % self.shards.devices
 
 
 def _clipped(length: Array, start: Any, count: int) -> Array:
@@ -61,23 +61,23 @@ def shard_lengths(work: Work, whole: Array, device: Array) -> tuple[Array, Array
     Args:
       whole: extents of the whole sequences, int32 [B, 4].
     """
-    cut = work.cut
+    shards = work.shards
 
     def length(column: int, size: int) -> Array:
         halves = (
-            _clipped(whole[:, column], cut.chunk(device, half) * size, size)
-            for half in range(cut.chunks)
+            _clipped(whole[:, column], shards.chunk(device, half) * size, size)
+            for half in range(shards.chunks)
         )
         return sum(halves, jnp.zeros_like(whole[:, column]))
 
-    return length(0, cut.rows_of_chunk), length(1, cut.keys_of_chunk)
+    return length(0, shards.rows_of_chunk), length(1, shards.keys_of_chunk)
 
 
-def chunk_extents(cut: Cut, whole: Array, row_chunk: Any, key_chunk: Any) -> Array:
+def chunk_extents(shards: ShardPlan, whole: Array, row_chunk: Any, key_chunk: Any) -> Array:
     """Extents of one chunk of rows and one of keys, int32 [B, 4]."""
-    first_row, first_key = row_chunk * cut.rows_of_chunk, key_chunk * cut.keys_of_chunk
-    rows = _clipped(whole[:, 0], first_row, cut.rows_of_chunk)
-    keys = _clipped(whole[:, 1], first_key, cut.keys_of_chunk)
+    first_row, first_key = row_chunk * shards.rows_of_chunk, key_chunk * shards.keys_of_chunk
+    rows = _clipped(whole[:, 0], first_row, shards.rows_of_chunk)
+    keys = _clipped(whole[:, 1], first_key, shards.keys_of_chunk)
     offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
     return extents(rows, keys, offset)
 
@@ -88,28 +88,28 @@ def extents(rows: Array, keys: Array, offset: Array | None = None) -> Array:
     return jnp.stack((rows, keys, zero if offset is None else offset, zero), axis=1)
 
 
-def parts(work: Work, shift: int, whole: Array) -> list[Part]:
+def shard_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
     """The calls for the keys of the device `shift` before, none where no device's rows see them.
 
     Args:
       whole: extents of the whole sequences, int32 [B, 4].
     """
-    cut = work.cut
-    n = cut.devices
-    if not any(cut.meet(device, (device - shift) % n) for device in range(n)):
+    shards = work.shards
+    n = shards.devices
+    if not any(shards.meet(device, (device - shift) % n) for device in range(n)):
         return []
-    if cut.kind == "causal":
-        return [_causal_part(work, shift, whole)]
-    if cut.kind == "general":
-        return _chunk_parts(work, shift, whole)
-    if cut.layout == "contiguous":
-        return [Part(work.plan, chunk_extents(cut, whole, work.device, work.owner(shift)))]
+    if shards.kind == "causal":
+        return [_causal_call(work, shift, whole)]
+    if shards.kind == "general":
+        return _chunk_calls(work, shift, whole)
+    if shards.layout == "contiguous":
+        return [ShardCall(work.plan, chunk_extents(shards, whole, work.device, work.owner(shift)))]
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
-    return [Part(work.dense, extents(rows, keys))]
+    return [ShardCall(work.dense, extents(rows, keys))]
 
 
-def _causal_part(work: Work, shift: int, whole: Array) -> Part:
+def _causal_call(work: Work, shift: int, whole: Array) -> ShardCall:
     """Zig-zag under a causal mask: the same shape and the same work on every device.
 
     The own shard is causal by local indices. Of an owner before this device both row chunks see
@@ -117,43 +117,44 @@ def _causal_part(work: Work, shift: int, whole: Array) -> Part:
     With the row chunks swapped, either is a dense rectangle from the first row and key on: all rows
     by half of the keys, or half of the rows by all keys.
     """
-    half = work.cut.rows_of_chunk
+    half = work.shards.rows_of_chunk
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
     if shift == 0:
-        return Part(work.plan, extents(rows, keys))
+        return ShardCall(work.plan, extents(rows, keys))
     before = work.device >= shift
     # Lengths of rows would not be prefixes here: `rows_used` is for them.
     rows = jnp.where(before, 2 * half, half) + jnp.zeros_like(rows)
     keys = jnp.where(before, jnp.minimum(keys, half), keys)
-    return Part(work.dense, extents(rows, keys), rows=View(swapped=True), partial_rows=True)
+    return ShardCall(work.dense, extents(rows, keys), rows=View(swapped=True), partial_rows=True)
 
 
-def _chunk_parts(work: Work, shift: int, whole: Array) -> list[Part]:
+def _chunk_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
     """Zig-zag under any mask: two chunks of rows with the key chunks in order, then crossed."""
-    cut = work.cut
-    n = cut.devices
+    shards = work.shards
+    n = shards.devices
     found = []
     for crossed in (False, True):
         halves = ((0, int(crossed)), (1, int(not crossed)))
-        if any(cut.halves_meet(d, (d - shift) % n, r, k) for d in range(n) for r, k in halves):
+        if any(shards.halves_meet(d, (d - shift) % n, r, k) for d in range(n) for r, k in halves):
             chunks = [
                 chunk_extents(
-                    cut, whole, cut.chunk(work.device, r), cut.chunk(work.owner(shift), k)
+                    shards, whole, shards.chunk(work.device, r), shards.chunk(work.owner(shift), k)
                 )
                 for r, k in halves
             ]
             folded = jnp.stack(chunks, axis=1).reshape(-1, 4)  # batch major, as the views fold
-            found.append(Part(work.plan, folded, View(folded=True), View(crossed, folded=True)))
+            keys = View(crossed, folded=True)
+            found.append(ShardCall(work.plan, folded, View(folded=True), keys))
     return found
 
 
 def rows_used(work: Work, whole: Array) -> Array | None:
     """Which rows are no padding, bool [B, T], where the calls' own lengths do not say it."""
-    if work.cut.kind != "causal" or not work.plan.problem.has_lengths:
+    if work.shards.kind != "causal" or not work.plan.problem.has_lengths:
         return None
     rows, _ = shard_lengths(work, whole, work.device)
-    return jnp.arange(work.cut.rows)[None, :] < rows[:, None]
+    return jnp.arange(work.shards.rows)[None, :] < rows[:, None]
 
 
 def keep_rows(used: Array | None, x: Array, fill: float = 0.0) -> Array:

@@ -1,4 +1,4 @@
-"""Attention of one shard's rows to one shard's keys, as a part of a whole.
+"""Attention of one shard's rows to one shard's keys, which results are merged or summed from.
 
 A shard of a zig-zag layout has two chunks at different positions. A view presents them to a kernel:
 
@@ -59,7 +59,7 @@ class View(NamedTuple):
         return x if self == View() else self.undo(x.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-class Part(NamedTuple):
+class ShardCall(NamedTuple):
     """One call: its launches, its extents, and how rows and keys are presented.
 
     extents: int32 [B, 4] ([2 B, 4] if folded): query length, key length, query offset, 0.
@@ -83,28 +83,28 @@ class Part(NamedTuple):
         return self.plan.resized(batch=b, query_length=t, key_length=operands.key.shape[1])
 
 
-def forward(part: Part, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T] over the part's keys alone."""
-    operands = part.operands(query, key, value)
-    output, lse = batching.forward(part.sized_plan(operands))(operands)
-    return part.rows.undo(output), part.rows.undo_lse(lse)
+def forward(call: ShardCall, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    """Output [B, T, N, H] and log-sum-exp [B, N, T] over this call's keys alone."""
+    operands = call.operands(query, key, value)
+    output, lse = batching.forward(call.sized_plan(operands))(operands)
+    return call.rows.undo(output), call.rows.undo_lse(lse)
 
 
 def backward(
-    part: Part, query: Array, key: Array, value: Array, whole: Cotangents
+    call: ShardCall, query: Array, key: Array, value: Array, whole: Cotangents
 ) -> tuple[Array, Array, Array]:
-    """The part's share of dQ, dK and dV, in the storage type.
+    """What this call contributes to dQ, dK and dV, in the storage type.
 
     Args:
-      whole: output and log-sum-exp over all keys (not over the part's alone) and their cotangents:
-        a part's probabilities are exp(score - lse).
+      whole: output and log-sum-exp over all keys (not over this call's alone) and their
+        cotangents: the probabilities of every call are exp(score - lse).
     """
-    operands = part.operands(query, key, value)
-    plan = part.sized_plan(operands)
-    rows = part.rows
+    operands = call.operands(query, key, value)
+    plan = call.sized_plan(operands)
+    rows = call.rows
     lse = rows.of_lse(whole.lse)
-    if part.partial_rows:
-        used = jnp.arange(lse.shape[2])[None, :] < part.extents[:, :1]
+    if call.partial_rows:
+        used = jnp.arange(lse.shape[2])[None, :] < call.extents[:, :1]
         lse = jnp.where(used[:, None], lse, -jnp.inf)
     cotangents = Cotangents(
         rows.of(whole.output),
@@ -113,4 +113,4 @@ def backward(
         rows.of_lse(whole.lse_bar),
     )
     found = batching.backward(plan)(operands, cotangents)
-    return rows.undo(found.query), part.keys.undo(found.key), part.keys.undo(found.value)
+    return rows.undo(found.query), call.keys.undo(found.key), call.keys.undo(found.value)

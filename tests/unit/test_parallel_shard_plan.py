@@ -10,8 +10,8 @@ import pytest
 
 from fa4_jax import parallel
 from fa4_jax.bands import UNBOUNDED
-from fa4_jax.parallel.cut import Cut, visits
 from fa4_jax.parallel.gather import neighbours, transfers
+from fa4_jax.parallel.shard_plan import ShardPlan, visits
 
 WINDOWS = [
     (UNBOUNDED, UNBOUNDED),
@@ -24,7 +24,7 @@ WINDOWS = [
     (2, 20),
 ]
 CUTS = [
-    Cut(n, layout, rows, keys, window, offset)
+    ShardPlan(n, layout, rows, keys, window, offset)
     for n in (1, 2, 3, 5, 8)
     for layout in ("contiguous", "zigzag")
     for rows, keys in ((6, 6), (4, 10))
@@ -33,7 +33,7 @@ CUTS = [
 ]
 
 
-def positions(cut: Cut, device: int, size: int) -> np.ndarray:
+def positions(cut: ShardPlan, device: int, size: int) -> np.ndarray:
     """Of one device's rows or keys, `size` of them."""
     whole = jnp.arange(cut.devices * size)
     if cut.layout == "zigzag":
@@ -41,7 +41,7 @@ def positions(cut: Cut, device: int, size: int) -> np.ndarray:
     return np.asarray(whole).reshape(cut.devices, size)[device]
 
 
-def sees(cut: Cut, device: int, owner: int) -> bool:
+def sees(cut: ShardPlan, device: int, owner: int) -> bool:
     """Whether any row of one device sees any key of another, row by row."""
     if cut.offset is None:
         return True
@@ -75,7 +75,7 @@ def test_every_pair_that_meets_is_visited_once_and_no_shard_travels_in_vain(devi
 
 
 def test_directions_and_distances():
-    base = Cut(8, "contiguous", 6, 6, (UNBOUNDED, 0), 0)
+    base = ShardPlan(8, "contiguous", 6, 6, (UNBOUNDED, 0), 0)
     assert [visit.shift for visit in visits(base)] == list(range(8))
     assert [len(visit.hop) for visit in visits(base)] == [0, 7, 6, 5, 4, 3, 2, 1]
     later = dataclasses.replace(base, window=(0, UNBOUNDED))
@@ -104,7 +104,7 @@ def test_zigzag_gives_each_device_one_early_and_one_late_chunk(shards, rng):
 
 def test_causal_zigzag_is_balanced():
     """Pairs of a row and a key that it sees, by device: all the same but for the own shard's."""
-    cut = Cut(4, "zigzag", 8, 8, (UNBOUNDED, 0), 0)
+    cut = ShardPlan(4, "zigzag", 8, 8, (UNBOUNDED, 0), 0)
     for shift in range(4):
         seen = [
             (positions(cut, d, 8)[:, None] >= positions(cut, (d - shift) % 4, 8)[None, :]).sum()
