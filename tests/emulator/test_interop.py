@@ -74,7 +74,14 @@ def test_growing_inputs_move_the_maximum() -> None:
 def report(*warps: dict[str, int]) -> Report:
     empty = tuple(Counter[str]() for _ in warps)
     counters = tuple(Counter(warp) for warp in warps)
-    return Report("k", (1, 1, 1), {"x": (0, 1), "y": (2,)}, counters, empty, frozenset(), 0, 0, 0.0)
+    kinds = {
+        "mov.b32": "move",
+        "ex2.f32": "special",
+        "bar.sync": "wait",
+        "add.f32": "floating point",
+    }
+    roles, grid = {"x": (0, 1), "y": (2,)}, (1, 1, 1)
+    return Report("k", grid, roles, kinds, counters, empty, frozenset(), 0, 0, 0.0)
 
 
 def test_counts_per_block() -> None:
@@ -96,7 +103,7 @@ def test_tables() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
 def test_stand_in_for_torch() -> None:
-    """In a process of its own: it is there for the whole process."""
+    """Runs in a process of its own, since the stand-in stays for the whole process."""
     script = """
 from tests.emulator.interop import torch_stand_in
 assert torch_stand_in.install()

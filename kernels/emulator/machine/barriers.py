@@ -1,4 +1,4 @@
-"""The two kinds of barriers: mbarriers in shared memory and a CTA's sixteen named ones."""
+"""The barriers: mbarriers in shared memory, a CTA's sixteen named ones, a cluster's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TransactionBarrier:
         self.label = f"mbarrier {name} ({address:#x})" if name else f"mbarrier {address:#x}"
         if not 1 <= expected <= MOST_ARRIVALS:
             raise Fault("phase-misuse", f"mbarrier.init with a count of {expected}")
-        self.address, self.expected, self.slot = address, expected, slot
+        self.address, self.expected, self.slot, self.name = address, expected, slot, name
         self.pending, self.transactions, self.phase = expected, 0, 0
         self.arrived: list[str] = []
         self.copied = self.observed = 0
@@ -64,7 +64,7 @@ class TransactionBarrier:
         self.expected -= count
 
     def complete(self, amount: int) -> None:
-        """Bytes have come."""
+        """Bytes have arrived."""
         self.expect(-amount)
         self._settle()
 
@@ -85,7 +85,7 @@ class TransactionBarrier:
         return self._published.get(self.phase - 1)
 
     def describe(self, parity: int) -> str:
-        """Why a wait for this parity does not pass."""
+        """The reason why a wait for this parity does not pass."""
         return (
             f"{self.label}, parity {parity}: phase {self.phase} lacks "
             f"{self.pending} of {self.expected} arrivals and {self.transactions} bytes "
@@ -94,7 +94,7 @@ class TransactionBarrier:
 
 
 class ClusterBarrier:
-    """The barrier of barrier.cluster.arrive and wait: all threads of a cluster that live."""
+    """The barrier of barrier.cluster, for all threads of a cluster that have not exited."""
 
     def __init__(self, threads: int):
         self.phase = 0
@@ -161,7 +161,7 @@ class NamedBarrier:
         self.published: dict[int, Knowledge | None] = {}
 
     def arrive(self, warp: int, threads: int, waits: bool, knowledge: Knowledge | None) -> int:
-        """A warp arrives on a barrier of so many threads; returns the generation that it joins.
+        """A warp arrives on a barrier of `count` threads; returns the generation that it joins.
 
         A warp that has arrived may come again to wait, which counts once more (seen on an H200). To
         arrive twice counts there, too, but is an error here: the warp has run ahead.
@@ -193,7 +193,7 @@ class NamedBarrier:
 
 
 def uniform(values: np.ndarray, what: str) -> int:
-    """The one value that all lanes give."""
+    """The one value that all lanes give; faults if they differ."""
     if (values != values[0]).any():
         raise Fault("not implemented", f"{what} differs between lanes")
     return int(values[0])

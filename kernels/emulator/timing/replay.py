@@ -1,22 +1,22 @@
 """A first estimate of how long recorded CTAs take on one SM: a replay against its resources.
 
-Resources: an issue slot and execution units in each of four sub-partitions, their share of the
-tensor core, one port of shared memory, bulk copies, additions to global memory (`rates`). A warp
-issues in order and waits for its operands (`plans`). Barriers, copies and products complete when
-what they wait for is done.
+The resources (`resources`) are an issue slot, execution units and a share of the tensor core in
+each of four sub-partitions, one port of shared memory, bulk copies, and additions to global memory.
+A warp issues in order and waits for its operands (`plans`). Barriers, copies and products complete
+when what they wait for is done.
 
-Products: the tensor core of a sub-partition works on one, another may wait behind it; a warp that
-has a third waits with everything, so that warps take turns. Their operands come through the port of
-shared memory, as do loads, stores and what copies write; the copies wait until products leave it
-idle (on Blackwell what comes by them is there as much later). Instruction fetch, power and other
-SMs are not modelled, except that `rates` has what an SM gets when all are busy. cp.async takes
-shared memory's port and as long as a load from L2; groups of it, mma.sync and tcgen05.cp are
-refused.
+The tensor core of a sub-partition works on one product, and one more may queue; a warp that has a
+third stands still, so that warps take turns. Operands of products come through the port of shared
+memory, as do loads, stores and the writes of copies; copies wait until products leave the port idle
+(on Blackwell their data arrive later by as much). Instruction fetch, power and other SMs are not
+modelled, except that `rates` has the bandwidth of an SM when all SMs are busy. cp.async uses the
+port of shared memory and takes as long as a load from L2. A program with groups of cp.async,
+mma.sync or tcgen05.cp is refused.
 
 The CTAs of a cluster have an SM each and run together. A product of a pair occupies both tensor
-cores, which read half of its operands each; bytes of a multicast come to every SM as if it had
-asked for them alone; what goes from SM to SM has a bandwidth and a latency (`rates`), and so have
-arrivals. cta_group::2 loads tell the other CTA's mbarrier at no extra cost.
+cores, each of which reads half of its operands. Bytes of a multicast reach every SM as if it had
+asked for them alone. Transfers from SM to SM have a bandwidth and a latency (`rates`), and so have
+arrivals. cta_group::2 loads notify the other CTA's mbarrier at no extra cost.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 
+from kernels.emulator.machine.barriers import TransactionBarrier
 from kernels.emulator.machine.trace import (
     Arrived,
     Carried,
@@ -55,7 +56,7 @@ from kernels.emulator.ptx.entries import (
 from kernels.emulator.ptx.syntax import Register
 from kernels.emulator.timing.plans import PARTITIONS, TENSOR_MEMORY, UNITS, Plan, make_plans
 from kernels.emulator.timing.rates import Rates
-from kernels.emulator.timing.resources import Interval, Record, Sm
+from kernels.emulator.timing.resources import Interval, Record, Sm, row_of_warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,8 @@ def estimate(trace: Trace, rates: Rates, resident_ctas: int = 1) -> Timing:
     """Replays a trace.
 
     Args:
-      trace: of a launch; its CTAs run on one SM, the next one when one has ended. Those of a
-        cluster run on several, and all of it must have been recorded.
+      trace: the record of a launch. Its CTAs run on one SM, the next one when one has ended; those
+        of a cluster run on one SM each, and every CTA of it must have been recorded.
       resident_ctas: how many fit on an SM at a time.
 
     Raises:
@@ -124,6 +125,16 @@ class _Warp:
         self.copies = True
 
 
+@dataclasses.dataclass(frozen=True)
+class _Waiter:
+    """A warp that waits for a barrier since a time, and learns of its phase some cycles late."""
+
+    warp: _Warp
+    since: float
+    latency: float
+    why: str
+
+
 class _Replay:
     """Runs the warps of an SM, or of a cluster's, through its resources, in the order of time."""
 
@@ -134,12 +145,12 @@ class _Replay:
         labels = labels if len(labels) > 1 else [""]
         self.sms = [Sm(rates, self.record, label) for label in labels]
         self.waits: defaultdict[int, float] = defaultdict(float)
-        # When a warp goes on, since when it could have, in what order they came here.
+        # The time at which a warp goes on, since when it could have, and the order of the pushes.
         self.heap: list[tuple[float, float, int, _Warp]] = []
         self.order = itertools.count()
         self.missing: Counter[tuple[int, int]] = Counter()
         self.done: dict[tuple[int, int], float] = {}
-        self.waiting: dict[tuple[int, int], list[tuple[_Warp, float, float]]] = defaultdict(list)
+        self.waiting: defaultdict[tuple[int, int], list[_Waiter]] = defaultdict(list)
         self.end = 0.0
         for warps in trace.warps.values():
             for item in itertools.chain.from_iterable(warps):
@@ -224,9 +235,9 @@ class _Replay:
             end = start
             if op.cycles:
                 start = max(start, partition.issue, partition.units[op.unit])
-                if op.shared_bytes:  # more than its latency is not in flight
+                if op.shared_bytes:  # no more is in flight than its latency covers
                     start = max(start, sm.shared - self.rates.shared_latency)
-                # Of those that want a unit, who has waited longest goes first.
+                # Among warps that want a unit, the one that has waited longest goes first.
                 other = heap[0][0] if heap else math.inf
                 tied = start == other > time and partition.units[op.unit] >= start
                 if start > other or tied:
@@ -270,7 +281,7 @@ class _Replay:
         return end
 
     def _event(self, warp: _Warp, event: Event, time: float) -> float | None:
-        """Does what an event says; None if the warp has to wait for others."""
+        """Carries out an event; None if the warp has to wait for others."""
         rates = self.rates
         match event:
             case Contribution():
@@ -278,10 +289,12 @@ class _Replay:
                 if isinstance(event, Met) and event.waits:
                     warps = self.meeting[_key(event)]
                     latency = rates.named_barrier_latency + rates.named_barrier_warp * warps
-                    return self._await(warp, _key(event), time, latency)
+                    return self._await(_Waiter(warp, time, latency, "barrier"), _key(event))
             case Waited():
-                since = time + rates.wait_latency
-                return self._await(warp, _key(event), since, rates.barrier_latency)
+                since, barrier = time + rates.wait_latency, event.barrier
+                named = isinstance(barrier, TransactionBarrier) and barrier.name
+                waiter = _Waiter(warp, since, rates.barrier_latency, named or "barrier")
+                return self._await(waiter, _key(event))
             case Stored() if warp.copies:
                 warp.copies = False  # ptxas issues a copy once, however many lanes execute it
                 end = warp.sm.copy("TMA store", time, event.size, rates.tma_store_bytes)
@@ -293,7 +306,7 @@ class _Replay:
         return time
 
     def _contributes(self, warp: _Warp, event: Contribution, time: float) -> float:
-        """When the barrier learns of an event."""
+        """The time at which an event counts for its barrier."""
         rates = self.rates
         match event:
             case Arrived():
@@ -310,10 +323,11 @@ class _Replay:
                 return max(time, warp.committed) + self._remote(warp, event.rank)
             case Copied():
                 return max(time, warp.copied)
-        return time
+            case _:
+                return time
 
     def _remote(self, warp: _Warp, rank: int) -> float:
-        """What an arrival takes to a barrier of this rank beyond one of the warp's own CTA."""
+        """The extra latency of an arrival on a barrier of the CTA of this rank."""
         return 0.0 if rank == warp.rank else self.rates.cluster_latency
 
     def _contribute(self, key: tuple[int, int], time: float) -> None:
@@ -321,16 +335,19 @@ class _Replay:
         self.done[key] = max(self.done.get(key, 0.0), time)
         self.missing[key] -= 1
         if not self.missing[key]:
-            for warp, since, latency in self.waiting.pop(key, ()):
-                self._push(warp, self._slept(warp, since, self.done[key] + latency, "barrier"))
+            for waiter in self.waiting.pop(key, ()):
+                self._push(waiter.warp, self._passed(waiter, key))
 
-    def _await(
-        self, warp: _Warp, key: tuple[int, int], time: float, latency: float
-    ) -> float | None:
+    def _await(self, waiter: _Waiter, key: tuple[int, int]) -> float | None:
+        """When a warp passes a barrier; None if that has to wait for others."""
         if self.missing[key]:
-            self.waiting[key].append((warp, time, latency))
+            self.waiting[key].append(waiter)
             return None
-        return self._slept(warp, time, self.done.get(key, 0.0) + latency, "barrier")
+        return self._passed(waiter, key)
+
+    def _passed(self, waiter: _Waiter, key: tuple[int, int]) -> float:
+        end = self.done.get(key, 0.0) + waiter.latency
+        return self._slept(waiter.warp, waiter.since, end, waiter.why)
 
     def _act(self, warp: _Warp, time: float, action: Action) -> float:
         """Does what a step asks for beyond its instruction; returns when the warp goes on."""
@@ -345,7 +362,7 @@ class _Replay:
             case AwaitTensorStores():
                 return max(time, warp.tensor_stores)
             case Reduce():
-                # What is in flight fits into the memory's latency.
+                # A warp waits only for what exceeds the additions that its latency covers.
                 end = warp.sm.add(time, action.size) - self.rates.global_latency
                 return self._slept(warp, time, end, "reduction")
             case Gather():
@@ -403,4 +420,4 @@ def _key(event: Contribution | Waited) -> tuple[int, int]:
 
 
 def _row(warp: _Warp) -> str:
-    return f"CTA {warp.cta} warp {warp.index:2}"
+    return row_of_warp(warp.cta, warp.index)

@@ -1,4 +1,4 @@
-"""What an SM's estimate is replayed against: when its units and its ports are free."""
+"""The resources of an SM in a replay: when its units and its ports are free."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ class Interval:
     name: str
     start: float
     end: float
+
+
+def row_of_warp(cta: int, warp: int) -> str:
+    """The row of the timeline of a CTA's warp."""
+    return f"CTA {cta} warp {warp:2}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Sm:
         return self.additions
 
     def drained(self) -> float:
-        """When all that was issued is over, also what no warp waits for."""
+        """The time at which all that was issued has ended, even what no warp waits for."""
         ends = [self.shared, self.additions, *self.engines.values()]
         for partition in self.partitions:
             ends += [partition.issue, *partition.units, partition.tensor + partition.copies]
@@ -139,8 +144,11 @@ class Sm:
 
 
 class TensorCore:
-    """The whole SM's tensor core, as tcgen05 uses it: when it is free; for how long its products
-    leave shared memory's port idle, and for how long copies still need it."""
+    """The whole SM's tensor core, as tcgen05 uses it.
+
+    `free` is when it has no more to do, `idle_port` for how many cycles its products leave the port
+    of shared memory idle, `copies` for how many cycles copies still need that port.
+    """
 
     def __init__(self) -> None:
         self.free = self.idle_port = self.copies = 0.0
@@ -164,9 +172,9 @@ class TensorCore:
         return self.free
 
     def interrupt(self, time: float, taken: float) -> None:
-        """An instruction takes the port: the products go on later unless they leave it idle.
+        """An instruction uses the port: products end later unless they leave it idle.
 
-        Between products the port is the copies', which go on later.
+        Between products the copies have the port, and end later.
         """
         if self.free > time:
             idle = min(self.idle_port, taken)
