@@ -1,4 +1,4 @@
-"""How mean a run is: which warp runs next and when asynchronous operations happen."""
+"""The scheduling adversary: which warp runs next, and when asynchronous operations happen."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ class Policy:
       races: check that accesses to shared memory are ordered and fenced.
       global_races: check that accesses to global memory are ordered and fenced, too. Needs `races`;
         takes time and memory, for every buffer that the kernel touches.
-      ordered_reductions: all additions to an address, but of integers, must happen in one order;
-        for kernels that promise it. Needs `races`.
-      tensor_fences: tensor memory asks for tcgen05.fence around barriers, as the PTX ISA does.
-      tensor_load_waits: registers of a tcgen05.ld ask for tcgen05.wait::ld, as the PTX ISA does;
-        else the first instruction that uses some, but to move them, waits for all of the warp's
-        loads, as ptxas sees to.
+      ordered_reductions: all additions to an address, except those of integers, must happen in
+        one order; it is for kernels that promise this. Needs `races`.
+      tensor_fences: accesses to tensor memory need tcgen05.fence around barriers, as the PTX ISA
+        says.
+      tensor_load_waits: registers of a tcgen05.ld need tcgen05.wait::ld, as the PTX ISA says;
+        otherwise the first instruction that uses some, except to move them, waits for all of the
+        warp's loads, as in what ptxas makes.
       clean_exits: when a CTA ends, its barriers expect nothing and hold no arrivals, and a thread
-        knows of each commit that arrived on them; else commits may still be to come, their
-        arrivals at a CTA that has ended are lost, and stores may still read; loads and products
-        must be complete all the same.
-      unordered_commits: tcgen05.commits of a thread arrive in any order, of which PTX says nothing;
-        else in the order of their issue.
-      tensor_lanes: tcgen05.wait concerns each lane's own loads and stores; else it is a barrier of
-        the warp, too, so that one lane may tell of all. These five are waived for kernels of
-        others alone.
-      most_steps: a launch that takes more is stuck in a loop.
+        knows of each commit that arrived on them; otherwise commits may still arrive later, their
+        arrivals at a CTA that has ended are lost, and stores may still read. Loads and products
+        must be complete in either case.
+      unordered_commits: tcgen05.commits of a thread arrive in any order, since PTX gives none;
+        otherwise they arrive in the order of their issue.
+      tensor_lanes: tcgen05.wait concerns each lane's own loads and stores; otherwise it is a
+        barrier of the warp, too, so that one lane may release what all did. Only kernels of others
+        need one of these five to be False.
+      most_steps: a launch that takes more steps counts as stuck in a loop.
     """
 
     schedule: Literal["in_order", "random", "starve"] = "random"

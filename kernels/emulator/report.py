@@ -2,7 +2,7 @@
 
 What an instruction costs follows from its text in nearly all cases, so a launch only counts how
 often each step ran and how many lanes sat out; `ptx.costs` adds up the rest. Effects whose cost is
-known at run time alone (sizes in descriptors) tell `Warp.count`.
+known at run time alone (sizes in descriptors) report it to `Warp.count`.
 """
 
 from __future__ import annotations

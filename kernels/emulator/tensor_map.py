@@ -1,7 +1,7 @@
 """The driver's tensor map (CUtensorMap): 128 bytes, of which the hardware needs the first 64.
 
-Behind those the driver (not CuTe-DSL) writes the box's bytes at 64 and the alignment of its swizzle
-at 72; kernels run with and without.
+The driver (not CuTe-DSL) also writes the box's bytes at 64 and the alignment of its swizzle at 72;
+kernels run with and without.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TYPES = {
     9: "f64",
     10: "bf16",
 }
-"""As the driver encodes them (580.159.04); the numbers of CUtensorMapDataType are others."""
+"""The numbers that the driver (580.159.04) encodes; those of CUtensorMapDataType differ."""
 DTYPES: dict[str, Any] = {
     "u8": np.uint8,
     "u16": np.uint16,

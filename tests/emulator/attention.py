@@ -84,7 +84,7 @@ class Attention:
             arrays |= self._launch(key, arrays, policy, seed, text_of)
         return {name: arrays[short] for name, short in _RESULTS.items() if short in arrays}
 
-    def behind(self, kernel: Pass) -> Attention:
+    def after(self, kernel: Pass) -> Attention:
         """The launches that come after a kernel's, on what an ordinary run has left them."""
         arrays, last = dict(self.arrays), [key.kernel for key in self.keys].index(kernel)
         for key in self.keys[: last + 1]:
@@ -92,9 +92,9 @@ class Attention:
         return dataclasses.replace(self, arrays=arrays, keys=self.keys[last + 1 :])
 
     def only(self, kernel: Pass) -> Attention:
-        """The launch of one kernel, behind those that come before it."""
+        """The launch of one kernel, after those that come before it."""
         place = [key.kernel for key in self.keys].index(kernel)
-        launches = self.behind(self.keys[place - 1].kernel) if place else self
+        launches = self.after(self.keys[place - 1].kernel) if place else self
         return dataclasses.replace(launches, keys=self.keys[place : place + 1])
 
     def _launch(

@@ -11,7 +11,7 @@ from tests.emulator import attention, sm100_programs
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler() -> Iterator[None]:
-    """Shuts the compiling processes down behind the last test."""
+    """Shuts the compiling processes down after the last test."""
     yield
     attention.close()
     sm100_programs.close()

@@ -139,7 +139,7 @@ ret;
 
 
 def run_copy(x: np.ndarray, body: str, folder: pathlib.Path) -> np.ndarray | str:
-    """y of a program made of COPY for x: f32[32], or the error."""
+    """Returns y of a program that COPY makes for x, f32[32], or the error."""
     key = KernelKey("sm_90a", Pass.FORWARD, "bf16", 8)
     launch = Launch(
         operands=("x",),

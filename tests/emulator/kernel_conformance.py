@@ -217,7 +217,7 @@ def launches_of(problem: Problem) -> attention.Attention:
     gradients = problem.kernel != Pass.FORWARD
     inputs = inputs_of(problem.case, problem.inputs_seed)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch)
-    return launches.behind(Pass.FORWARD) if gradients else launches
+    return launches.after(Pass.FORWARD) if gradients else launches
 
 
 def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:

@@ -82,12 +82,16 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
 
 
 def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Padded keys: a tile of three blocks, none, one, two, three of one: so many that a barrier of
-    four that asks for three is out of step. Then three tiles of four blocks; in a band with a left
-    edge, of three to five: masked on the right, not at all, on the left, there several by an edge
-    off the blocks' corners. Hopper has a loop of its own for blocks that the diagonal crosses after
-    the first, which takes such a diagonal, too; two blocks come after them, so that their ring
-    slots are used again. Blackwell packs the heads of a group into a tile.
+    """Cases that take a forward through its paths.
+
+    The first has padded keys, and tiles of three blocks, none, one, two, and three of one: enough
+    that a barrier of four which asks for three gets out of step. The second has three tiles of four
+    blocks, or in a band with a left edge of three to five: some blocks are masked on the right,
+    some not at all, some on the left, where an edge off the blocks' corners masks several.
+
+    Hopper has a loop of its own for blocks that the diagonal crosses after the first, so a band has
+    a case for it there; two blocks come after those, so that their ring slots are used again.
+    Blackwell packs the heads of a group into a tile.
     """
     rows, block, heads = 256, 128, 2 if key.arch == "sm_100f" else 1
     diagonal = Case(
@@ -118,13 +122,15 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Padded keys and queries, each in a CTA's first step and in later ones, alone and together.
-    Then six steps of a CTA; key tiles that take turns, if in order.
+    """Cases that take a backward through its paths.
 
-    Without an order there are two key tiles, whose sum is the same both ways. With one the last
-    query block comes first, so that only a second head has it later. Hopper's rings get so many
-    turns that a barrier of eight that asks for seven is out of step. Of a pair's block of few
-    queries, both CTAs have padding.
+    Keys and queries are padded, each in a CTA's first step and in later ones, alone and together;
+    a CTA has six steps, and in the deterministic kernel key tiles wait for their dQ turn. In a
+    pair's block of few queries, both CTAs have padding.
+
+    The other kernel has two key tiles, whose sum is the same in either order. The deterministic
+    one visits the last query block first, so that only a second head has it later. Hopper's rings
+    have enough rounds that a barrier of eight which asks for seven gets out of step.
     """
     rows, few = (64, 20) if key.head_dim > 128 else (128, 98)
     key_length = 300 if key.deterministic else 200
@@ -154,7 +160,7 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
 
 _SEEDS = (5, 6)
-"""Of runs that starve other warps; in Hopper's banded forward, two of the first warpgroup."""
+"""Two seeds, which starve different warps; in Hopper's banded forward, two of warpgroup 0."""
 
 
 def problems(key: KernelKey) -> list[Attention]:

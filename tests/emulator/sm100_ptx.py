@@ -1,7 +1,7 @@
 """Pieces of PTX programs for sm_100: %r1 is the thread, %r2 shared memory, %rd1 the data.
 
-`ALLOCATE` leaves the address of 512 columns in %r3 and the warp's own part of it in %r4; behind it
-lie barriers at [%r2], [%r2+8] and [%r2+16], and free shared memory from [%r2+1024].
+`ALLOCATE` leaves the address of 512 columns in %r3 and the warp's own part of it in %r4; then come
+barriers at [%r2], [%r2+8] and [%r2+16], and free shared memory from [%r2+1024].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The project's Blackwell kernels on the emulator: right by the oracle, whatever the timing.
 
 `python -m tests.emulator.kernel_conformance --seeds 20` runs the conformance cases that the
-kernels take under so many policies; CI runs the cases below. About 40 s.
+kernels accept, each with twenty seeds; CI runs the cases below, in about 40 s.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_a_wrong_coefficient_of_the_polynomial_exponential_is_noticed(seed: int)
 
 
 def test_a_row_of_one_key_may_err_by_all_of_the_cubic() -> None:
-    """With this seed, row 249 sees one key, whose exponent rounding leaves just below 0."""
+    """This seed gives row 249 one key, whose exponent is just below 0 after rounding."""
     seed = 612771287
     case = Case(**_ONE, query_length=300, key_length=200, head_dim=96, window=(50, 70))
     problem = Problem(case, Pass.FORWARD, "sm_100f", seed)

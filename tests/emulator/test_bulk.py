@@ -279,7 +279,7 @@ def test_signal_for_a_cta_that_has_exited(seed: int) -> None:
 
 @pytest.mark.parametrize(("kind", "flushes"), [("f32", False), ("f32_ftz", True), (None, False)])
 def test_subnormal_sums(kind: str | None, flushes: bool) -> None:
-    """Only maps of the flushing type flush, operands and sums; as an H200 does."""
+    """Only maps of the flushing type flush operands and sums, as on an H200."""
     values = np.array([1e-40, 2e-39, 1, -1e-40, 0, 1e-38, 3e-38, -2] * 16, np.float32)
     data = np.zeros(1280, np.uint8)
     data[:512] = data[512:1024] = values.view(np.uint8)

@@ -108,7 +108,7 @@ ROWS = (
         RANK + SYNC + WRITE_PEER + "bar.sync 0;" + READ_OWN,
     ),
     Litmus(
-        "rank behind the cluster's end",
+        "rank past the cluster's end",
         "out-of-bounds",
         SYNC + "mapa.shared::cluster.u32 %r5, %r2, 2;",
     ),
@@ -340,7 +340,7 @@ add.s64 %rd3, %rd3, %rd4;
 
 
 def dumped(size: int) -> str:
-    """Stores `size` bytes of every CTA's buffer behind DUMP, one CTA after the other."""
+    """Stores `size` bytes of every CTA's buffer after DUMP, one CTA after the other."""
     stores = "".join(
         f"ld.shared.b32 %r32, [%r31+{1024 + i}]; st.global.b32 [%rd3+{DUMP + i}], %r32;\n"
         for i in range(0, size, 256)
@@ -381,7 +381,7 @@ def test_multicast_of_tiles(policy: Policy, rng: np.random.Generator, seed: int)
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
 def test_pair_signals_its_leader(policy: Policy, rng: np.random.Generator, seed: int) -> None:
-    """With .cta_group::2 both CTAs of a pair load for themselves and signal the even one."""
+    """Both CTAs of a pair load for themselves with .cta_group::2 and signal the even one."""
     data, values = tensor_of_rows(rng)
     leads = "setp.ne.u32 %p4, %r25, 0; @%p4 bra EXPECTED;"
     expect = (

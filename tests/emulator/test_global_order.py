@@ -1,6 +1,6 @@
 """Two accesses to global memory and what lies between them: legal, or the rule that is broken.
 
-Every row is a program of two CTAs of 64 threads. CTA 0 writes, signals by a flag behind the data,
+Every row is a program of two CTAs of 64 threads. CTA 0 writes, signals by a flag after the data,
 and CTA 1 waits for the flag and reads. `%p8` holds in CTA 1, `%p9` for all but a CTA's thread 0.
 """
 
@@ -158,7 +158,7 @@ ROWS = (
         AWAIT + READ,
     ),
     Litmus(
-        "store, release, acquire, no barrier behind it",
+        "store, release, acquire, no barrier after it",
         "race",
         WRITE + SIGNAL,
         AWAIT.replace("bar.sync 0;", "") + READ,

@@ -57,7 +57,7 @@ def quotient(a: int, b: int) -> int:
 
 
 def remainder(a: int, b: int) -> int:
-    """With the dividend's sign; all ones for a zero divisor, as an H200 gives for every type."""
+    """The remainder has the dividend's sign; a zero divisor gives all ones, as on an H200."""
     return -1 if b == 0 else a - b * quotient(a, b)
 
 
@@ -150,7 +150,7 @@ def test_integers(entry: tuple[str, type, type, int, Reference], rng: np.random.
 @pytest.mark.parametrize("operation", ["div", "rem"])
 @pytest.mark.parametrize("kind", [np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64])
 def test_division_at_its_limits(operation: str, kind: type, rng: np.random.Generator) -> None:
-    """By zero and by minus one: what an H200 gives (driver 580.159.04)."""
+    """Division by zero and by minus one gives what an H200 gives (driver 580.159.04)."""
     dtype, dividends = np.dtype(kind), integers(rng, kind)
     text = f"{operation}.{dtype.kind.replace('i', 's')}{8 * dtype.itemsize} {{d}}, {{0}}, {{1}};"
     reference = quotient if operation == "div" else remainder
@@ -301,7 +301,7 @@ def test_registers_of_any_name(rng: np.random.Generator) -> None:
 
 
 def test_loops_of_different_lengths() -> None:
-    """Lanes leave a loop one by one and meet behind it; lanes that exit never come back."""
+    """Lanes leave a loop one by one and meet after it; lanes that exit never come back."""
     body = """
     mov.b32 {d}, 0;
     mov.b32 %r50, 0;

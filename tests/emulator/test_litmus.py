@@ -429,7 +429,7 @@ ROWS = (
         "convergence",
         "setp.eq.u32 %p1, %r1, 7; @%p1 bra SKIP; shfl.sync.idx.b32 %r5, %r1, 0, 31, -1; SKIP:",
     ),
-    Litmus("store behind shared memory", "out-of-bounds", "st.shared.b32 [%r2+4096], %r1;"),
+    Litmus("store past shared memory", "out-of-bounds", "st.shared.b32 [%r2+4096], %r1;"),
     Litmus("misaligned store", "misaligned", "st.shared.b32 [%r2+2], %r1;"),
     Litmus("load before global memory", "out-of-bounds", "ld.global.b32 %r5, [%rd1+-4];"),
     Litmus("loop without end", "livelock", "FOREVER: add.s32 %r5, %r5, 1; bra FOREVER;"),

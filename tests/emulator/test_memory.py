@@ -17,7 +17,7 @@ from tests.emulator.test_instructions import integers
 from tests.emulator.test_litmus import POLICIES
 
 LANE = "mul.wide.u32 %rd2, %r1, {bytes}; add.s64 %rd3, %rd1, %rd2;\n"
-"""%rd3 is the lane's place in an array of so many bytes a lane."""
+"""%rd3 is the lane's place in an array with the given bytes for each lane."""
 
 
 def policies() -> Any:

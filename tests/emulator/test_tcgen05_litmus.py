@@ -73,7 +73,7 @@ ST_P = f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r4+{P_COLUMN}], {sm100_ptx.regi
 P_READY = ST_P + WAIT_ST + FENCED_BAR
 USE = "add.s32 %r90, %r100, 1;\n"
 END = wait() + AFTER
-"""Waits for the product, so that nothing is left behind."""
+"""Waits for the product, so that nothing is outstanding at the end."""
 WRITE_A = "shl.b32 %r91, %r1, 5;\nadd.s32 %r91, %r91, %r2;\nst.shared.b32 [%r91+2048], %r1;\n"
 CP = (
     f"mov.b64 %rd12, {operand(2048)};\nadd.s32 %r93, %r3, {P_COLUMN};\n"
@@ -453,7 +453,7 @@ def test_order_of_commits(asynchronous: Literal["late", "random"]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
 def test_moves_before_the_wait(policy: Policy, rng: np.random.Generator) -> None:
-    """What is moved before the wait holds the loaded values behind it."""
+    """A register that is moved before the wait holds the loaded values after it."""
     data = rng.integers(0, 1 << 32, (128, 8), np.uint32)
     own = "shl.b32 %r94, %r1, 5;\ncvt.u64.u32 %rd2, %r94;\nadd.s64 %rd3, %rd1, %rd2;\n"
     body = own + "ld.global.v2.b32 {%r110, %r111}, [%rd3];\n"

@@ -1,4 +1,4 @@
-"""tcgen05 with cta_group::2: pairs of CTAs that allocate, multiply and are told together."""
+"""tcgen05 with cta_group::2: pairs of CTAs that allocate, multiply and are notified together."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ ONE = f"{COMMIT}.b64 [%r2];"
 @pytest.mark.parametrize(
     ("body", "rule"),
     [
-        # The other CTA is never told.
+        # The other CTA is never notified.
         (program(Pair(), ONE), "deadlock"),
-        # Nobody is told.
+        # Nobody is notified.
         (program(Pair(), ""), "deadlock"),
         # The peer's operands are not waited for.
         (program(Pair(), BOTH).replace(SYNC + AFTER, "bar.sync 0;\n" + AFTER), "race"),

@@ -54,7 +54,7 @@ class Layout:
     step: int = 0
 
     def strides(self, size: int) -> tuple[int, int]:
-        """Leading and stride byte offsets for elements of so many bytes."""
+        """Leading and stride byte offsets for elements of the given size."""
         if not self.span:
             return 128, (32 // size) // 8 * 128 + 128 if self.mn_major else 384
         return (32 // size * self.span if self.mn_major else 0), 8 * self.span

@@ -22,5 +22,5 @@ TYPES = (
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_uninitialised_is_nan(dtype: Any) -> None:
-    """As every type and at every place, so that no product of it goes unnoticed."""
+    """The pattern is NaN as every type and at every place, so no use of it goes unnoticed."""
     assert np.isnan(uninitialised(64).view(dtype).astype(np.float64)).all()

@@ -41,7 +41,7 @@ class Arguments:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What `kernels.emulator.launch` takes behind the text and the kernel's name."""
+        """The arguments of `kernels.emulator.launch` after the text and the kernel's name."""
         return {
             "grid": self.grid,
             "block": self.launch.block,

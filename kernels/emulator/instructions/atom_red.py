@@ -1,4 +1,4 @@
-"""atom, red, and their asynchronous forms in the shared memory of a cluster."""
+"""atom and red: atomic operations on shared and global memory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Form:
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> Form | None:
-        """From the words of a mnemonic; None if there is a modifier that is not known."""
+        """Reads the words of a mnemonic; returns None if a modifier is not known."""
         modifiers = {word for word in words[1:-1] if word != "L2:cache_hint"}
         operation, space = modifiers & UPDATES.keys(), modifiers & _SPACES
         meaning, counts = modifiers & _MEANINGS, modifiers & _COUNTS.keys()
@@ -117,7 +117,7 @@ class Form:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of a value in memory."""
+        """The type of a value in memory."""
         return np.dtype(DTYPES[self.type_])
 
     @property
@@ -126,7 +126,7 @@ class Form:
         return self.dtype.itemsize * self.halves * self.count
 
     def update(self, old: np.ndarray, operands: list[np.ndarray]) -> np.ndarray:
-        """What is left in memory."""
+        """The value that the update leaves in memory."""
         if self.type_ == "f32" and self.space not in ("shared", "shared:cta", "shared:cluster"):
             old, operands = flush(old), [flush(operand) for operand in operands]
             return flush(UPDATES[self.operation](old, *operands))
@@ -228,7 +228,7 @@ def _update(
 
 
 def _reduce(addresses_of: Reader, source: Reader, form: Form) -> Effect:
-    """red.add: a relaxed one happens now, or when a release to the device is ordered behind it."""
+    """red.add: a relaxed one happens now, or before a release to the device that comes after it."""
     releases = form.meaning == "release"
 
     def effect(warp: Warp, mask: np.ndarray) -> Yield | None:

@@ -1,4 +1,4 @@
-"""From a parsed kernel to a program: the table of all entries, by mnemonic."""
+"""Makes a parsed kernel a program, by the table of all entries."""
 
 from __future__ import annotations
 

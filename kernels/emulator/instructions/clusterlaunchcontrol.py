@@ -58,8 +58,8 @@ def _try_cancel(instruction: Instruction, symbols: dict[str, int], multicast: bo
             answer = _Answer(warp.cta)
             for place in places:
                 chunks = chunks_of(place.home, place.address, RESPONSE_BYTES, RESPONSE_BYTES)
-                make = functools.partial(_respond, place.home, chunks, answer)
-                transfer = Transfer(warp, lane, instruction, place.home, make, chunks)
+                perform = functools.partial(_respond, place.home, chunks, answer)
+                transfer = Transfer(warp, lane, instruction, place.home, perform, chunks)
                 issue_load(transfer, place.barrier, RESPONSE_BYTES, None)
         return YIELD
 

@@ -58,8 +58,10 @@ def _copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
                 taken.append((part.region, part.lanes[mask], part.addresses))
         if to.home is not None and to.home.order is not None:
             to.home.order.copy_writes(to.threads, to.addresses, whole)
-        make = functools.partial(_make, to, taken, amounts[mask], whole)
-        transfer = Transfer(warp, int(np.argmax(mask)), instruction, warp.cta, make, to.addresses)
+        perform = functools.partial(_perform, to, taken, amounts[mask], whole)
+        transfer = Transfer(
+            warp, int(np.argmax(mask)), instruction, warp.cta, perform, to.addresses
+        )
         for lane in np.flatnonzero(mask):
             warp.copies.open[lane].append(transfer)
         warp.cta.issue(transfer)
@@ -68,10 +70,10 @@ def _copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
     return effect
 
 
-def _make(
+def _perform(
     to: Part, taken: list[tuple[Region, np.ndarray, np.ndarray]], amounts: np.ndarray, whole: int
 ) -> None:
-    """Bytes behind the source's size are zero."""
+    """Performs the copy; bytes past the source's size are zero."""
     data = np.zeros((len(amounts), whole), np.uint8)
     for region, rows, addresses in taken:
         data[rows] = region.load(addresses, 4, whole // 4).view(np.uint8)
@@ -94,7 +96,7 @@ def _bind_wait(instruction: Instruction, symbols: dict[str, int]) -> Effect:
 
 
 def _wait(count: int, warp: Warp, mask: np.ndarray) -> Yield:
-    """Makes what is left of all but the last `count` groups of every lane."""
+    """Performs the outstanding copies of all but the last `count` groups of every lane."""
     done: dict[int, tuple[Transfer, list[int]]] = {}
     for lane in np.flatnonzero(mask).tolist():
         groups = warp.copies.groups[lane]
@@ -119,7 +121,7 @@ def _finish(warp: Warp, done: dict[int, tuple[Transfer, list[int]]]) -> None:
 
 
 def _arrive(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """cp.async.mbarrier.arrive: an arrival behind every copy that the thread has issued."""
+    """cp.async.mbarrier.arrive: an arrival that follows every copy that the thread has issued."""
     rest = set(instruction.words[4:-1])
     if rest - {"noinc", *SHARED} or instruction.words[-1] != "b64":
         return None

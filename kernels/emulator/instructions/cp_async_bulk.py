@@ -1,8 +1,8 @@
 """Bulk copies and reductions of contiguous bytes, and what all bulk operations have in common.
 
-What an operation reads and writes is checked when it is issued; it is made later or at once, as the
-policy says. One into shared memory tells an mbarrier; one into global memory is waited for by its
-group: wait_group.read only says that its sources have been read.
+What an operation reads and writes is checked when it is issued; it is performed later or at once,
+as the policy says. One into shared memory notifies an mbarrier; a thread waits for one into global
+memory by its group, and wait_group.read only says that its sources have been read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LoadForm:
 
     @classmethod
     def of(cls, words: tuple[str, ...], rest: tuple[str, ...]) -> LoadForm | None:
-        """By the mnemonic and its last modifiers; None if there are others."""
+        """Reads the mnemonic and its last modifiers; returns None if there are others."""
         if not set(rest) <= {"multicast:cluster", "cta_group:1", "cta_group:2"}:
             return None
         return cls("shared:cluster" in words, "multicast:cluster" in rest, "cta_group:2" in rest)
@@ -148,11 +148,11 @@ class Extent:
         return cls(region, np.arange(first, first + size // GRAIN)[None, :])
 
     def nowhere(self) -> Extent:
-        """Nothing of the same region: an operation that is not looked at."""
+        """An empty extent of the same region, for an operation that is not checked."""
         return Extent(self.region, self.granules[:, :0])
 
     def check(self, kind: str, warp: Warp, thread: int, agent: int, moment: int) -> Access | None:
-        """Faults unless what conflicts is ordered before; None where that is not looked at."""
+        """Faults unless what conflicts is ordered before; None where that is not checked."""
         device, clocks = warp.cta.machine.global_order, warp.cta.clocks
         if device is None or clocks is None or not device.shadowed or not self.granules.size:
             return None
@@ -163,7 +163,7 @@ class Extent:
 
 
 def issue_load(transfer: Transfer, barrier_address: int, size: int, source: Extent | None) -> None:
-    """Issues a write of chunks of shared memory, behind which an mbarrier gets `size` bytes.
+    """Issues a write of chunks of shared memory, after which an mbarrier receives `size` bytes.
 
     Without a source in global memory they come from the CTA's shared memory.
     """
@@ -186,20 +186,20 @@ def issue_load(transfer: Transfer, barrier_address: int, size: int, source: Exte
     barrier.copied = barrier.phase + 1
     if barrier_address >> RANK_SHIFT != home.rank:
         home.signalled[barrier.slot] = barrier.phase + 1
-    signal_behind(transfer, barrier, size)
+    signal_after(transfer, barrier, size)
     warp.count("tma_loaded_bytes", size)
     kind = Carried if source is None else Loaded
     warp.note(kind(barrier, barrier.phase, size, home.rank))
     home.issue(transfer)
 
 
-def signal_behind(transfer: Transfer, barrier: TransactionBarrier, size: int) -> None:
-    """Makes an operation tell an mbarrier that so many bytes have come."""
-    make, phase = transfer.perform, barrier.phase
+def signal_after(transfer: Transfer, barrier: TransactionBarrier, size: int) -> None:
+    """Makes an operation notify an mbarrier of `size` bytes once it is performed."""
+    write, phase = transfer.perform, barrier.phase
     owner = transfer.warp.cta.cluster.of_rank(barrier.address >> RANK_SHIFT)
 
     def perform() -> None:
-        make()
+        write()
         if owner.ended:
             raise Fault("cluster-exit", f"{size} bytes come for an mbarrier of an exited CTA")
         if barrier.phase != phase:
@@ -255,7 +255,7 @@ def _pending(instruction: Instruction) -> int:
 
 
 def _wait(count: int, reads_only: bool, warp: Warp, mask: np.ndarray) -> Yield:
-    """Makes what is left of all but the last `count` groups of every lane, or reads its sources."""
+    """Performs all but the last `count` groups of every lane, or reads their sources."""
     for thread in warp.lanes[mask]:
         groups = warp.cta.bulk_groups.get(int(thread), [])
         if reads_only:
@@ -281,7 +281,7 @@ def _capture(warp: Warp, transfer: Transfer) -> None:
 
 
 def _complete(warp: Warp, transfer: Transfer) -> None:
-    """The thread learns that the operation has been made."""
+    """The thread learns that the operation has been performed."""
     cta = warp.cta
     cta.perform(transfer)
     if transfer.access is not None and cta.clocks is not None:
@@ -319,8 +319,8 @@ def _load(instruction: Instruction, symbols: dict[str, int], form: LoadForm) -> 
             for destination in destinations(warp, form, address, barrier, to):
                 home = destination.home
                 chunks = chunks_of(home, destination.address, size, CHUNK)
-                make = functools.partial(fill, home, chunks, data)
-                transfer = Transfer(warp, lane, instruction, home, make, chunks)
+                perform = functools.partial(fill, home, chunks, data)
+                transfer = Transfer(warp, lane, instruction, home, perform, chunks)
                 extent = Extent.contiguous(region, source, size)
                 issue_load(transfer, destination.barrier, size, extent)
         return YIELD
@@ -329,7 +329,7 @@ def _load(instruction: Instruction, symbols: dict[str, int], form: LoadForm) -> 
 
 
 def _store(instruction: Instruction, symbols: dict[str, int], update: _Update | None) -> Effect:
-    """To global memory, by groups; `update` is what a reduction does there."""
+    """The effect of a store to global memory, in a group; `update` is what a reduction does."""
     operands = instruction.operands
     target_of, source_of = (address_reader(x, symbols) for x in operands[:2])
     size_of = reader(operands[2], "u32", symbols)
@@ -350,7 +350,7 @@ def _store(instruction: Instruction, symbols: dict[str, int], update: _Update | 
 
 
 def _nothing() -> None:
-    """Until issue_store sets what is to be made."""
+    """Does nothing, until issue_store sets what the operation performs."""
 
 
 def _put(target: np.ndarray, update: _Update | None, data: np.ndarray) -> None:
@@ -391,7 +391,7 @@ def _reduction(instruction: Instruction, symbols: dict[str, int]) -> Effect | No
 
 
 def _between(instruction: Instruction, symbols: dict[str, int], update: _Update | None) -> Effect:
-    """From shared memory to that of a CTA of the cluster, whose mbarrier is told."""
+    """The effect of a copy to shared memory of a CTA of the cluster, whose mbarrier is notified."""
     operands = instruction.operands
     target_of, source_of = (address_reader(x, symbols) for x in operands[:2])
     size_of = reader(operands[2], "u32", symbols)
@@ -412,8 +412,8 @@ def _between(instruction: Instruction, symbols: dict[str, int], update: _Update 
             if warp.cta.order is not None:
                 warp.cta.order.pipe_reads(thread, sources, barrier.slot, barrier.phase + 1)
             warp.cta.signalled[barrier.slot] = barrier.phase + 1
-            make = functools.partial(_carry, (warp.cta, sources), (home, chunks), update)
-            transfer = Transfer(warp, lane, instruction, home, make, chunks)
+            perform = functools.partial(_carry, (warp.cta, sources), (home, chunks), update)
+            transfer = Transfer(warp, lane, instruction, home, perform, chunks)
             issue_load(transfer, barrier_at_, size, None)
         return YIELD
 

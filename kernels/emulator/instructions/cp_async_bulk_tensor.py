@@ -127,7 +127,7 @@ class _Box:
 
     @classmethod
     def of(cls, operand: Operand, symbols: dict[str, int], rank: int) -> _Box | None:
-        """From [map, {coordinates}]; None if the coordinates are not as many as the rank."""
+        """Reads [map, {coordinates}]; returns None if the number of coordinates is not the rank."""
         assert isinstance(operand, Address)
         if operand.coordinates is None or len(operand.coordinates.elements) != rank:
             return None
@@ -166,8 +166,8 @@ def _load(
                 home = destination.home
                 chunks = chunks_of(home, destination.address, size, _ALIGNMENT)
                 chunks = swizzled(chunks, tensor.swizzle_bytes)
-                make = functools.partial(_load_box, home, tensor, at, chunks)
-                transfer = Transfer(warp, lane, instruction, home, make, chunks)
+                perform = functools.partial(_load_box, home, tensor, at, chunks)
+                transfer = Transfer(warp, lane, instruction, home, perform, chunks)
                 issue_load(transfer, destination.barrier, size, _extent(home, tensor, at))
         return YIELD
 
@@ -208,7 +208,7 @@ def _store(
 
 
 def _nothing() -> None:
-    """Until issue_store sets what is to be made."""
+    """Does nothing, until issue_store sets what the operation performs."""
 
 
 def _extent(home: Cta, tensor: TensorMap, at: tuple[int, ...]) -> Extent:

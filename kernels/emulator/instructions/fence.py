@@ -38,7 +38,7 @@ def _fence_proxy(space: str, warp: Warp, mask: np.ndarray) -> None:
 
 
 def _fence_map(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
-    """fence.proxy.tensormap: .release by who wrote a map, .acquire of its 128 bytes by its user."""
+    """fence.proxy.tensormap: a map's writer has .release, its user .acquire of its 128 bytes."""
     way, scope = instruction.words[3], instruction.words[4:]
     if scope not in _SCOPES or way not in ("release", "acquire"):
         return None

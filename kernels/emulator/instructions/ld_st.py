@@ -55,7 +55,7 @@ class Form:
 
     @classmethod
     def of(cls, words: tuple[str, ...], meanings: set[str]) -> Form | None:
-        """From the words of a mnemonic; None if there is a modifier that is not known."""
+        """Reads the words of a mnemonic; returns None if a modifier is not known."""
         kind, bits = words[-1][0], words[-1][1:]
         if kind not in "busf" or bits not in _BITS:
             return None
@@ -80,7 +80,7 @@ class Form:
 
 
 def _advice(warp: Warp, mask: np.ndarray) -> None:
-    """prefetch and its like: no effect that a program could see."""
+    """prefetch and other advice to the caches has no effect that a program could see."""
 
 
 def _policy(instruction: Instruction, symbols: dict[str, int]) -> Effect:
@@ -93,7 +93,7 @@ def _policy(instruction: Instruction, symbols: dict[str, int]) -> Effect:
 
 
 def elements(operand: Operand) -> tuple[Operand, ...]:
-    """Of a vector operand, or the operand."""
+    """The elements of a vector operand, or the operand itself."""
     return operand.elements if isinstance(operand, Vector) else (operand,)
 
 
@@ -171,7 +171,7 @@ def _acquire(part: Part, relaxed: bool) -> None:
 def polled(
     warp: Warp, instruction: Instruction, addresses: np.ndarray, words: np.ndarray
 ) -> Yield | Wait:
-    """Who reads the same value again and again sleeps until memory changes.
+    """A warp that reads the same value again and again sleeps until memory changes.
 
     It might be no loop that waits for another value, so the sleeper gets a few more attempts when
     nothing else can run.
@@ -217,7 +217,7 @@ def _store(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
 
 
 def _release(part: Part, meaning: str) -> None:
-    """What a store hands over to those who read it."""
+    """Hands over what a thread that acquires the stored value learns."""
     cta, device = part.warp.cta, part.warp.cta.machine.global_order
     if device is None or cta.clocks is None:
         return

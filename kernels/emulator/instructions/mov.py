@@ -1,4 +1,4 @@
-"""mov from clocks and of 128 bits, which are no plain arithmetic."""
+"""mov from clocks and of 128 bits, which the table of arithmetic does not hold."""
 
 from __future__ import annotations
 

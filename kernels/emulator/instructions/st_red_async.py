@@ -1,4 +1,4 @@
-"""st.async and red.async: stores and updates in a cluster's shared memory that tell an mbarrier."""
+"""st.async and red.async: stores and updates in a cluster that notify an mbarrier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kernels.emulator.instructions.atom_red import DTYPES, UPDATES
-from kernels.emulator.instructions.cp_async_bulk import signal_behind
+from kernels.emulator.instructions.cp_async_bulk import signal_after
 from kernels.emulator.instructions.ld_st import PIPES, access_cost, elements, space_of
 from kernels.emulator.instructions.mbarrier import barrier_at
 from kernels.emulator.machine.cta import RANK_SHIFT
@@ -72,15 +72,15 @@ def _store(
                 raise Fault("descriptor", message, lane)
             home = warp.cta.cluster.of_rank(barrier >> RANK_SHIFT)
             part = Part(warp, home.shared, lanes, addresses[lanes], home)
-            make = functools.partial(_make, part, values[lanes], operation, dtype)
-            _issue(instruction, part, make, (size * count, barrier, bool(operation)))
+            perform = functools.partial(_perform, part, values[lanes], operation, dtype)
+            _issue(instruction, part, perform, (size * count, barrier, bool(operation)))
         return YIELD
 
     return effect
 
 
 def _issue(
-    instruction: Instruction, part: Part, make: Callable[[], None], what: tuple[int, int, bool]
+    instruction: Instruction, part: Part, perform: Callable[[], None], what: tuple[int, int, bool]
 ) -> None:
     whole, address, atomic = what
     warp, home, threads = part.warp, part.home, part.threads
@@ -95,12 +95,12 @@ def _issue(
     barrier.copied = barrier.phase + 1
     warp.note(Carried(barrier, barrier.phase, whole * len(threads), home.rank))
     lane = int(np.argmax(part.lanes))
-    transfer = Transfer(warp, lane, instruction, home, make, np.zeros(0, int))
-    signal_behind(transfer, barrier, whole * len(threads))
+    transfer = Transfer(warp, lane, instruction, home, perform, np.zeros(0, int))
+    signal_after(transfer, barrier, whole * len(threads))
     home.issue(transfer)
 
 
-def _make(part: Part, values: np.ndarray, operation: str, dtype: type | None) -> None:
+def _perform(part: Part, values: np.ndarray, operation: str, dtype: type | None) -> None:
     assert part.home is not None
     part.home.shared_version += 1
     if dtype is None:

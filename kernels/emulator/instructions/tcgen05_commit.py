@@ -65,7 +65,7 @@ def _commit(
             warp.note(Committed(barrier, barrier.phase, home.rank))
         perform = functools.partial(_arrive, pipe, pipe.issued, pipe.done(pipe.issued), homes)
         in_order = not warp.cta.machine.policy.unordered_commits
-        if in_order and pipe.commit is not None and not pipe.commit.made:
+        if in_order and pipe.commit is not None and not pipe.commit.performed:
             perform = functools.partial(_both, warp.cta, pipe.commit, perform)
         nothing = np.zeros(0, np.int64)
         pipe.commit = Transfer(warp, lane, instruction, warp.cta, perform, nothing)
@@ -98,8 +98,8 @@ def _arrive(
     known: Knowledge | None,
     homes: list[tuple[Cta, TransactionBarrier]],
 ) -> None:
-    """Makes what was committed, and tells every barrier."""
-    pipe.make(number)
+    """Performs what was committed, and arrives on every barrier."""
+    pipe.perform(number)
     for cta, barrier in homes:
         if cta.ended and not cta.machine.policy.clean_exits:
             continue

@@ -80,11 +80,13 @@ def _copy(
             for _, rectangle in targets:
                 shadow.pipe_writes(thread, number, rectangle, COPIED)
         warp.count("tensor_written_bytes", 4 * words * lanes * len(pieces))
-        pipe.issue(functools.partial(_make, ctas, source, targets))
+        pipe.issue(functools.partial(_perform, ctas, source, targets))
     return YIELD
 
 
-def _make(ctas: tuple[Cta, ...], source: np.ndarray, targets: list[tuple[int, Rectangle]]) -> None:
+def _perform(
+    ctas: tuple[Cta, ...], source: np.ndarray, targets: list[tuple[int, Rectangle]]
+) -> None:
     for cta in ctas:
         data = cta.shared.data
         rows = data[: data.size // 4 * 4].view(np.uint32)[source // 4]
@@ -93,7 +95,7 @@ def _make(ctas: tuple[Cta, ...], source: np.ndarray, targets: list[tuple[int, Re
 
 
 def _shift(paired: bool, target_of: Reader, warp: Warp, mask: np.ndarray) -> Yield:
-    """In each quarter of the lanes, lane i gets the 32 bytes of lane i + 1; the last one stays."""
+    """Lane i of each quarter gets the 32 bytes of lane i + 1; the last lane keeps its own."""
     for lane in np.flatnonzero(mask).tolist():
         address, thread = int(target_of(warp)[lane]), int(warp.lanes[lane])
         if address >> 16:

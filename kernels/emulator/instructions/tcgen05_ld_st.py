@@ -77,8 +77,8 @@ class Shape:
 def shape_of(name: str, repeats: int, halves: bool) -> Shape:
     """The layout of `name` (32x32b, 16x64b, ...) with .x`repeats`, packed in halves or not.
 
-    Figures of the PTX ISA, "matrix fragments" of tcgen05.ld and st. A repetition lies behind the
-    one before it.
+    It follows the figures of the PTX ISA, "matrix fragments" of tcgen05.ld and st. Each repetition
+    starts at the column where the one before it ends.
     """
     each = _SHAPES[name]
     registers = each * repeats

@@ -130,7 +130,7 @@ class _Mma:
         warp.count("mma_flops", flops)
         warp.count("shared_mma_bytes", shared_rows * K_BYTES)
         warp.note(Multiplied(flops, self.group, shared_rows * K_BYTES))
-        pipe.issue(functools.partial(_make, ctas, operands))
+        pipe.issue(functools.partial(_perform, ctas, operands))
 
     def _operands(self, warp: Warp, lane: int) -> Operands:
         group = self.group
@@ -215,11 +215,11 @@ _numbers = iter(range(1, 1 << 30))
 
 
 def _form(operands: Operands, kind: str) -> int:
-    """Products of one thread with the same accumulator, shape and kind are made in order."""
+    """Products of one thread with the same accumulator, shape and kind are performed in order."""
     return _number_of_form((operands.d, operands.shape.rows, operands.shape.columns, kind))
 
 
-def _make(ctas: tuple[Cta, ...], operands: Operands) -> None:
+def _perform(ctas: tuple[Cta, ...], operands: Operands) -> None:
     """Reads the operands and writes the result, now."""
     shape = operands.shape
     b = np.concatenate([_values(cta, operands.b, shape.b_type) for cta in ctas])

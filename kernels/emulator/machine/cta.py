@@ -34,7 +34,7 @@ OFFSET_MASK = (1 << RANK_SHIFT) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Additions to global memory that have been issued and not made, at one moment of a warp."""
+    """Additions to global memory that a warp issued at one moment and that are outstanding."""
 
     region: Region
     threads: np.ndarray
@@ -43,7 +43,7 @@ class Reduction:
     values: np.ndarray
 
     def perform(self, chosen: np.ndarray) -> list[Reduction]:
-        """Makes the chosen ones; returns what is left."""
+        """Performs the chosen ones; returns what is left."""
         self.region.add(self.addresses[chosen], self.values[chosen])
         rest = ~chosen
         if not rest.any():
@@ -97,7 +97,7 @@ class Cta:
         return TensorMemory(self.tensor_clocks)
 
     def issue(self, transfer: Transfer) -> None:
-        """Takes an asynchronous copy, which is made now or later, as the policy says."""
+        """Accepts an asynchronous copy, which is performed now or later, as the policy says."""
         self.transfers.append(transfer)
         if self.machine.early():
             self.perform(transfer)
@@ -108,9 +108,9 @@ class Cta:
         return any(not transfer.waited for group in groups for transfer in group)
 
     def perform(self, transfer: Transfer) -> None:
-        """Makes a copy unless it has been made."""
-        if not transfer.made:
-            transfer.made = True
+        """Performs a copy unless it has been performed."""
+        if not transfer.performed:
+            transfer.performed = True
             self.transfers.remove(transfer)
             transfer.perform()
 
@@ -155,7 +155,7 @@ class Cta:
                 )
 
     def reduce(self, reduction: Reduction) -> None:
-        """Takes additions, which are made now or later, as the policy says."""
+        """Accepts additions, which are performed now or later, as the policy says."""
         if self.order is None or self.machine.early():
             reduction.perform(np.ones(len(reduction.threads), bool))
             self.machine.memory.version += 1
@@ -163,7 +163,7 @@ class Cta:
             self.reductions.append(reduction)
 
     def settle(self, region: Region, threads: np.ndarray, addresses: np.ndarray) -> None:
-        """Makes the reductions that these threads issued to what they now access themselves."""
+        """Performs the reductions that these threads issued to what they now access themselves."""
         if not any(reduction.region is region for reduction in self.reductions):
             return
         left = []
@@ -176,13 +176,13 @@ class Cta:
         self.reductions = left
 
     def release_reductions(self, threads: np.ndarray) -> None:
-        """Makes what these threads know to come before their release to the whole device."""
+        """Performs the reductions that these threads know of, before they release to the device."""
         for cta in self.cluster.ctas:
             if cta.reductions:
                 cta.make_known_reductions(threads)
 
     def make_known_reductions(self, threads: np.ndarray) -> None:
-        """Makes the reductions of this CTA that these threads of the cluster know of."""
+        """Performs the reductions of this CTA that these threads of the cluster know of."""
         if self.clocks is None:
             return
         known = self.clocks.clock[threads].max(0)

@@ -36,8 +36,8 @@ class Geometry:
 def launch_registers(kernel: Kernel, threads: int) -> int:
     """Registers that a thread starts with, which PTX leaves to ptxas.
 
-    Of a kernel with setmaxnreg that is what a CTA of this size can have, but no more than the
-    largest setmaxnreg.inc asks for (ptxas 13.0, by what `-v` says of kernels with other counts).
+    A kernel with setmaxnreg gets what a CTA of this size can have, but no more than the largest
+    setmaxnreg.inc asks for (as `ptxas -v`, version 13.0, says of kernels with other counts).
     """
     counts = [
         operand.value

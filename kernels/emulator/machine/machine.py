@@ -1,4 +1,4 @@
-"""The machine: resident CTAs, and who runs next."""
+"""The machine: which CTAs are resident, which warp runs next, and what is outstanding."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kernels.emulator.policy import Policy
 from kernels.emulator.ptx.program import LANES, Program, Run
 
 _REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order
-_STARVED_STEPS = 512  # after which even a starved warp may run, lest others poll for ever
-_LATE_CHANCE = 0.1  # that an asynchronous copy is made in a step of the "random" policy
+_STARVED_STEPS = 512  # after which even a starved warp may run, since others may poll for it
+_LATE_CHANCE = 0.1  # that a step of the "random" policy performs an asynchronous copy
 
 
 class Machine:
@@ -74,7 +74,7 @@ class Machine:
         return self._epoch + self._steps
 
     def cancel(self) -> tuple[int, int, int] | None:
-        """Takes a cluster out of those that have not started; None if that does not succeed."""
+        """Removes a cluster from those that have not started; None if that does not succeed."""
         refused = self.policy.schedule != "in_order" and self.rng.random() < _REFUSED_CHANCE
         if refused or not self._pending:
             return None
@@ -121,7 +121,7 @@ class Machine:
             self._ctas += Cluster(self, pending.popleft()).ctas
 
     def _reduce_leftover(self) -> None:
-        """The end of the launch makes what nobody waited for, in any order."""
+        """Performs at the end of the launch what nobody waited for, in any order."""
         while self._stores:
             self._store_any()
         for index in self.rng.permutation(len(self._leftover)):
@@ -154,7 +154,7 @@ class Machine:
         return ready[int(self.rng.integers(len(ready)))]
 
     def _perform_any(self) -> bool:
-        """Makes one of the outstanding copies or, without any, reductions; False without either."""
+        """Performs one of the outstanding copies or else reductions; False if there is neither."""
         waiting = [transfer for cta in self._ctas for transfer in cta.transfers]
         if not waiting and self._stores:
             self._store_any()
@@ -166,14 +166,14 @@ class Machine:
         return True
 
     def _store_any(self) -> None:
-        """Makes one of the stores of CTAs that have ended."""
+        """Performs one of the stores of CTAs that have ended."""
         transfer = self._stores.pop(int(self.rng.integers(len(self._stores))))
-        if not transfer.made:
-            transfer.made = True
+        if not transfer.performed:
+            transfer.performed = True
             transfer.perform()
 
     def _reduce_any(self) -> bool:
-        """Makes one of the outstanding reductions; False if there is none."""
+        """Performs one of the outstanding reductions; False if there is none."""
         waiting = [
             pool for pool in (*(cta.reductions for cta in self._ctas), self._leftover) if pool
         ]
@@ -192,7 +192,7 @@ class Machine:
             raise steps.located(fault, transfer.warp, transfer.instruction, transfer.lane) from None
 
     def _unblock(self) -> Warp | None:
-        """Makes a copy, or wakes a polling warp; if neither is left, that is a deadlock."""
+        """Performs a copy, or wakes a polling warp; if neither is left, that is a deadlock."""
         if self._perform_any():
             return None
         self.stuck = True
@@ -253,7 +253,7 @@ class Machine:
         self._leftover += cta.reductions
 
     def _forgive(self, cta: Cta) -> None:
-        """Makes commits that a CTA has not waited for, and reads the sources of its stores."""
+        """Performs commits that a CTA has not waited for, and reads the sources of its stores."""
         for transfer in list(cta.transfers):
             if transfer.instruction.opcode == "tcgen05":
                 try:

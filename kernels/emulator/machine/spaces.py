@@ -42,7 +42,7 @@ class Part:
         return self.addresses + SHARED_WINDOW + (self.home.cluster.number << _CLUSTER_SHIFT)
 
     def reads(self, size: int, atomic: bool = False) -> None:
-        """Faults unless the lanes may load so many bytes now."""
+        """Faults unless the lanes may load `size` bytes now."""
         if self.home is None:
             self._shadow("poll" if atomic else "read", size)
         elif self.home.order is not None and atomic:
@@ -51,7 +51,7 @@ class Part:
             self.home.order.thread_reads(self.threads, self.addresses, size)
 
     def writes(self, size: int, atomic: bool = False, counts: bool = False) -> None:
-        """Faults unless the lanes may store so many bytes now; counts: by adding integers."""
+        """Faults unless the lanes may store `size` bytes now, or with `counts` may add integers."""
         home = self.home
         if home is None:
             self.region.check_writable()
@@ -63,14 +63,14 @@ class Part:
             home.order.thread_writes(self.threads, self.addresses, size)
 
     def changed(self) -> None:
-        """There is news in this memory."""
+        """Notes that this memory has changed."""
         if self.home is None:
             self.warp.cta.machine.memory.version += 1
         else:
             self.home.shared_version += 1
 
     def settle(self) -> None:
-        """Makes what these threads have reduced to these addresses and not made yet."""
+        """Performs the outstanding reductions of these threads to these addresses."""
         self.warp.cta.settle(self.region, self.threads, self.addresses)
 
     def _shadow(self, kind: str, size: int) -> None:
@@ -122,7 +122,7 @@ def parts(
 
 
 def _local(warp: Warp, mask: np.ndarray, addresses: np.ndarray, size: int) -> Part:
-    """Every thread has its own local memory; they lie one behind the other."""
+    """Every thread has its own local memory; thread after thread, they share one region."""
     bytes_each = warp.local.data.size // len(mask)
     one = Region("local memory", 0, warp.local.data[:bytes_each])
     one.check(addresses[mask], np.flatnonzero(mask), size)

@@ -22,7 +22,7 @@ STEPS_AT_ONCE = 5000
 def located(
     fault: Fault, warp: Warp, instruction: Instruction | None, lane: int | None = None
 ) -> EmulationError:
-    """A fault with its place: of a warp, and where they are known an instruction and a lane."""
+    """The error of a fault: it names the warp and, where they are known, instruction and lane."""
     where = (None, "") if instruction is None else (instruction.line, instruction.text)
     lane = lane if fault.lane is None else fault.lane
     kernel = warp.cta.machine.program.kernel.name

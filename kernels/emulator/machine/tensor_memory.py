@@ -1,4 +1,4 @@
-"""Tensor memory of a CTA: its cells, and who owns its columns.
+"""Tensor memory of a CTA: its cells, and which columns are allocated.
 
 An address has the lane in its upper and the column in its lower 16 bits.
 """
@@ -32,7 +32,7 @@ class TensorMemory:
         self.requested: int | None = None
         self.granted: int | None = None
         self.freed = 0
-        """With cta_group::2: columns that it waits for, where they are, and how often it freed."""
+        """The columns requested with cta_group::2, their place, and how often some were freed."""
         self._owned = np.zeros(TENSOR_COLUMNS, bool)
 
     def check(self, rectangle: Rectangle) -> None:
@@ -59,7 +59,7 @@ class TensorMemory:
             self.shadow.clear(Rectangle(0, first, TENSOR_LANES, columns))
 
     def free(self, thread: int, first: int, columns: int) -> None:
-        """Takes columns back, in pieces as they were allocated."""
+        """Frees columns, in pieces as they were allocated."""
         if self.allocations.get(first) != columns:
             held = [f"{n} from {at}" for at, n in sorted(self.allocations.items())]
             message = f"frees {columns} columns from {first}; allocated are: {', '.join(held) or 0}"

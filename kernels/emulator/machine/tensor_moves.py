@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Move:
-    """An issued load or store. `perform` makes it."""
+    """An issued load or store, which `perform` carries out."""
 
     rectangles: tuple[Rectangle, ...]
     registers: frozenset[Register]
     perform: Callable[[], None]
-    made: bool = False
+    performed: bool = False
 
 
 class Moves:
@@ -48,7 +48,7 @@ class Moves:
     def check_step(self, step: Step) -> None:
         """Faults if a step uses registers that a load may still write.
 
-        To move them is no use: compilers pair registers before the wait. What is moved waits too.
+        A mov does not count: compilers pair registers before the wait. Its result waits, too.
         """
         if not isinstance(step, Run | Single) or self.registers.isdisjoint(
             step.reads | step.writes
@@ -67,17 +67,17 @@ class Moves:
         self._copies += [(copy, self._warp.active) for copy in copies]
 
     def issue(self, move: Move, loads: bool) -> None:
-        """Takes a load or a store."""
+        """Accepts a load or a store."""
         (self._loads if loads else self._stores).append(move)
         if loads:
             self.registers |= move.registers
         if self._warp.cta.machine.early():
-            _make(move)
+            _perform(move)
 
     def wait_loads(self) -> None:
         """tcgen05.wait::ld"""
         for move in self._loads:
-            _make(move)
+            _perform(move)
         shadow = self._warp.cta.tensor.shadow
         if shadow is not None:
             for rectangle in _of(self._loads):
@@ -90,7 +90,7 @@ class Moves:
     def wait_stores(self) -> None:
         """tcgen05.wait::st"""
         for move in self._stores:
-            _make(move)
+            _perform(move)
         shadow = self._warp.cta.tensor.shadow
         if shadow is not None:
             for rectangle in _of(self._stores):
@@ -99,7 +99,7 @@ class Moves:
         self._join()
 
     def _join(self) -> None:
-        """Lanes know of each other, where the policy takes the wait for a barrier of theirs."""
+        """Orders the lanes among each other if the policy makes the wait a barrier of the warp."""
         cta = self._warp.cta
         if cta.clocks is not None and not cta.machine.policy.tensor_lanes:
             threads = self._warp.lanes
@@ -109,7 +109,7 @@ class Moves:
 def _moved(
     step: Run | Single, waiting: frozenset[Register]
 ) -> tuple[list[Instruction], frozenset[Register]]:
-    """The moves in a step of registers that wait, and all that wait behind it."""
+    """The moves in a step of registers that wait, and all registers that wait after it."""
     copies = []
     for instruction in step.instructions if isinstance(step, Run) else (step.instruction,):
         named = [frozenset(registers(operand)) for operand in instruction.operands]
@@ -157,9 +157,9 @@ def _bits(warp: Warp, operand: Operand) -> np.ndarray:
     return halves[0] | halves[1] << wide(width)
 
 
-def _make(move: Move) -> None:
-    if not move.made:
-        move.made = True
+def _perform(move: Move) -> None:
+    if not move.performed:
+        move.performed = True
         move.perform()
 
 

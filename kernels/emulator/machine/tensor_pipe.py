@@ -1,8 +1,8 @@
-"""What one thread issues to the tensor core, in order: products and copies.
+"""The operations that one thread issues to the tensor core, in order: products and copies.
 
-Operations are made in the order of their issue: at once, or when the arrival of a commit behind
-them is made, which is when nothing else can run. So operands may be read, and results be written,
-at any moment until the commit's mbarrier tells.
+They are performed in the order of their issue: at once, or when the arrival of a later commit is
+performed, which is when nothing else can run. So operands may be read, and results be written, at
+any moment until the commit's mbarrier completes its phase.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pipe:
         self.agent = 0 if clocks is None else clocks.new_pipe(thread)
 
     def issue(self, operation: Callable[[], None]) -> None:
-        """Takes an operation whose accesses have been checked."""
+        """Accepts an operation whose accesses have been checked."""
         self.issued += 1
         if self._cta.tensor_clocks is not None:
             self._cta.tensor_clocks.issued[self.agent - self._cta.tensor_clocks.threads] += 1
@@ -46,17 +46,17 @@ class Pipe:
             clock[self.thread] = order.fenced[self.thread, self.thread]
             self._known = Knowledge(clock, order.clocks.fenced[:, self.thread].copy())
         if self._cta.machine.early():
-            self.make(self.issued)
+            self.perform(self.issued)
 
-    def make(self, number: int) -> None:
-        """Makes the operations up to this number, and what other threads issued before."""
+    def perform(self, number: int) -> None:
+        """Performs the operations up to this number, and what other threads issued before."""
         while self._made < number:
             pipe, operation = self._cta.tensor_operations.popleft()
             pipe._made += 1
             operation()
 
     def done(self, number: int) -> Knowledge | None:
-        """What the completion of the operations up to this number tells."""
+        """What a thread knows that sees the operations up to this number complete."""
         clocks = self._cta.tensor_clocks
         if clocks is None or self._known is None:
             return None

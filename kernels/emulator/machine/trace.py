@@ -8,7 +8,7 @@ from kernels.emulator.ptx.program import Program
 
 
 class Event:
-    """What a step did that its text does not tell; it follows the step's number in a trace.
+    """What a step did that its text does not say; it follows the step's number in a trace.
 
     `rank` is of the CTA of the cluster whose barrier, or memory, it is.
     """
@@ -59,7 +59,7 @@ class Copied(Contribution):
 
 @dataclasses.dataclass(frozen=True)
 class Met(Contribution):
-    """A warp came to a named barrier, and waits there or goes on; the phase is its turn."""
+    """A warp came to a named barrier, and waits there or goes on; the phase is its generation."""
 
     waits: bool
 

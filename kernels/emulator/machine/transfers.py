@@ -1,4 +1,4 @@
-"""An asynchronous copy between its issue and the moment it is made."""
+"""An asynchronous copy between its issue and the moment when it is performed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Transfer:
-    """An issued copy. `perform` makes it; `warp`, `lane` and `instruction` issued it.
+    """An issued copy, which `perform` carries out; `warp`, `lane` and `instruction` issued it.
 
     `chunks` are what it touches of the shared memory of `home`, numbered from that CTA's base.
     A store has `data` as soon as its sources have been read; `waited` says that its thread knows.
@@ -33,7 +33,7 @@ class Transfer:
     home: Cta
     perform: Callable[[], None]
     chunks: np.ndarray
-    made: bool = False
+    performed: bool = False
     waited: bool = False
     read: Callable[[], np.ndarray] | None = None
     data: np.ndarray | None = None

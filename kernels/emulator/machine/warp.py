@@ -120,7 +120,7 @@ class Warp:
         }
 
     def count(self, quantity: str, amount: int) -> None:
-        """Adds to one of costs.QUANTITIES what the instruction's text does not tell."""
+        """Adds to one of costs.QUANTITIES what the instruction's text does not say."""
         self.cta.machine.tallies[self.index].extra[quantity] += amount
 
     def note(self, event: Event) -> None:
@@ -176,7 +176,7 @@ class Warp:
         self.active, self.full = active, bool(active.all())
 
     def _next_side(self) -> None:
-        """Continues with the other side of the last divergence, or behind it."""
+        """Continues with the other side of the last divergence, or after the sides have met."""
         while self._divergences:
             last = self._divergences[-1]
             while last.pending:

@@ -1,7 +1,7 @@
 """Products of wgmma that a warp has issued, executed for each warp's sixteen rows by themselves.
 
-A product is made when its warp waits for it, or at once, as the policy says. Until the wait, its
-accumulator registers must not be touched and its A registers not be written; before it, a
+A product is computed when its warp waits for it, or at once, as the policy says. Until the wait,
+its accumulator registers must not be touched and its A registers not be written; before it, a
 wgmma.fence must come after whatever wrote them.
 """
 
@@ -27,7 +27,7 @@ _SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A shared-memory operand: a descriptor, and how many rows of it from which on are meant."""
+    """A shared-memory operand: its descriptor, its first row and the number of its rows."""
 
     descriptor: int
     mn_major: bool
@@ -144,7 +144,7 @@ class Products:
                 raise Fault("wgmma-fence", f"{names} were used after the last wgmma.fence")
 
     def issue(self, product: Product) -> None:
-        """Takes a product."""
+        """Accepts a product."""
         order = self._warp.cta.order
         if order is not None:
             order.async_reads(self._warp.lanes, product.chunks)
@@ -152,7 +152,7 @@ class Products:
         self._written |= product.form.written
         self._read |= product.form.read
         if self._warp.cta.machine.early():
-            self._make(self.outstanding)
+            self._finish(self.outstanding)
 
     def commit(self) -> None:
         """wgmma.commit_group"""
@@ -165,7 +165,7 @@ class Products:
         if not done:
             return
         products = [product for group in done for product in group]
-        self._make(len(products))
+        self._finish(len(products))
         self._made -= len(products)
         self._groups = self._groups[len(done) :]
         flying = [product for group in self._groups for product in group] + self._open
@@ -178,8 +178,8 @@ class Products:
         self._written = frozenset[Register]().union(*(p.form.written for p in flying))
         self._read = frozenset[Register]().union(*(p.form.read for p in flying))
 
-    def _make(self, count: int) -> None:
-        """Computes the first `count` outstanding products, except those that are made."""
+    def _finish(self, count: int) -> None:
+        """Computes the first `count` outstanding products, except those that have been computed."""
         everything = [product for group in self._groups for product in group] + self._open
         todo = everything[self._made : count]
         self._made = max(self._made, count)

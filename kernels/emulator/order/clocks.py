@@ -1,8 +1,8 @@
 """Vector clocks of a cluster: what every thread knows of the others, and what it hands over.
 
 Threads and warps are numbered through the cluster, CTA by CTA. Agents are its threads and its
-mbarriers: clock[t, u] says up to which of its moments thread t knows what thread u did, and which
-phases of a barrier it has seen complete. What one elected lane signals orders only what that lane
+mbarriers. clock[t, u] is the last moment of thread u whose work thread t knows, or the last phase
+of barrier u that it has seen complete. What one elected lane signals orders only what that lane
 knew: warps are no agents, except that
 
 - a moment lasts until the warp's next release or proxy fence (all lanes of a warp count alike), and
@@ -52,7 +52,10 @@ class Knowledge:
 
 
 class Clocks:
-    """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts."""
+    """What every thread of a cluster knows of its threads, its mbarriers, and its CTAs' starts.
+
+    A thread learns by `acquire` what another handed over by `release`. `cluster` is its number.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Clocks:
         self.threads = threads = ctas * threads_per_cta
         self.threads_per_cta = threads_per_cta
         self.first_slot, self.slots = threads + ctas, 0
-        # Behind the mbarriers comes what order.tensor_memory keeps: pipes, and threads once more.
+        # The columns after the mbarriers' are order.tensor_memory's: pipes, and threads once more.
         self.first_pipe = self.first_slot + ctas * BARRIER_SLOTS
         agents = self.first_pipe + (2 * PIPE_SLOTS + threads if tensor else 0)
         self.clock = np.zeros((threads, agents), np.int32)

@@ -1,11 +1,11 @@
 """Happens-before through global memory, and through atomic operations of any memory.
 
-What a thread releases at an address is an event: its clock at that moment. Who acquires there
-learns of the event and of all that its thread knew; sets of events are integers, one bit each. So
-threads of other clusters are known by the events that tell of them.
+What a thread releases at an address is an event: its clock at that moment. A thread that acquires
+there learns of the event and of all that the releasing thread knew; sets of events are integers,
+one bit each. So a thread knows threads of other clusters by the events that record their work.
 
-The shadow of global memory has, for every kind of access and every cluster, who came last to every
-two bytes. An agent is a thread, or the mbarrier that ends a copy (see clocks.Clocks). It is kept
+The shadow of global memory holds, for every kind of access and every cluster, the last agent to
+access every two bytes: a thread, or the mbarrier that ends a copy (see clocks.Clocks). It is kept
 only if the policy asks for races in global memory or for one order of reductions.
 """
 
@@ -34,10 +34,11 @@ _CONFLICTS = {
     "async_write": ("read", "poll", *_GENERIC, *_ASYNC),
     "async_atomic": ("read", "write", "async_write"),
 }
-"""Kinds that must be ordered before one. Atomic operations need not be, nor polls and those.
+"""The kinds of earlier accesses that must be ordered before an access of each kind.
 
-count: an atomic addition of integers: in any order the sum is the same. What a thread gets back may
-differ: a ticket, which kernels that promise an order take, too.
+Atomic operations need no order among themselves, nor do polls and atomic operations. "count" is an
+atomic addition of integers, whose sum is the same in any order. What it returns may differ: a
+ticket, which kernels that promise an order draw, too.
 """
 _RECORDED = {"async_read": "read"}
 _SAYS = {
@@ -54,7 +55,7 @@ _MOST_MERGED = 1024
 
 
 Known = Callable[[np.ndarray], np.ndarray]
-"""From agents to the last moment of each that is known."""
+"""A function from agents to the last moment of each that a thread knows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Access:
 
 
 class _Plane:
-    """Who came last to every granule, by one kind of access, of one cluster."""
+    """The last accesses to every granule, of one kind, by one cluster."""
 
     def __init__(self, size: int):
         self.agent, self.moment = np.zeros(size, np.int16), np.zeros(size, np.int32)
@@ -168,7 +169,7 @@ class GlobalOrder:
         np.maximum(clocks.fenced_global[thread], fenced, out=clocks.fenced_global[thread])
 
     def _known(self, events: int, cluster: int, clocks: Clocks) -> tuple[np.ndarray, np.ndarray]:
-        """What a set of events tells about the agents of a cluster: clock and fenced."""
+        """The clock and the fenced moments of a cluster's agents that a set of events includes."""
         key = (events, cluster)
         if key not in self._merged:
             if len(self._merged) > _MOST_MERGED:
@@ -215,8 +216,8 @@ class GlobalOrder:
     def check_map(self, clocks: Clocks, thread: int, region: Region, address: int) -> None:
         """Faults unless a tensor map that the kernel wrote was passed on to TMA's map proxy.
 
-        The writer passes it on by a releasing tensormap fence, `thread` takes it by an acquiring
-        one of the map's address.
+        The writer releases it by a tensormap fence, and `thread` acquires it by one of the map's
+        address.
         """
         planes = self._planes.get(region.base, {})
         words = granules(region, np.array([address]), tensor_map.BYTES)[0]

@@ -1,8 +1,9 @@
-"""Who has read every two bytes of a CTA's shared memory since it mattered: the lanes of each warp.
+"""The reads of a CTA's shared memory that a later write must be ordered after.
 
-A plane per warp holds the moment of its last read of an entry and a mask of the lanes that read it
-then. An older read by other lanes is forgotten only if the new reader knows of it: whoever is
-ordered behind the new one is then ordered behind the old one, too. Else it goes into a list.
+Shared memory is divided into entries of two bytes. For every warp, a plane holds the moment of its
+last read of each entry, and a mask of the lanes that read it then. An older read by other lanes is
+forgotten only if the new reader knows of it, since a write that is ordered after the new read is
+then ordered after the old one, too. Otherwise the older read goes into a list.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Readers:
             np.bitwise_or.at(plane.mask, entries, np.broadcast_to(bits, entries.shape))
 
     def unknown(self, known: np.ndarray, entries: np.ndarray) -> tuple[int, int] | None:
-        """An entry and a thread that reads it, of whose read a row of `known` does not tell.
+        """An entry and a thread that reads it, unknown to a row of `known`; None if all are known.
 
         Args:
           known: clocks, (rows, agents).
@@ -92,7 +93,7 @@ class Readers:
 def _exactly(
     plane: _Plane, told: np.ndarray, entries: np.ndarray, late: np.ndarray
 ) -> tuple[int, int] | None:
-    """An entry and a lane that read it after what is told of that lane."""
+    """An entry and a lane whose read of it is later than what is known of that lane."""
     rows, at = np.nonzero(late)[0], entries[late]
     read = (plane.mask[at][:, None] & _BITS) != 0
     wrong = read & (told[rows] < plane.moment[at][:, None])

@@ -2,8 +2,8 @@
 
 Two kinds of agents touch it: threads, whose tcgen05.ld and st are complete when they have waited,
 and pipes, one per thread that issues products and copies, whose operations are complete when a
-commit's mbarrier says so. What a thread knows of them lies in columns of its clock behind the
-mbarriers: one per pipe, and one per thread for what a tcgen05.fence::before_thread_sync passed on.
+commit's mbarrier says so. What a thread knows of them lies in columns of its clock after the
+mbarriers': one per pipe, and one per thread for what a tcgen05.fence::before_thread_sync passed on.
 Knowledge that came with a barrier counts for a thread's own tcgen05 operations only after its
 tcgen05.fence::after_thread_sync: `seen` is that part.
 """
@@ -93,7 +93,7 @@ class TensorClocks:
         order.advance(threads)
 
     def fence_after(self, threads: np.ndarray) -> None:
-        """tcgen05.fence::after_thread_sync; it also takes what relaxed waits have seen."""
+        """tcgen05.fence::after_thread_sync; it also acquires what relaxed waits have seen."""
         order, first = self.order, self.order.first_pipe
         for thread in threads.tolist() if order.later else ():
             if thread in order.later:
@@ -104,7 +104,7 @@ class TensorClocks:
         self.seen[threads] = np.maximum(self.seen[threads], passed)
 
     def known(self, threads: np.ndarray | int, agents: np.ndarray | slice | int) -> np.ndarray:
-        """Up to which moment threads' tcgen05 operations come after those of agents."""
+        """The last moments of agents after which threads' tcgen05 operations come."""
         seen = self.seen[threads, agents]
         if self.needs_fences:
             return seen
@@ -116,7 +116,7 @@ class TensorClocks:
 
 
 class TensorShadow:
-    """Who read and wrote the tensor memory of one CTA last."""
+    """The last reads and writes of the tensor memory of one CTA."""
 
     def __init__(self, clocks: TensorClocks):
         self.clocks = clocks
@@ -169,7 +169,7 @@ class TensorShadow:
         self._set(rectangle, np.array(agent), number, form)
 
     def check_free(self, thread: int, rectangle: Rectangle) -> None:
-        """Whoever frees columns must come after every access; that asks for no fences."""
+        """A thread that frees columns must come after every access; this needs no fences."""
         cells, clocks = rectangle.cells, self.clocks
         late = self._written[cells] > clocks.plain(thread, self._writer[cells])
         for warp, plane in self._reads.items():
@@ -230,7 +230,7 @@ class TensorShadow:
             raise Fault("tensor-wait", f"{what}, before its tcgen05.wait::{wait}", lane)
         if moment > clocks.plain(thread, agent):
             raise Fault("race", f"{what}, and nothing orders the two", lane)
-        missing = "tcgen05.fence::after_thread_sync behind the barrier"
+        missing = "tcgen05.fence::after_thread_sync after the barrier"
         if not pipe:
             missing = f"tcgen05.fence::before_thread_sync before the barrier, or no {missing}"
         raise Fault("tensor-fence", f"{what}: a barrier is between, but no {missing}", lane)

@@ -48,17 +48,17 @@ MOVE = Cost("move", FREE)
 
 
 def integer(bits: int | str, issues: int = 1) -> Cost:
-    """The cost of an integer operation that ptxas makes so many of; of 64 bits it makes two."""
+    """The cost of an integer operation of which ptxas makes `issues`, or two if it has 64 bits."""
     return Cost("integer", Demand("alu", issues=2 if int(bits) == _LONG else issues))
 
 
 def product(bits: int | str) -> Cost:
-    """The cost of an integer product: of 64 bits ptxas makes four instructions."""
+    """The cost of an integer product; ptxas makes four instructions of one of 64 bits."""
     return Cost("integer", Demand("multiply", issues=4 if int(bits) == _LONG else 1))
 
 
 def special(issues: int = 1) -> Cost:
-    """The cost of a special function that ptxas makes so many instructions of."""
+    """The cost of a special function of which ptxas makes `issues` instructions."""
     return Cost("special function", Demand("special", issues=issues), {"special_function_ops": 1})
 
 

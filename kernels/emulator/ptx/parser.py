@@ -127,7 +127,7 @@ def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...])
 
 
 def _variables(text: str) -> Iterator[Variable]:
-    """Variables of the module in global and constant memory, one behind the other."""
+    """Variables of the module in global and constant memory, one after the other."""
     address = _VARIABLES_BASE
     for match in _VARIABLE.finditer(text):
         space, alignment, kind, name, count, values = match.groups()

@@ -1,4 +1,4 @@
-"""A parsed kernel made ready to run: straight-line arithmetic compiled to Python, the rest bound.
+"""Makes a parsed kernel ready to run: compiles straight-line arithmetic to Python, binds the rest.
 
 The unit of execution is the step: a run of arithmetic, a branch, an exit, or one instruction with
 an effect beyond its own registers. Branches know where their two sides meet again: at the nearest
@@ -54,7 +54,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """To step `target` where the guard holds; the sides meet at step `meet`."""
+    """A branch to step `target` for the lanes whose guard holds; both sides meet at step `meet`."""
 
     instruction: Instruction
     target: int

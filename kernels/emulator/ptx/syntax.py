@@ -33,7 +33,7 @@ class Symbol:
 
 @dataclasses.dataclass(frozen=True)
 class SpecialRegister:
-    """%tid.x and its like."""
+    """A special register, such as %tid.x."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Where the windows of the state spaces lie among generic addresses."""
+"""The places of the state spaces' windows among generic addresses."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ WINDOWS = {
     "global": 0,
     "const": 0,
 }
-"""By the name of the state space in cvta."""
+"""Starts of the windows by the name that cvta gives the state space."""

@@ -1,4 +1,4 @@
-"""From a program's steps to what they ask of an SM: the compiled half of a timing estimate.
+"""Compiles a program's steps into what they ask of an SM: the first half of a timing estimate.
 
 An instruction's own demand stands in its entry. This module adds what is general: what a pipe's
 rates make of a demand, and the order in which a warp issues straight-line instructions, which are
@@ -27,7 +27,7 @@ TENSOR_MEMORY = UNITS.index("tensor memory")
 _NARROW = ("alu", "convert")
 """Units of 16 lanes."""
 _MEMORY = Register("memory", 0, "memory")
-"""For the order in which a warp issues: loads do not pass stores."""
+"""A pseudo register, through which loads do not pass stores when a warp's order is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Op:
     """One instruction for a warp.
 
     Attributes:
-      cycles: of its unit, 0 if it is free.
-      latency: to its results; where `blocks`, to the warp's next instruction.
-      issue: cycles of the issue slot.
-      shared_bytes: of shared memory that it reads or writes.
+      cycles: for which it occupies its unit, 0 if it is free.
+      latency: cycles until its results, or where `blocks` until the warp's next instruction.
+      issue: cycles for which it occupies the issue slot.
+      shared_bytes: bytes of shared memory that it reads or writes.
     """
 
     unit: int
@@ -175,7 +175,7 @@ def _registers(
 
 
 def _scheduled(ops: list[Op]) -> tuple[Op, ...]:
-    """Straight-line instructions in the order that keeps the longest chain of results going."""
+    """Orders straight-line instructions so that the longest chain of results goes on."""
     following: list[list[int]] = [[] for _ in ops]
     missing = [0] * len(ops)
     last_write: dict[Register, int] = {}
@@ -214,7 +214,7 @@ def _but_memory(named: tuple[Register, ...]) -> tuple[Register, ...]:
 def _listed(
     ops: list[Op], following: list[list[int]], missing: list[int], height: list[float]
 ) -> tuple[Op, ...]:
-    """List scheduling for one warp: of what could issue first, the one with the longest chain."""
+    """List scheduling for one warp: the earliest issues next, among equals the longest chain."""
     ready_at = [0.0] * len(ops)
     ready = [number for number, count in enumerate(missing) if not count]
     units = [0.0] * len(UNITS)

@@ -1,9 +1,9 @@
-"""How fast an SM's units are: the one table behind every timing estimate.
+"""The speeds of an SM's units: the one table on which every timing estimate rests.
 
 Hopper's numbers are what `python -m benchmarks.microbenchmarks` measured on an H200
-(`benchmarks/results/nvidia-h200-microbenchmarks.json`; `SOURCES` says which of it, a test that
-they agree), but for a few from documentation. `assumed` names the fields without a source. Nothing
-here was fitted to attention kernels.
+(`benchmarks/results/nvidia-h200-microbenchmarks.json`), except for a few from documentation.
+`SOURCES` says which measurement gives which field, and a test holds that they agree. `assumed`
+names the fields without a source. Nothing here was fitted to attention kernels.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ BLACKWELL = dataclasses.replace(
         *("shuffle_lanes", "memory_lanes", "assumed"),
     },
 )
-"""Lanes, products and shared memory by documentation; all else is assumed to be Hopper's."""
+"""Lanes, products and shared memory are as documented; all else is assumed to be Hopper's."""
 
 RATES: Mapping[str, Rates] = {"sm_90a": HOPPER, "sm_100f": BLACKWELL}
-"""By architecture of a kernel's key."""
+"""The rates of each architecture of a kernel's key."""
 
 _REDUCTIONS = (
     *(f"red.global.add.v4.f32/throughput/{n} threads/all SMs" for n in (128, 256, 384)),
@@ -179,8 +179,9 @@ _REDUCTIONS = (
 )
 
 SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
-    # Of arithmetic without fma what 4 warps get through, one in each sub-partition: with 16 the
-    # difference of two loops came out above what can be issued (256 for fma, -454 for mov).
+    # Except for fma, the throughput of arithmetic is that of 4 warps, one in each sub-partition:
+    # with 16 warps the difference of two loops exceeded what can be issued (256 for fma, -454 for
+    # mov).
     "fma_lanes": (("fma.rn.f32/throughput/8 warps",), lambda x: min(x / 4, 32.0)),
     "alu_lanes": (("lop3.b32/throughput/4 warps",), lambda x: x / 4),
     "special_lanes": (("ex2.approx.ftz.f32/throughput/4 warps",), lambda x: x / 4),
@@ -211,7 +212,7 @@ SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "signal_latency": (("signal/red.release to ld.acquire",), lambda x: x),
     "grid_latency": (("grid/end to next start/384 threads",), lambda x: x),
     "tma_store_bytes": (("tma store/4d/16 KB x 4/bandwidth/L2/all SMs",), lambda x: x),
-    # From run to run and row to row 15 to 30, as L2's slices share the addresses out.
+    # The rows and their repetitions lie between 15 and 30, by how L2's slices share the addresses.
     "reduce_bytes": (_REDUCTIONS, lambda *xs: statistics.median(xs)),
     "arithmetic_latency": (("fma.rn.f32/latency",), round),
     "special_latency": (("ex2.approx.ftz.f32/latency",), round),
@@ -234,7 +235,7 @@ SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
         lambda there, here: there - here,
     ),
     "wait_latency": (("mbarrier/try_wait that succeeds",), lambda x: x - 2),
-    # From 8 KB to 16 KB only the bytes are more; the wait for the barrier is counted there.
+    # 16 KB differ from 8 KB by the bytes alone; barrier_latency counts the wait for the barrier.
     "tma_latency": (
         (
             "tma load/4d/8 KB/latency/L2/1 SM",
@@ -262,11 +263,11 @@ SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     ),
     "cta_latency": (("cta/end to next start/384 threads",), lambda x: x),
 }
-"""Field: the microbenchmarks that measure it, and the field's value of the measured ones."""
+"""The microbenchmarks that measure a field, and a function from their values to the field's."""
 
 
 def measured(rates: Rates, values: Mapping[str, float]) -> Rates:
-    """Rates with every field replaced that the measurements tell.
+    """The rates, with every field replaced that the measurements determine.
 
     Args:
       values: by name of the measurement, in its own unit.

@@ -266,7 +266,7 @@ def _timing() -> None:
 
 
 def _their_backward(step: Step, variant: Variant, policy: Policy) -> timing.Cost:
-    """Of one main kernel."""
+    """The cost of one main kernel."""
     assert step.stationary
 
     def launch(problem: Problem, trace: Trace) -> None:

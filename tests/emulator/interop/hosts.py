@@ -271,9 +271,9 @@ class Hardware:
         pass
 
     def get_device_multiprocessor_count(self) -> int:
-        """As `Variant` says."""
+        """The number that `Variant` gives."""
         return self.multiprocessors
 
     def get_max_active_clusters(self, cluster_size: int) -> int:
-        """As many as fit."""
+        """The number of clusters that fit."""
         return self.multiprocessors // cluster_size

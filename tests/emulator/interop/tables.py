@@ -59,7 +59,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def tflops(flops: float, cycles: float, clock_ghz: float, multiprocessors: int) -> float:
-    """Of a GPU whose SMs all take so many cycles for so many operations."""
+    """TFLOP/s of a GPU, each of whose SMs needs `cycles` for its `flops`."""
     return flops / cycles * clock_ghz * multiprocessors / 1e3
 
 

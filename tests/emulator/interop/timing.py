@@ -20,15 +20,15 @@ from kernels.emulator.timing.replay import Timing, estimate
 from tests.emulator.interop.run import Problem
 
 ROWS, KEYS = 512, 128
-"""Of a unit of the forward."""
+"""The queries and keys of a unit of the forward."""
 BACKWARD_ROWS, BACKWARD_KEYS = 128, 256
 LENGTH = 8192
 UNITS = ("tensor core", "special", "shared", "issue", "TMA load", "tensor memory")
 _FEW, _MANY = 4, 16
 _FEW_OF_BACKWARD, _MANY_OF_BACKWARD = 12, 20
-"""Copies of d = 256 need some ten units until they are as far ahead as they get."""
+"""Copies of d = 256 need some ten units until the prefetch is as deep as it gets."""
 _STEADY = 1.01
-"""A busier resource than this share of a unit shows launches too short for a steady state."""
+"""If a resource is busy for more than this share of a unit, the launches were too short."""
 
 Runner = Callable[[Problem, Trace], object]
 """Launches a kernel with a trace."""
@@ -39,8 +39,8 @@ class Cost:
     """SM cycles.
 
     Attributes:
-      unit: of each unit in the middle of a tile, at least those of its busiest resource.
-      tile: what ROWS queries, or BACKWARD_KEYS keys, take beside their units.
+      unit: cycles of a unit in the middle of a tile, at least those of its busiest resource.
+      tile: cycles of ROWS queries, or BACKWARD_KEYS keys, beside their units.
       busy: cycles of each resource in a unit.
     """
 
@@ -49,20 +49,20 @@ class Cost:
     busy: dict[str, float]
 
     def __add__(self, other: Cost) -> Cost:
-        """Of two kernels, one after the other, that do parts of the same work."""
+        """The cost of two kernels, one after the other, that do parts of the same work."""
         names = dict.fromkeys((*self.busy, *other.busy))
         busy = {name: self.busy.get(name, 0.0) + other.busy.get(name, 0.0) for name in names}
         return Cost(self.unit + other.unit, self.tile + other.tile, busy)
 
     def of(self, units: float) -> float:
-        """A tile with so many units."""
+        """Cycles of a tile with this number of units."""
         return self.tile + self.unit * units
 
 
 def forward(run: Runner, ctas: int) -> Cost:
-    """From two and four heads of ROWS queries, 4 and 16 units each.
+    """The cost of a forward, from two and four heads of ROWS queries with 4 and 16 units each.
 
-    `ctas` is the number of a cluster's.
+    `ctas` is the number of CTAs in a cluster.
     """
 
     def total(heads: int, units: int) -> Timing:
@@ -83,7 +83,9 @@ def backward(
     is_causal: bool,
     stationary: Literal["queries", "keys"] = "keys",
 ) -> Cost:
-    """From 12 and 20 units of the first keys, whose CTAs have most to do under a causal mask.
+    """The cost of a backward, from 12 and 20 units of the first keys.
+
+    The CTAs of the first keys have most to do under a causal mask.
 
     A kernel that holds queries (dQ's of two main kernels) is measured the other way round, along
     its own inner loop: the last BACKWARD_KEYS queries, past which BACKWARD_ROWS keys go with every
@@ -91,8 +93,8 @@ def backward(
     that its cost can be added to the cost of the kernel that holds keys.
 
     Args:
-      ctas: of a cluster.
-      ctas_of_unit: that BACKWARD_KEYS keys (or queries) need, and how many of them are looked at.
+      ctas: the number of CTAs in a cluster.
+      ctas_of_unit: the CTAs that BACKWARD_KEYS keys (or queries) need, and how many are measured.
     """
     needed, seen = ctas_of_unit
 
@@ -145,10 +147,10 @@ def busiest(trace: Trace, count: int) -> Trace:
 
 
 def teraflops(cost: Cost, flops: float, is_causal: bool, backward: bool) -> float:
-    """Of all multiprocessors at LENGTH, each with many tiles.
+    """TFLOP/s of all multiprocessors at LENGTH, each with many tiles.
 
     Args:
-      flops: of a pair of a query and a key.
+      flops: the operations that a pair of a query and a key takes.
     """
     rows, keys = (BACKWARD_KEYS, BACKWARD_ROWS) if backward else (ROWS, KEYS)
     tiles, units = LENGTH // rows, LENGTH // keys

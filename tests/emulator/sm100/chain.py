@@ -165,7 +165,7 @@ class Chain:
         slices = of_s.get_slice(0), of_o.get_slice(0)
         for block in cutlass.range_constexpr(self.blocks):
             if cutlass.const_expr(block > 0):
-                # No fence: who used S and P has told p_full, whose fence is behind.
+                # No fence is needed: the users of S and P arrived on p_full, after their own fence.
                 cute.arch.mbarrier_wait(empty, (block - 1) % 2)
             rows = 2 * KEYS + (ROWS if block == 0 else 0)
             with cute.arch.elect_one():
