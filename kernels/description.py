@@ -2,9 +2,8 @@
 
 A description names a kernel's warp roles, its mbarriers and named barriers, its regions of shared
 memory and its columns of tensor memory. The kernel allocates and initialises from it
-(`kernels.common.resources`); the
-manifest's launch, the emulator's reports, the tests of budgets and the diagrams of the
-documentation read the same data.
+(`kernels.common.resources`); the manifest's launch, the emulator's reports, the tests of budgets
+and the diagrams of the documentation read the same data.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BARRIER_BYTES = 8
 TENSOR_MEMORY_LANES = 128
 TENSOR_MEMORY_COLUMNS = 512  # of 32 bits, in every lane
 _SWIZZLED_ALIGNMENT = 1024
-"""Where operand tiles start, as 128-byte swizzling asks."""
+"""Operand tiles start at a multiple of this, as 128-byte swizzling requires."""
 
 ElementType = Literal["operand", "f32", "i32"]
 """The storage type of the kernel's key, or a type of 32 bits."""
@@ -53,7 +52,7 @@ class Role:
 
     @property
     def all_warps(self) -> range:
-        """Indices of its warps in the CTA."""
+        """The indices of its warps in the CTA."""
         return range(self.first_warp, self.first_warp + self.groups * self.warps)
 
 
@@ -163,7 +162,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the tensor covers."""
+        """The number of bytes that the tensor covers."""
         return math.prod(self.shape) * (2 if self.element == "operand" else 4)
 
 
@@ -191,7 +190,7 @@ class Columns:
 
     @property
     def step(self) -> int:
-        """From the first column of one to that of the next."""
+        """The distance from the first column of one to that of the next."""
         return self.stride or self.width
 
     @property
@@ -213,7 +212,7 @@ def operand(
     shares: str = "",
     transposed: bool = False,
 ) -> Region:
-    """A swizzled tile of an operand, (rows, columns) or (rows, columns, stages)."""
+    """Makes the region of an operand's swizzled tile, (rows, columns) or with stages last."""
     return Region(
         name,
         shape,
@@ -286,20 +285,20 @@ class Description:
     ctas: int = 1
 
     def role(self, name: str) -> Role:
-        """The role of a name."""
+        """Returns the role of a name."""
         return self._roles[name]
 
     def barrier(self, name: str) -> Barrier:
-        """The mbarriers of a name."""
+        """Returns the mbarriers of a name."""
         return self._barriers[name]
 
     def named_barrier(self, name: str) -> NamedBarrier:
-        """The named barriers of a name."""
+        """Returns the named barriers of a name."""
         (found,) = (barrier for barrier in self.named_barriers if barrier.name == name)
         return found
 
     def columns(self, name: str) -> Columns:
-        """The columns of tensor memory of a name."""
+        """Returns the columns of tensor memory of a name."""
         (found,) = (columns for columns in self.tensor_memory if columns.name == name)
         return found
 
@@ -313,11 +312,11 @@ class Description:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """The number of threads of a CTA."""
         return LANES * (1 + max(role.all_warps[-1] for role in self.roles))
 
     def arrivals(self, barrier: Barrier, even_cta: bool = True) -> int:
-        """Arrivals that complete a phase of a barrier, in the even CTA of a pair or the odd one."""
+        """Counts the arrivals that complete a phase, in a pair's even CTA or in its odd one."""
         number = 0
         for signal in barrier.signals:
             role = self.role(signal.role)
@@ -331,7 +330,7 @@ class Description:
         return sum(barrier.count for barrier in self.barriers)
 
     def first_barriers(self) -> Iterator[tuple[Barrier, int]]:
-        """Barriers with the place of their first mbarrier among all of the CTA's."""
+        """Yields the barriers with the place of their first mbarrier among all of the CTA's."""
         first = 0
         for barrier in self.barriers:
             yield barrier, first
@@ -339,7 +338,7 @@ class Description:
 
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
-        """First byte of every region."""
+        """The first byte of every region."""
         offsets, end = dict[str, int](), BARRIER_BYTES * self.barrier_count
         for region in self.regions:
             if region.shares:
@@ -351,6 +350,6 @@ class Description:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """The number of bytes of shared memory of a CTA."""
         ends = [self.offsets[region.name] + region.num_bytes for region in self.regions]
         return max([BARRIER_BYTES * self.barrier_count, *ends])

@@ -1,4 +1,4 @@
-"""From a kernel key to its description: the one door to the descriptions of all kernels."""
+"""The descriptions of all kernels, by kernel key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.sm100 import forward_description as sm100_forward
 
 
 def describe(key: KernelKey) -> Description:
-    """The description of a key's kernel.
+    """Returns the description of a key's kernel.
 
     Raises:
       NotImplementedError: no kernel family has this key.
@@ -37,7 +37,7 @@ def describe(key: KernelKey) -> Description:
 
 
 def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:
-    """Warp indices by role, and by group, "mma0", "mma1", where a role has several."""
+    """Returns warp indices by role, and by group, "mma0", "mma1", where a role has several."""
     named = dict[str, tuple[int, ...]]()
     for role in description.roles:
         for group in range(role.groups):
@@ -48,7 +48,10 @@ def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:
 
 
 def names_of_barriers(description: Description) -> dict[int, str]:
-    """Names of mbarriers by their first byte in shared memory, "kv_full[2]" of several."""
+    """Returns names of mbarriers by their first byte in shared memory.
+
+    "kv_full[2]" is one of several.
+    """
     names = dict[int, str]()
     for barrier, first in description.first_barriers():
         for i in range(barrier.count):

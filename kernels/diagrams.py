@@ -237,6 +237,16 @@ def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> s
     return "\n".join([f"**{title}**", "", f"| {' | '.join(heads)} |", rule, *lines])
 
 
+def maps_in(folder: pathlib.Path) -> set[str]:
+    """Returns the paths of the maps of memory in a folder; it may have other pictures, too."""
+    kinds = ("shared", "tensor")
+    return {
+        f"{PICTURES}/{path.name}"
+        for kind in kinds
+        for path in (folder / PICTURES).glob(f"*_{kind}.svg")
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m kernels.diagrams", description=__doc__)
@@ -244,9 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     texts = files()
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
-    for old in (folder / PICTURES).glob("*.svg"):
-        if f"{PICTURES}/{old.name}" not in texts:
-            old.unlink()
+    for old in maps_in(folder) - texts.keys():
+        (folder / old).unlink()
     for path, text in texts.items():
         (folder / path).write_text(text)
     return 0

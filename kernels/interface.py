@@ -1,8 +1,8 @@
-"""What kernels take: parameters that travel together, as data without CuTe-DSL.
+"""The kernels' parameters, as dataclasses of what travels together; nothing here needs CuTe-DSL.
 
-Host functions and kernels take these dataclasses, and CuTe-DSL makes a parameter of every field, in
-order. `params` lists the same fields for the manifest. So a parameter's name, type and place stand
-here alone.
+Host functions and kernels accept these dataclasses, and CuTe-DSL makes a parameter of every field,
+in order. `params` lists the same fields for the manifest. So a parameter's name, type and place
+stand here alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dim:
 F32 = Annotated[Any, "f32"]
 """An fp32 value that the FFI call has as an attribute."""
 I32 = Annotated[Any, "i32"]
-"""The same of 32-bit integers."""
+"""A 32-bit integer that the FFI call has as an attribute."""
 Pointer = Annotated[Any, "pointer"]
 """The address of a buffer."""
 
@@ -178,7 +178,7 @@ class PostBuffers:
 
 
 def params(parameters: Any, of: str = "", prefix: str = "") -> tuple[Param, ...]:
-    """The parameters of a dataclass of this module, in order.
+    """Lists the parameters of a dataclass of this module, in order.
 
     Args:
       parameters: the class.

@@ -1,4 +1,4 @@
-"""From a kernel key to what the compiler needs: the one door into the kernel families."""
+"""What the compiler needs of every kernel, by kernel key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KernelSource:
       arguments: example arguments for `cute.compile`, the stream last.
       host_arguments: what each argument of `host` before the stream is, in the manifest's words.
       launch: how the handler launches the kernel.
-      tile: sizes worth telling a person.
+      tile: sizes that the build prints.
       symbol_prefix: the kernel's symbol starts with this.
     """
 
@@ -32,7 +32,7 @@ class KernelSource:
 
 
 def source(key: KernelKey) -> KernelSource:
-    """The kernel of a key.
+    """Returns the kernel of a key.
 
     Raises:
       NotImplementedError: no kernel family has this key.

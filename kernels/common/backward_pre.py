@@ -1,6 +1,6 @@
-"""Backward, the kernel before the main one; one CTA per query tile of a head.
+"""The backward's kernel before the main one; a CTA has one query tile of a head and computes
 
-    delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and counters = 0)
+    delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and counters = 0).
 
 Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0.
 """
@@ -22,7 +22,10 @@ LOG2_E = 1.4426950408889634
 
 
 def query_tile(query_length: Int32, heads: Int32, rows: int) -> tuple[Int32, Int32, Int32]:
-    """(tile, head, batch) of this CTA; heads run fastest, as they are neighbours in memory."""
+    """Returns (tile, head, batch) of this CTA.
+
+    Heads run fastest, as they are neighbours in memory.
+    """
     tiles = (query_length + rows - 1) // rows
     index, _, _ = cute.arch.block_idx()
     row_of_heads = index // heads
@@ -31,7 +34,7 @@ def query_tile(query_length: Int32, heads: Int32, rows: int) -> tuple[Int32, Int
 
 
 class Preprocess(PreHost):
-    """Row statistics of the backward; attributes are compile-time constants."""
+    """Computes the backward's row statistics; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey, description: Description):
         self.dtype = tensors.TYPES[key.dtype]
@@ -96,7 +99,7 @@ class Preprocess(PreHost):
                 cute.make_tensor(buffers.delta + target, cute.make_layout(1))[0] = row_delta
 
     def dot(self, a: cute.Pointer, b: cute.Pointer) -> Float32:
-        """fp32 dot product of two 16-byte vectors."""
+        """Returns the fp32 dot product of two 16-byte vectors."""
         values = []
         for pointer in (a, b):
             fragment = cute.make_rmem_tensor((VECTOR,), self.dtype)
@@ -109,5 +112,5 @@ class Preprocess(PreHost):
 
 
 def source(key: KernelKey, description: Description) -> KernelSource:
-    """The preprocessing kernel of a key, with its launch."""
+    """Returns the preprocessing kernel of a key, with its launch."""
     return pre_source(Preprocess(key, description), key)

@@ -1,4 +1,4 @@
-"""What the kernels before and after a main backward kernel consist of: rows by all warps."""
+"""What the kernels before and after a main backward kernel consist of: all warps work on rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ THREADS = _WARPS * LANES
 
 
 def pre(rows: int, columns: int) -> Description:
-    """The preprocessing kernel, where dQ's tiles are rows x columns; it has registers alone."""
+    """Describes the preprocessing kernel, which needs no shared memory.
+
+    dQ's tiles are rows x columns.
+    """
     role = Role("rows", 0, _WARPS, "row statistics, dq_acc = 0")
     return Description((role,), (), (), (), Division(rows, columns=columns))
 
 
 def post(division: Division, map_rows: int, columns: int, span_bytes: int) -> Description:
-    """The postprocessing kernel of dQ tiles of `columns`, stored `map_rows` rows at a time."""
+    """Describes the postprocessing kernel, which stores `map_rows` rows of dQ at a time."""
     staging = operand("dq", (division.rows, columns), span_bytes, "a tile of dQ on its way")
     stored = TensorMap("dq", "dq", map_rows, columns, span_bytes, store=True)
     role = Role("rows", 0, _WARPS, "dQ from its accumulators")

@@ -1,4 +1,4 @@
-"""Host functions of the kernels, shared by both architectures, and from a kernel to its source.
+"""Host functions, which the kernels of both architectures share, and what a compiler needs of them.
 
 A host function makes the tensor maps of a description and launches the kernel. At run time the FFI
 handler does its work from the manifest; the tests compare the two launches byte for byte.
@@ -55,7 +55,7 @@ _NAMED = {"remove_cutlass_symbol": True, "keep_mangled_name": False}
 def tensor_maps(
     description: Description, dtype: Any, pointers: dict[str, Any], shapes: dict[str, tuple]
 ) -> Maps:
-    """The tensor maps of a description; shapes: [batch, length, heads, columns] by buffer."""
+    """Makes the tensor maps of a description; shapes: [batch, length, heads, columns] by buffer."""
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     maps = {}
     for wanted in description.maps:
@@ -71,7 +71,7 @@ def tensor_maps(
 
 
 def _shapes(sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
-    """[batch, length, heads, columns] of the operands, the results and their gradients."""
+    """Returns [batch, length, heads, columns] of operands, results and their gradients, by name."""
     rows, keys = (sizes.query_length, sizes.heads), (sizes.key_length, sizes.kv_heads)
     return {
         **dict.fromkeys(("q",), (sizes.batch, *rows, dims.head_dim)),
@@ -86,7 +86,7 @@ def _pointers(*buffers: Any) -> dict[str, Any]:
 
 
 class ForwardHost:
-    """A forward kernel's launch; a subclass sets the attributes and has `kernel`.
+    """Launches a forward kernel; a subclass sets the attributes and has `kernel`.
 
     Attributes:
       description: of the kernel.
@@ -123,7 +123,7 @@ class ForwardHost:
 
 
 class BackwardHost:
-    """A main backward kernel's launch; a subclass sets the attributes and has `kernel`.
+    """Launches a main backward kernel; a subclass sets the attributes and has `kernel`.
 
     Attributes:
       description: of the kernel.
@@ -164,7 +164,7 @@ class BackwardHost:
 
 
 class PreHost:
-    """The launch of a kernel before the main one; a subclass sets the attributes and has `kernel`.
+    """Launches a kernel before the main one; a subclass sets the attributes and has `kernel`.
 
     Attributes:
       description: of the kernel.
@@ -189,7 +189,7 @@ class PreHost:
 
 
 class PostHost:
-    """The launch of a kernel after the main one; a subclass sets the attributes and has `kernel`.
+    """Launches a kernel after the main one; a subclass sets the attributes and has `kernel`.
 
     Attributes:
       description: of the kernel.
@@ -230,25 +230,28 @@ for _host, _pass in (
 
 
 def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
-    """What the compiler needs of a forward kernel; tile: sizes to show a person."""
+    """Returns what the compiler needs of a forward kernel; tile: sizes that the build prints."""
     takes = (ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount)
     return _source(host, key, takes, tile)
 
 
 def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
-    """The same of a main backward kernel."""
+    """Returns what the compiler needs of a main backward kernel.
+
+    tile: sizes that the build prints.
+    """
     takes = (BackwardOperands, RowBuffers, BackwardResults, Sizes, HeadDims, BackwardScalars)
     return _source(host, key, takes, tile)
 
 
 def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
-    """The same of a kernel before the main one."""
+    """Returns what the compiler needs of a kernel before the main one."""
     tile = {"m": host.description.division.rows}
     return _source(host, key, (PreBuffers, RowShape), tile, of="do")
 
 
 def post_source(host: PostHost, key: KernelKey) -> KernelSource:
-    """The same of a kernel after the main one."""
+    """Returns what the compiler needs of a kernel after the main one."""
     tile = {"m": host.description.division.rows}
     takes = (PostBuffers, RowShape, PostScalars)
     return _source(host, key, takes, tile, of="q")
@@ -273,7 +276,7 @@ def _source(
 
 
 def _example(parameters: Any, dtype: str) -> Any:
-    """A value of a dataclass of `interface` with which a host function can be compiled."""
+    """Makes a value of a dataclass of `interface` with which a host function can be compiled."""
     hints = typing.get_type_hints(parameters, include_extras=True)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(parameters):

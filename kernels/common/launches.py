@@ -1,4 +1,4 @@
-"""How each kernel is launched: from a description to the manifest's record.
+"""How each kernel is launched: `launch` makes the manifest's record from a description.
 
 Nothing here needs CuTe-DSL.
 """
@@ -14,7 +14,7 @@ _ONE: Size = (Factor(),)
 
 
 def launch(key: KernelKey, description: Description) -> Launch:
-    """The launch of the kernel of a key, which the description is of."""
+    """Returns how the kernel of a key is launched; the description is that kernel's."""
     families = {
         Pass.FORWARD: _forward,
         Pass.BACKWARD_PRE: _backward_pre,
@@ -112,7 +112,10 @@ def _backward_post(key: KernelKey, description: Description) -> Launch:
 
 
 def _maps(description: Description) -> tuple[Param, ...]:
-    """Tensor maps of [batch, length, heads, head_dim] buffers: boxes of one swizzle span."""
+    """Lists the tensor maps of [batch, length, heads, head_dim] buffers.
+
+    A box is a swizzle span wide.
+    """
     return tuple(
         Param(
             f"{wanted.name}_map",
@@ -131,12 +134,12 @@ def _pointers(*buffers: str) -> tuple[Param, ...]:
 
 
 def _dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:
-    """A result shape made of dimensions of one operand."""
+    """Returns a result's shape that consists of dimensions of one operand."""
     return tuple((Factor(buffer=buffer, axis=axis),) for axis in axes)
 
 
 def _tiles(buffer: str, rows: int, ctas: int = 1) -> tuple[Factor, ...]:
-    """CTAs: `ctas` for each tile of every head of a [batch, length, heads, columns] buffer."""
+    """Counts CTAs: `ctas` a tile, of every head of a [batch, length, heads, columns] buffer."""
     return (
         Factor(buffer=buffer, axis=1, divisor=rows, multiple=ctas),
         Factor(buffer=buffer, axis=2),
@@ -145,15 +148,15 @@ def _tiles(buffer: str, rows: int, ctas: int = 1) -> tuple[Factor, ...]:
 
 
 def _counters(key: KernelKey) -> tuple[str, ...]:
-    """What the backward of a key counts in global memory, to add dQ in order.
+    """Names what the backward of a key counts in global memory, to add dQ in order.
 
-    dq_order: additions to each query tile; dq_ticket: CTAs, or pairs, that have started.
+    dq_order counts additions to each query tile, dq_ticket the CTAs, or pairs, that have started.
     """
     return ("dq_order", "dq_ticket") if key.deterministic else ()
 
 
 def _accumulators(key: KernelKey, division: Division) -> tuple[Result, ...]:
-    """dQ's fp32 accumulators, tile by tile, and the counters of a key.
+    """Returns the results for dQ's fp32 accumulators, tile by tile, and for the counters of a key.
 
     The layout inside a tile is the backward kernel's own.
     """

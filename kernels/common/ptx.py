@@ -1,4 +1,4 @@
-"""Instructions that CuTe-DSL has no name for, or only in part: one function, one instruction."""
+"""Instructions that CuTe-DSL names not at all or only in part; each function issues one."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 
 
 def mbarrier_wait(barrier: cute.Pointer, parity: Int32, ctas: int = 1):
-    """mbarrier.try_wait of a phase until it is complete.
+    """mbarrier.try_wait: waits until a phase is complete.
 
     ctas: 2 also waits for what the pair's other CTA did before it arrived.
     """
@@ -22,9 +22,9 @@ def mbarrier_wait(barrier: cute.Pointer, parity: Int32, ctas: int = 1):
 
 
 def bulk_load(shared: cute.Pointer, source: cute.Pointer, num_bytes: int, barrier: cute.Pointer):
-    """cp.async.bulk: contiguous global to shared memory, counted on an mbarrier; one thread issues.
+    """cp.async.bulk: copies contiguous global to shared memory and counts the bytes on an mbarrier.
 
-    Addresses and num_bytes are multiples of 16.
+    One thread issues it. Addresses and num_bytes are multiples of 16.
     """
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
@@ -47,7 +47,10 @@ def reduce_add_v4(target: cute.Pointer, values: list[Float32]):
 
 
 def load_acquire(source: cute.Pointer) -> Int32:
-    """ld.acquire.gpu of one i32: what was released before the value read is visible after it."""
+    """ld.acquire.gpu: loads an i32.
+
+    Writes that were released before the value that it reads are visible to what follows it.
+    """
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
         write_only_types=[Int32],
@@ -56,7 +59,7 @@ def load_acquire(source: cute.Pointer) -> Int32:
 
 
 def take_ticket(counter: cute.Pointer) -> Int32:
-    """atom.relaxed.gpu: adds one; the value before, which no other thread gets."""
+    """atom.relaxed.gpu: adds one and returns the value before, which no other thread gets."""
     return cute.arch.inline_ptx(
         "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};",
         write_only_types=[Int32],
@@ -65,14 +68,17 @@ def take_ticket(counter: cute.Pointer) -> Int32:
 
 
 def increment_release(target: cute.Pointer):
-    """red.release.gpu: adds one; everything ordered before it is visible to who acquires it."""
+    """red.release.gpu: adds one.
+
+    A thread that acquires it sees everything that is ordered before it.
+    """
     cute.arch.inline_ptx(
         "red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[target, Int32(1)]
     )
 
 
 def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int32:
-    """cvt.rn.{bf16x2,f16x2}.f32: two values rounded to nearest even and packed, low half first."""
+    """cvt.rn.{bf16x2,f16x2}.f32: rounds two values to nearest even, packed low half first."""
     packed = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
     return cute.arch.inline_ptx(
         f"cvt.rn.{packed}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
@@ -82,10 +88,11 @@ def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int
 
 
 def await_launch_before():
-    """What a programmatic launch does before it touches global memory, by all threads.
+    """Waits for the launch before this one, and lets the next one start; all threads call it.
 
-    It waits until the launch before it is over and all results of earlier ones are there, and lets
-    the next one start: its CTAs take the places that this one's leave.
+    A programmatic launch does so before it touches global memory: afterwards the launch before it
+    is over, and the results of all earlier ones are there. CTAs of the next launch may then start
+    on the multiprocessors that CTAs of this one leave.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

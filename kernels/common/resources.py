@@ -1,4 +1,4 @@
-"""From a kernel's description to its shared memory, its mbarriers and its named barriers."""
+"""Shared memory, mbarriers and named barriers of a kernel, made from its description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SWIZZLED_RANK = 3
 
 
 class Barriers:
-    """The mbarriers of every name in a description, as a ring."""
+    """The mbarriers of a description: a ring for every name."""
 
     if TYPE_CHECKING:
 
@@ -27,7 +27,7 @@ class Barriers:
 
 
 class Shared:
-    """Shared memory: a tensor for every region of a description, by name.
+    """Shared memory of a description: a tensor for every region, by name.
 
     A region that is a single value is a pointer.
     """
@@ -40,7 +40,7 @@ class Shared:
 
 
 class Maps:
-    """TMA descriptors of [batch, length, heads, head_dim] tensors, by names of a description."""
+    """TMA descriptors of [batch, length, heads, head_dim] tensors, by name in a description."""
 
     if TYPE_CHECKING:
 
@@ -49,12 +49,15 @@ class Maps:
 
 @functools.cache
 def with_fields(base: type, names: tuple[str, ...]) -> type:
-    """A dataclass, as CuTe-DSL carries objects through control flow."""
+    """Makes a dataclass with these fields.
+
+    CuTe-DSL carries only such objects through control flow.
+    """
     return dataclasses.make_dataclass(base.__name__, names, bases=(base,), frozen=True)
 
 
 def allocate(description: Description, dtype: Any) -> Shared:
-    """Carves the shared memory of a kernel whose storage type is `dtype`."""
+    """Allocates the shared memory of a kernel whose storage type is `dtype`."""
     elements = {"operand": dtype, "f32": Float32, "i32": Int32}
     fields: dict[str, Any] = {
         "barriers": cute.struct.MemRange[cutlass.Int64, description.barrier_count]
@@ -100,7 +103,7 @@ def _tensor(region: Region, field: Any, dtype: Any) -> Any:
 
 
 def initialise(description: Description, barriers: Barriers):
-    """One thread initialises all mbarriers; the caller fences."""
+    """Initialises all mbarriers; one thread calls it and fences afterwards."""
     for barrier in description.barriers:
         for i in range(barrier.count):
             number = _arrivals(description, barrier)
@@ -108,7 +111,7 @@ def initialise(description: Description, barriers: Barriers):
 
 
 def _arrivals(description: Description, barrier: Barrier) -> Int32:
-    """Arrivals that complete a phase in this CTA."""
+    """Counts the arrivals that complete a phase in this CTA."""
     in_odd = Int32(description.arrivals(barrier, even_cta=False))
     if not barrier.of_pair:
         return in_odd
@@ -127,7 +130,10 @@ def arrive(barrier: NamedBarrier, index: Int32 | int = 0):
 
 
 def prefetch(maps: Maps, description: Description, stores: bool = True):
-    """Prefetches the descriptors, also those that the kernel stores by; one warp."""
+    """Prefetches the descriptors, by one warp.
+
+    With `stores` it includes those that the kernel stores by.
+    """
     for wanted in description.maps:
         if stores or not wanted.store:
             cpasync.prefetch_descriptor(getattr(maps, wanted.name))

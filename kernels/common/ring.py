@@ -1,4 +1,4 @@
-"""Rings of mbarriers: which barrier, and which phase of it, the n-th use of a ring is."""
+"""Rings of mbarriers: the n-th use of a ring has one of its barriers and a phase of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Use:
 
 
 def nth_use(n: Int32, stages: int) -> Use:
-    """The n-th use, counted from 0, of a ring of `stages`."""
+    """Returns the n-th use, counted from 0, of a ring of `stages`."""
     if stages == 1:
         return Use(Int32(0), n & 1)
     if stages & (stages - 1) == 0:
@@ -43,7 +43,7 @@ class Ring:
 
     Attributes:
       first: the first of the barriers, which lie `stride` apart.
-      stages: how many take turns.
+      stages: how many barriers take turns.
     """
 
     first: cute.Pointer
@@ -51,15 +51,15 @@ class Ring:
     stride: cutlass.Constexpr[int] = 1
 
     def __getitem__(self, index: Int32 | int) -> Ring:
-        """One of the barriers by itself, where each has uses of its own."""
+        """Returns one of the barriers as a ring of one, where each barrier has uses of its own."""
         return Ring(self.first + (index if self.stride == 1 else index * self.stride), 1)
 
     def use(self, n: Int32 | int) -> Use:
-        """The n-th use."""
+        """Returns the n-th use."""
         return nth_use(n, self.stages)
 
     def at(self, use: Use | Int32) -> cute.Pointer:
-        """The barrier of a use."""
+        """Returns the barrier of a use."""
         if self.stages == 1:
             return self.first
         slot = self._use(use).slot

@@ -1,4 +1,4 @@
-"""Which tile comes when: what the orders of work of all kernels have in common."""
+"""Which tile a CTA works on when: what the schedules of all kernels have in common."""
 
 import dataclasses
 
@@ -14,10 +14,10 @@ UNBOUNDED = Window(bands.UNBOUNDED, bands.UNBOUNDED)
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """From a tile's index to its work. Tiles are dealt to the CTAs in rounds, to and fro.
+    """How tiles are dealt to CTAs: in rounds, alternately from the first CTA on and from the last.
 
-    To and fro, since tiles are sorted from long to short: who got the longest of one round gets
-    the shortest of the next.
+    Tiles are sorted from long to short, so a CTA that gets the longest tile of one round gets the
+    shortest of the next.
     """
 
     extents: cute.Pointer
@@ -28,7 +28,10 @@ class Schedule:
     cluster: int = 1  # CTAs that share a tile
 
     def tile(self, round_index: Int32) -> Int32:
-        """Index of this CTA's tile in a round; past the last one where the round is not full."""
+        """Returns the index of this CTA's tile in a round.
+
+        It may lie past the last tile in the last round.
+        """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         if self.cluster > 1:
@@ -38,7 +41,7 @@ class Schedule:
         )
 
     def rounds_of_cta(self) -> Int32:
-        """How many tiles this CTA has."""
+        """Counts the rounds in which this CTA has a tile."""
         last_is_full = self.tile(self.rounds - 1) < self.tiles
         return self.rounds - 1 + Int32(last_is_full)
 
@@ -62,11 +65,11 @@ class ForwardShape:
 
 
 def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[Int32, Int32]:
-    """(tile, head) of the index-th unit of work of `heads` heads with `tiles` tiles each.
+    """Returns (tile, head) of the index-th of all tiles of `heads` heads, which have `tiles` each.
 
-    Heads are taken `section` at a time, as many as the L2 holds operands of; within a section all
-    heads' first tiles come first, then all second ones: equal tiles of neighbouring heads run
-    together, and heads that share K and V share them in the L2.
+    Heads form sections of `section` heads, whose operands the L2 holds. Within a section the first
+    tiles of all heads come first, then the second ones, and so on: equal tiles of neighbouring
+    heads run together, and heads that share K and V share them in the L2.
     """
     section = cutlass.min(section, heads)  # so that no product below exceeds the number of units
     first_head = index // (section * tiles) * section
@@ -77,7 +80,7 @@ def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[
 
 
 def batch_band(extents: cute.Pointer, batch: Int32, window: Window | None) -> bands.Band:
-    """The band of a batch element; no window for a dense kernel."""
+    """Returns the band of a batch element; a dense kernel gives no window."""
     limits = cute.make_tensor(extents + batch * 4, cute.make_layout(4))
     window = window or UNBOUNDED
     return bands.Band(limits[0], limits[1], limits[2], window.left, window.right)

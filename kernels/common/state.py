@@ -21,7 +21,7 @@ class Progress:
     blocks: Int32
 
     def after(self, blocks: Int32) -> "Progress":
-        """The progress after one more tile, of `blocks` blocks."""
+        """Returns the progress after one more tile, of `blocks` blocks."""
         return Progress(self.tiles + 1, self.blocks + blocks)
 
 
@@ -39,7 +39,7 @@ class Scales:
 
 
 def make_scales(scalars: ForwardScalars) -> Scales:
-    """The scales of a call."""
+    """Returns the scales of a call."""
     return Scales(scalars.scale_log2, scalars.rescale_threshold_log2 / scalars.scale_log2)
 
 
@@ -69,11 +69,11 @@ class Rows:
     tiles: Int32
 
     def tile(self, batch: Int32, heads: Int32, head: Int32, block: Int32) -> Int64:
-        """The index of a head's query tile among those of all `heads` of all batch elements."""
+        """Returns the index of a head's query tile among all tiles of all batch elements."""
         return (Int64(batch) * heads + head) * self.tiles + block
 
 
 def make_rows(buffers: RowBuffers, query_length: Int32, m: int) -> Rows:
-    """The rows of a call whose query tiles have m rows."""
+    """Returns the rows of a call whose query tiles have m rows."""
     tiles = (query_length + m - 1) // m
     return Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)

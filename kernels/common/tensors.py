@@ -9,12 +9,12 @@ from fa4_jax import bands
 
 TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
-# Extents of a coordinate tensor: larger than any tensor, since only the descriptor bounds a copy.
+# Extents of a coordinate tensor exceed any tensor's, since the descriptor alone bounds a copy.
 _ANY_LENGTH, _ANY_DIM, _ANY_COUNT = 1 << 30, 1 << 10, 1 << 20
 
 
 def bthd_tensor(pointer: cute.Pointer, shape: tuple[Int32, Int32, Int32, Int32]):
-    """Row-major [B, length, heads, head_dim] memory as (length, head_dim, heads, batch)."""
+    """Views row-major [B, length, heads, head_dim] memory as (length, head_dim, heads, batch)."""
     batch, length, heads, head_dim = shape
     row = Int64(heads) * Int64(head_dim)
     return cute.make_tensor(
@@ -27,9 +27,9 @@ def bthd_tensor(pointer: cute.Pointer, shape: tuple[Int32, Int32, Int32, Int32])
 
 
 def bthd_coordinates():
-    """TMA coordinates of a (length, head_dim, heads, batch) tensor; its descriptor bounds it.
+    """Makes the TMA coordinates of a (length, head_dim, heads, batch) tensor of any size.
 
-    Built inside the kernel, so that the descriptor is the only parameter a tensor needs.
+    The kernel makes them itself, so that a tensor needs no parameter but its descriptor.
     """
     origin = cute.make_identity_tensor((_ANY_DIM, _ANY_LENGTH, _ANY_COUNT, _ANY_COUNT))
     layout = cute.make_layout(
@@ -49,24 +49,24 @@ SWIZZLES = {
 def tile_layout(
     dtype, rows: int, cols: int, stages: int, span_bytes: int = 128
 ) -> cute.ComposedLayout:
-    """Swizzled shared-memory layout (rows, cols, stages) with contiguous columns."""
+    """Makes a swizzled shared-memory layout (rows, cols, stages) with contiguous columns."""
     atom = warpgroup.make_smem_layout_atom(SWIZZLES[span_bytes], dtype)
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
 def single_layout(dtype, shape: tuple[int, int], span_bytes: int = 128) -> cute.ComposedLayout:
-    """The same of one (rows, cols) tile."""
+    """Makes the swizzled shared-memory layout of one (rows, cols) tile."""
     atom = warpgroup.make_smem_layout_atom(SWIZZLES[span_bytes], dtype)
     return cute.tile_to_shape(atom, shape, order=(0, 1))
 
 
 def smem_tensor(storage, layout: cute.ComposedLayout) -> cute.Tensor:
-    """The tensor of a swizzled layout over an operand's storage."""
+    """Makes the tensor of a swizzled layout over an operand's storage."""
     return storage.get_tensor(layout.outer, swizzle=layout.inner)
 
 
 def transposed(layout: cute.ComposedLayout) -> cute.ComposedLayout:
-    """The same memory seen as (cols, rows, stages): an operand contiguous along M or N."""
+    """Views the same memory as (cols, rows, stages): an operand contiguous along M or N."""
     return cute.make_composed_layout(
         layout.inner, layout.offset, cute.select(layout.outer, mode=[1, 0, 2])
     )
@@ -94,8 +94,7 @@ def tma_store(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor):
 def zero_rows(tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutlass.Constexpr[int]):
     """Writes 0 to rows [first_row, rows) of a (rows, cols) tile with the given threads.
 
-    For padding that a product would meet with a factor of 0: 0 * NaN is NaN. The caller fences and
-    synchronises.
+    A product would multiply padding by 0, and 0 * NaN is NaN. The caller fences and synchronises.
     """
     rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
     zero = tile.element_type(0.0)

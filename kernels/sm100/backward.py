@@ -1,38 +1,39 @@
-"""Blackwell backward, main kernel: dK and dV of one key tile per CTA, dQ by reduction.
+"""Blackwell's main backward kernel: a CTA computes dK, dV of one key tile and adds its share to dQ.
 
-With P = exp2(S * scale_log2 - lse_log2) and delta = rowsum(dO * O) - dLSE, scores transposed, so
+P = exp2(S * scale_log2 - lse_log2) and delta = rowsum(dO * O) - dLSE. Scores are transposed, so
 that keys are the lanes of tensor memory:
     S^T  = K Q^T                dP^T = V dO^T
     dV  += P^T dO               dS^T = P^T * (dP^T - delta)
     dK  += dS^T Q               dQ  += dS K        (scale is applied at the end, to dK here)
 
-    load warp        K, V once; then for every query head of the KV head's group and every query
-                     block that sees the key tile: Q, lse_log2, delta and dO into two rings
-    MMA warp         all products: S, dP from shared memory; dV, dK with P, dS from tensor memory;
-                     dQ with dS from shared memory
-    compute warps    two warpgroups, half of the queries each, one key a thread: P and dS from S and
-                     dP; at the end dV and dK to global memory
-    reduce warps     one query a thread: dQ from tensor memory to global memory by vector additions
-    order warp       deterministic only: the CTA's place in the order of work, turns to add dQ
+    load warp        loads K, V once; then for every query head of the KV head's group and every
+                     query block that sees the key tile: Q, lse_log2, delta and dO into two rings
+    MMA warp         issues all products: S, dP from shared memory; dV, dK with P, dS from tensor
+                     memory; dQ with dS from shared memory
+    compute warps    compute P and dS from S and dP: two warpgroups have half of the queries each, a
+                     thread has one key; at the end they store dV and dK
+    reduce warps     add dQ from tensor memory to global memory, by vectors; a thread has one query
+    order warp       deterministic only: draws the CTA's ticket and opens its turns to add dQ
 
 Order of the products: S(0) dP(0) dV(0), then for every step i: S(i+1) dK(i) dQ(i) dP(i+1) dV(i+1):
-while compute warps make dS(i), the tensor core has S(i+1), and under dK(i), dQ(i) they make P(i+1).
+while compute warps compute dS(i), the tensor core computes S(i+1), and under dK(i), dQ(i) they
+compute P(i+1).
 
-`backward_description.py` has the warps, the barriers (who signals, who waits, once per what) and
-the memory.
+`backward_description.py` lists the warps, the barriers (who signals, who waits, once per what) and
+the memory; docs/kernels.md shows them.
 
 Note [what needs no barrier]: S(i+1) overwrites S(i), which compute warps have read before P(i) was
-full, and P(i), which dV(i), issued before, has read. dP(i+1) overwrites dP(i) and dS(i) likewise,
-after dK(i). Where dQ begins with dP's columns, it comes after dK(i), which has read dS(i), and
+full, and P(i), which dV(i), issued before, has read. Likewise dP(i+1) overwrites dP(i) and dS(i),
+after dK(i). Where dQ begins with dP's columns, dQ(i) comes after dK(i), which has read dS(i), and
 dP(i+1) waits for dq_empty. dS(i+1) overwrites dS(i) in shared memory after dp_full of step i+1,
-whose commit also says that dQ(i) is complete. A commit's arrival comes after all that the MMA
-warp has waited for: s_full after q_full, so that compute warps find lse_log2 and delta there;
-q_empty after ds_full, so after their last use of both.
+whose commit also says that dQ(i) is complete. A commit's arrival is ordered after all that the MMA
+warp has waited for. So s_full comes after q_full, and compute warps find lse_log2 and delta there;
+and q_empty comes after ds_full, which follows their last use of both.
 
-Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4],
-where dQ is transposed as [column / 128][row / 4][column % 128][row % 4]: a warp adds 512
-consecutive bytes with one instruction; bwd_post undoes it. Straight from registers: staging 64 KB a
-step through shared memory would cost 1024 of its cycles a step, and it is what limits this kernel.
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [column / 4][row][column % 4], or,
+where dQ is transposed, as [column / 128][row / 4][column % 128][row % 4]. So a warp adds 512
+consecutive bytes with one instruction; bwd_post undoes the layout. The additions come straight from
+registers: staging 64 KB a step would take 1024 cycles of shared memory, which limits this kernel.
 
 (FlashAttention-4, backward: transposed scores, five products in tensor memory.)
 """
@@ -66,7 +67,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
-        """Load warp: K and V, then Q, lse_log2, delta and dO of every step."""
+        """Load warp: loads K and V, then Q, lse_log2, delta and dO of every step."""
         tile, barriers = self.config.tile, shared.barriers
         kv_full = barriers.kv_full.first
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
@@ -84,19 +85,19 @@ class Backward(BackwardKernel):
             self.load_queries(maps, shared, work, rows, Int32(0))
             self.load_outputs(maps, shared, work, Int32(0))
         for step in cutlass.range(1, steps, unroll=1):
-            # The slot of dO is left first, by dV; that of Q by dK.
+            # dV releases the slot of dO before dK releases that of Q.
             barriers.do_empty.wait_free(step)
             self.load_outputs(maps, shared, work, step)
             barriers.q_empty.wait_free(step)
             self.load_queries(maps, shared, work, rows, step)
-        # Shared memory outlives every commit's arrival.
+        # Shared memory must outlive every commit's arrival.
         for i in cutlass.range_constexpr(tile.stages):
             barriers.q_empty.wait_free(steps + i)
             barriers.do_empty.wait_free(steps + i)
 
     @cute.jit
     def load_queries(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
-        """Q, lse_log2 and delta of a step."""
+        """Loads Q, lse_log2 and delta of a step."""
         tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
         row = rows.tile(work.batch, work.heads, head, block) * tile.m
@@ -112,7 +113,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def load_outputs(self, maps: Maps, shared: Shared, work: Work, step: Int32):
-        """dO of a step."""
+        """Loads dO of a step."""
         tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
         use = shared.barriers.do_full.use(step)
@@ -123,13 +124,13 @@ class Backward(BackwardKernel):
         tensors.tma_load(maps.do, source, shared.do[None, None, slot], full)
 
     def query_tile(self, work: Work, head: Int32, block: Int32, columns: int) -> cute.Tensor:
-        """TMA coordinates of a query block of Q or dO."""
+        """Returns the TMA coordinates of a query block of Q or dO."""
         rows = tensors.bthd_coordinates()[None, None, head, work.batch]
         return cute.local_tile(rows, (self.config.tile.m, columns), (block, 0))
 
     @cute.jit
     def mma(self, shared: Shared, work: Work):
-        """MMA warp: all five products of all steps."""
+        """MMA warp: issues all five products of all steps."""
         steps, barriers = work.steps(), shared.barriers
         if steps > 0:
             barriers.kv_full.wait(0)
@@ -155,7 +156,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def mma_scores(self, shared: Shared, work: Work, step: Int32):
-        """S^T = K Q^T."""
+        """Issues S^T = K Q^T."""
         use = shared.barriers.q_full.use(step)
         shared.barriers.q_full.wait(use)
         self.clear_queries(shared.q[None, None, use.slot], work, step)
@@ -165,7 +166,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def mma_dp(self, shared: Shared, work: Work, step: Int32):
-        """dP^T = V dO^T."""
+        """Issues dP^T = V dO^T."""
         use = shared.barriers.do_full.use(step)
         shared.barriers.do_full.wait(use)
         self.clear_queries(shared.do[None, None, use.slot], work, step)
@@ -174,7 +175,7 @@ class Backward(BackwardKernel):
         products.commit(shared.barriers.dp_full.at(step))
 
     def product_of_shared(self, a: cute.Tensor, b: cute.Tensor, d: int, slot: Int32, column: int):
-        """(keys, queries) = a b^T from shared memory, of d columns each."""
+        """Issues (keys, queries) = a b^T from shared memory, where a and b have d columns."""
         tile = self.config.tile
         keys = products.k_major(a.iterator, tile.n, d, tile.span_bytes)
         queries = products.k_major(b.iterator, tile.m, d, tile.span_bytes)
@@ -183,7 +184,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def mma_dv(self, shared: Shared, step: Int32):
-        """dV += P^T dO."""
+        """Issues dV += P^T dO."""
         use = shared.barriers.do_empty.use(step)
         shared.barriers.p_full.wait(step)
         ptx.fence_after_sync()
@@ -195,7 +196,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def mma_dk(self, shared: Shared, step: Int32):
-        """dK += dS^T Q."""
+        """Issues dK += dS^T Q."""
         use = shared.barriers.q_empty.use(step)
         shared.barriers.ds_full.wait(step)
         ptx.fence_after_sync()
@@ -215,11 +216,11 @@ class Backward(BackwardKernel):
         accumulator: int,
         accumulate: Boolean,
     ):
-        """(keys, columns of b) += a b with a in tensor memory, by halves of the queries."""
+        """Issues (keys, columns of b) += a b with a in tensor memory, by halves of the queries."""
         m = self.config.tile.m
         half = m // COMPUTE_GROUPS // products.K_STEP
         for part in range(COMPUTE_GROUPS):
-            # Where a would begin if the columns of its halves were next to each other.
+            # `issue` counts steps from here: a would begin here if its halves lay side by side.
             begin = a.firsts[part] - part * a.width
             steps = (part * half, (part + 1) * half)
             before = accumulate if part == 0 else True
@@ -227,7 +228,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def mma_dq(self, shared: Shared, step: Int32):
-        """dQ = dS K, or transposed K^T dS^T; after dK's wait for dS.
+        """Issues dQ = dS K, or its transpose K^T dS^T, after dK has waited for dS.
 
         Where columns of K are lanes and not a multiple of them, the last product's other lanes get
         columns of V, which come next in memory; nobody reads them.
@@ -253,7 +254,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def clear_queries(self, queries: cute.Tensor, work: Work, step: Int32):
-        """Rows of Q or dO past the query length, which may hold anything, to 0."""
+        """Writes 0 to rows of Q or dO past the query length, which may hold anything."""
         if work.padded_queries:
             _, block = work.step(step, self.config.deterministic)
             rows = work.band.query_length - block * self.config.tile.m
@@ -262,7 +263,7 @@ class Backward(BackwardKernel):
 
     @cute.jit
     def clear_padding(self, tiles: list[cute.Tensor], first_row: Int32):
-        """Rows of tiles from first_row on to 0, before this warp's products read them."""
+        """Writes 0 to rows of tiles from first_row on, before this warp's products read them."""
         thread, _, _ = cute.arch.thread_idx()
         for tile in tiles:
             tensors.zero_rows(tile, first_row, thread % 32, 32)
@@ -271,7 +272,7 @@ class Backward(BackwardKernel):
 
 
 def source(key: KernelKey) -> KernelSource:
-    """The main backward kernel of a key, with its launch."""
+    """Returns the main backward kernel of a key, with its launch."""
     kernel = Backward(key)
     tile = kernel.config.tile
     sizes = {"m": tile.m, "n": tile.n, "stages": tile.stages, "head_dim": tile.head_dim}

@@ -27,7 +27,7 @@ from kernels.sm100.tiles import (
 
 
 class Config:
-    """Compile-time constants of one kernel, shared by its roles; all five products."""
+    """Compile-time constants of one kernel and its five products; the roles share them."""
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
@@ -63,15 +63,18 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the tile holds keys past the key length that TMA reads
-    padded_queries: cutlass.Boolean  # so does the last query block
+    padded_keys: cutlass.Boolean  # whether the tile holds keys past the key length that TMA reads
+    padded_queries: cutlass.Boolean  # whether the last query block holds such queries
 
     def steps(self) -> Int32:
-        """Query blocks of all heads of the group."""
+        """Counts the query blocks of all heads of the group."""
         return (self.blocks.end - self.blocks.begin) * self.group
 
     def step(self, index: Int32, deterministic: bool) -> tuple[Int32, Int32]:
-        """(head, query block) of a step; last block first where dQ is added in order."""
+        """Returns (head, query block) of a step.
+
+        The last block is first where dQ is added in order.
+        """
         blocks = self.blocks.end - self.blocks.begin
         member = index // blocks
         block = index - member * blocks
@@ -81,10 +84,11 @@ class Work:
 
 @cute.jit
 def take_ticket(config: cutlass.Constexpr, shared: Shared, dq_ticket: cute.Pointer):
-    """Order warp: the place of the CTA, or of the pair, among those that have started.
+    """Order warp: draws the ticket of the CTA, or of the pair, among those that have started.
 
-    CTAs wait for additions of those of lower places alone, and these have started, whatever order
-    the hardware takes and however few there is room for: none waits for ever.
+    A CTA waits only for additions of CTAs with lower tickets, and these have started, whatever
+    order the hardware starts CTAs in and however few are resident at a time. So none waits for
+    ever.
     """
     cute.arch.griddepcontrol_wait()
     cta, _, _ = cute.arch.block_idx()
@@ -95,7 +99,7 @@ def take_ticket(config: cutlass.Constexpr, shared: Shared, dq_ticket: cute.Point
 
 
 def start_index(config: Any, shared: Any) -> Int32:
-    """Which one this CTA, or pair, is in the order of work; after the CTA's first barrier."""
+    """Returns the place of this CTA, or pair, in the order of work; a barrier comes before."""
     if config.deterministic and config.tile.ctas == 2:
         return cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket))
     if config.deterministic:
@@ -108,9 +112,10 @@ def start_index(config: Any, shared: Any) -> Int32:
 def assign(
     config: Any, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window
 ) -> Work:
-    """The key tile of this CTA or pair, within sections of heads whose Q, dO and dQ fill the L2.
+    """Returns the key tile of this CTA or pair.
 
-    Key tiles of a causal band shrink with their index, so the longest start first.
+    Heads form sections whose Q, dO and dQ fill the L2. Key tiles of a causal band shrink with their
+    index, so the longest start first.
     """
     tile, group = config.tile, sizes.heads // sizes.kv_heads
     rows_in_l2 = L2_BUDGET_BYTES // (tile.head_dim * (2 + 4) + tile.value_dim * 2)
@@ -145,7 +150,7 @@ def assign(
 
 @cute.jit
 def take_turns(config: cutlass.Constexpr, barriers: Barriers, work: Work, rows: Rows):
-    """Order warp: the key tiles that visit a query tile add their dQ in ascending order.
+    """Order warp: lets the key tiles that visit a query tile add their dQ in ascending order.
 
     The CTAs of a pair, which have different columns of dQ, add at the same time.
     """

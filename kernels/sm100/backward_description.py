@@ -1,4 +1,4 @@
-"""What the Blackwell backward consists of, with one CTA a key tile or a pair; see `backward`."""
+"""What the Blackwell backward's kernels consist of, where a CTA or a pair has a key tile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STATISTICS_ALIGNMENT = 128  # bulk copies of row statistics
 
 @functools.cache
 def description(head_dim: int, value_dim: int, deterministic: bool) -> Description:
-    """The main backward kernel of these head dims."""
+    """Describes the main backward kernel of these head dims."""
     tile = BACKWARD_TILES[head_dim, value_dim]
     pair = isinstance(tile, BackwardPairTile)
     return Description(
@@ -61,21 +61,24 @@ def description(head_dim: int, value_dim: int, deterministic: bool) -> Descripti
 
 
 def pre(head_dim: int, value_dim: int) -> Description:
-    """The kernel before the main one."""
+    """Describes the kernel before the main one."""
     tile = BACKWARD_TILES[head_dim, value_dim]
     return ends_description.pre(tile.m, tile.head_dim)
 
 
 def post(head_dim: int, value_dim: int) -> Description:
-    """The kernel after the main one."""
+    """Describes the kernel after the main one."""
     tile = BACKWARD_TILES[head_dim, value_dim]
     division = Division(tile.m, programmatic=True)
     return ends_description.post(division, tile.m, tile.head_dim, tile.span_bytes)
 
 
 def _roles(budget: BackwardRegisters, pair: bool) -> tuple[Role, ...]:
-    """Reduce and compute warps reach the lanes of tensor memory of their place in a warpgroup, so
-    each of their groups starts at a multiple of four."""
+    """Lists the roles.
+
+    A warp reaches the quarter of tensor memory's lanes that its place in its warpgroup gives it, so
+    each group of reduce and compute warps starts at a multiple of four.
+    """
     compute = "P and dS from S and dP, one key a thread; at the end dV and dK to global memory"
     if pair:
         compute += "; the two groups take steps in turn"
@@ -83,7 +86,7 @@ def _roles(budget: BackwardRegisters, pair: bool) -> tuple[Role, ...]:
     others = {
         "mma": "issues all products; in a pair's odd CTA relays the completion of loads",
         "load": "TMA: K, V once, then Q, dO and row statistics of every step",
-        "order": "deterministic only: the place in the order of work, turns to add dQ",
+        "order": "deterministic only: draws the ticket of the CTA or pair, opens the turns for dQ",
         "idle": "none",
     }
     return (
@@ -97,7 +100,7 @@ def _roles(budget: BackwardRegisters, pair: bool) -> tuple[Role, ...]:
 
 
 def _order_barriers(deterministic: bool) -> tuple[Barrier, ...]:
-    """The order warp lets the reduce warps add dQ, and they tell it that they have."""
+    """Lists the order warp's barriers: it lets reduce warps add dQ and waits until they have."""
     if not deterministic:
         return ()
     return (
@@ -127,7 +130,7 @@ def _barriers(stages: int, deterministic: bool) -> tuple[Barrier, ...]:
 
 
 def _pair_barriers(deterministic: bool) -> tuple[Barrier, ...]:
-    """The MMA warp of the even CTA waits for what both CTAs have loaded, computed and read."""
+    """Lists a pair's barriers; its MMA warp waits for what both CTAs load, compute and read."""
     mma, load, compute = ("mma",), ("load",), ("compute",)
     loaded, multiplied, computed = (copied("load"),), (committed("mma"),), (group("compute"),)
     by_step, in_buffer, scores = "step", "step, by buffer", ("compute", "load")
@@ -152,7 +155,7 @@ def _pair_barriers(deterministic: bool) -> tuple[Barrier, ...]:
 
 
 def _head(rows: int, stages: int) -> tuple[Region, ...]:
-    """What lies before the operands: single values, then row statistics of every stage."""
+    """Lists what lies before the operands: single values, then row statistics of every stage."""
     ticket = "deterministic: the place of the CTA, or the pair, among those that have started"
     return (
         Region("tmem_base", (), "where this CTA's tensor memory begins", "i32"),
@@ -172,7 +175,7 @@ def _regions(tile: BackwardTile) -> tuple[Region, ...]:
     return (
         *_head(m, tile.stages),
         operand("k", (n, d), span, "the key tile; later stages dK"),
-        # K's last product may read V's columns, too: V lies right after K.
+        # The last product of K's columns may read V's, too, so V lies right after K.
         operand("v", (n, value_dim), span, "the key tile's values; later stages dV"),
         operand("q", (m, d, tile.stages), span, "queries of a step"),
         operand("do", (m, value_dim, tile.stages), span, "dO of a step"),
@@ -181,7 +184,7 @@ def _regions(tile: BackwardTile) -> tuple[Region, ...]:
 
 
 def _pair_regions(tile: BackwardPairTile) -> tuple[Region, ...]:
-    """Of CTA r: the same in both."""
+    """Lists the regions of a CTA of a pair; those of the other one are the same."""
     d, span, part = tile.head_dim, tile.span_bytes, tile.part
     keys, queries = tile.keys, tile.queries
     return (
@@ -195,7 +198,7 @@ def _pair_regions(tile: BackwardPairTile) -> tuple[Region, ...]:
         operand("dot", (tile.m, part), span, "dO of all queries, the CTA's columns"),
         operand("p", (keys, tile.m, BUFFERS), span, "P of the CTA's keys"),
         operand("ds", (keys, tile.m, BUFFERS), span, "dS of the CTA's keys"),
-        # Written by hand, from both CTAs, in spans of 64 bytes.
+        # Compute warps of both CTAs write it, in spans of 64 bytes (`ptx.store_swizzled_row`).
         Region(
             "dst", (tile.n, queries, BUFFERS), "dS of all keys, the CTA's queries", alignment=1024
         ),
@@ -203,9 +206,10 @@ def _pair_regions(tile: BackwardPairTile) -> tuple[Region, ...]:
 
 
 def _columns(tile: BackwardTile) -> tuple[Columns, ...]:
-    """P takes the first half of the columns of each half of S, dS of each half of dP.
+    """Lists the columns of a CTA.
 
-    A thread of compute warpgroup c has read its row of half c before it writes there, and no other
+    P overwrites the first half of the columns of each half of S, dS those of each half of dP. A
+    thread of compute warpgroup c has read its row of half c before it writes there, and no other
     thread reads that row. dQ begins with dP's columns if there is no room beside them.
     """
     m, dq_width, dq_columns = tile.m, tile.dq_width, tile.dq_products * tile.dq_width
@@ -229,7 +233,7 @@ def _columns(tile: BackwardTile) -> tuple[Columns, ...]:
 
 
 def _pair_columns(tile: BackwardPairTile) -> tuple[Columns, ...]:
-    """What each CTA of a pair has."""
+    """Lists the columns of each CTA of a pair."""
     queries, m, part = tile.queries, tile.m, tile.part
     first_dq = 2 * BUFFERS * queries
     first_dv = first_dq + BUFFERS * m

@@ -1,7 +1,7 @@
-"""Blackwell backward, the kernels around the main one; one CTA per query tile of a head.
+"""Blackwell's backward kernels around the main one; a CTA has one query tile of a head.
 
-pre    kernels/common/backward_pre.py
-post   dQ = scale * dq_acc, from tiles (backward.py, Note [dq_acc]) to [B, T, N, H]
+kernels/common/backward_pre.py is the one before. The one after computes dQ = scale * dq_acc, from
+tiles (backward.py, Note [dq_acc]) to [B, T, N, H].
 """
 
 import cutlass
@@ -24,7 +24,7 @@ VECTOR = 8  # values of one 16-byte store
 
 
 class Postprocess(PostHost):
-    """dQ from its accumulators; attributes are compile-time constants."""
+    """Converts dQ from its accumulators; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
@@ -62,7 +62,7 @@ class Postprocess(PostHost):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def accumulated(self, tile_acc: cute.Pointer, row: Int32, column: Int32) -> cute.Tensor:
-        """Eight values of a row from a column on."""
+        """Loads eight values of a row from a column on."""
         values = cute.make_rmem_tensor((4, 2), Float32)
         rows, d = self.tile.m, self.tile.head_dim
         if not self.tile.dq_transposed:
@@ -80,11 +80,11 @@ class Postprocess(PostHost):
 
 
 def pre_source(key: KernelKey) -> KernelSource:
-    """The preprocessing kernel of a key, with its launch."""
+    """Returns the preprocessing kernel of a key, with its launch."""
     description = backward_description.pre(key.head_dim, key.value_dim)
     return backward_pre.source(key, description)
 
 
 def post_source(key: KernelKey) -> KernelSource:
-    """The postprocessing kernel of a key, with its launch."""
+    """Returns the postprocessing kernel of a key, with its launch."""
     return hosts.post_source(Postprocess(key), key)

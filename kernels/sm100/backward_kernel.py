@@ -1,4 +1,4 @@
-"""What both main backward kernels of Blackwell do around their roles: setup, roles, teardown."""
+"""What both main backward kernels of Blackwell do around their roles: they set up and tear down."""
 
 from typing import Any
 
@@ -62,8 +62,8 @@ class BackwardKernel(BackwardHost):
 
         call = (buffers.extents, sizes, scalars.window)
         rows = make_rows(buffers, sizes.query_length, tile.m)
-        # Each role works out its work by itself: shared by all roles, the values would stay in
-        # registers of each.
+        # Each role computes its work by itself: if all shared the values, these would stay in
+        # registers of every role.
         if warp < compute.first_warp:
             ptx.set_registers(reduce.registers)
             self.row_roles.reduce(shared, assign(self.config, shared, *call), rows)
@@ -102,11 +102,11 @@ class BackwardKernel(BackwardHost):
             cute.arch.cluster_wait()
 
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
-        """Load warp: every operand, into shared memory."""
+        """Load warp: loads every operand into shared memory."""
         raise NotImplementedError
 
     def mma(self, shared: Shared, work: Work):
-        """MMA warp, in a pair of the even CTA: all products."""
+        """MMA warp, of the even CTA in a pair: issues all products."""
         raise NotImplementedError
 
     def relay_loads(self, shared: Shared, work: Work):

@@ -1,7 +1,8 @@
-"""Blackwell backward for wide heads: a pair of CTAs has the dK and dV of one key tile.
+"""Blackwell's backward for wide heads: a pair of CTAs computes dK and dV of one key tile.
 
-The products of backward.py, all of them the pair's: the even CTA's MMA warp issues them, CTA r has
-half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 256 columns):
+The products are those of backward.py, and each is the pair's: the even CTA's MMA warp issues it,
+and CTA r has half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 256
+columns):
 
     operand in shared memory         of CTA r                                is
     k, v         (64, 256)           its keys, all columns                   A of S, dP
@@ -18,29 +19,32 @@ half of every operand and result (tile.m = 64 queries, tile.n = 128 keys, d = 25
     dK  += dS^T Q        128 x 256 x 64     as dV
     dQ^T = K^T dS        256 x 64 x 128     lane: column 128 r + lane; 64 queries; two buffers
 
-    load warp        k, v, kt once; then of every step q, lse_log2, delta, do, dot, qt
-    MMA warp         even: all products; odd: relays the completion of its loads to the even CTA
-    compute warps    two warpgroups, every second step each; a thread has one key and half of the
-                     queries: P to p, dS to ds and, in the CTA whose queries they are, to dst
-    reduce warps     one column of dQ a thread, from tensor memory to global memory by additions
-    order warp       deterministic only: the pair's place in the order of work, turns to add dQ
+    load warp        loads k, v, kt once; then of every step q, lse_log2, delta, do, dot, qt
+    MMA warp         issues all products (even CTA), or relays the completion of its loads to the
+                     even CTA (odd CTA)
+    compute warps    compute P and dS: two warpgroups have every second step each, a thread has one
+                     key and half of the queries; P goes to p, dS to ds and, in the CTA whose
+                     queries they are, to dst
+    reduce warps     add dQ from tensor memory to global memory; a thread has one column
+    order warp       deterministic only: draws the pair's ticket and opens its turns to add dQ
 
-Order of the products: S(0) dP(0), then for every step i: S(i+1) dP(i+1) dV(i) dK(i) dQ(i); of the
-loads likewise: q(i+1) do(i+1) dot(i) qt(i).
+Order of the products: S(0) dP(0), then for every step i: S(i+1) dP(i+1) dV(i) dK(i) dQ(i). The
+loads follow the same order: q(i+1) do(i+1) dot(i) qt(i).
 
-`backward_description.py` has the warps, the barriers (who signals, who waits, once per what) and
-the memory.
+`backward_description.py` lists the warps, the barriers (who signals, who waits, once per what) and
+the memory; docs/kernels.md shows them.
 
-The MMA warp waits in the even CTA for loads, compute and reduce warps of both; its commits arrive
+The even CTA's MMA warp waits for loads, compute and reduce warps of both CTAs; its commits arrive
 in both. Loads arrive in the CTA that issues them; the odd CTA's MMA warp relays them.
 
-Note [what needs no barrier]: a buffer's S(i+2) overwrites S(i), and dP(i+2) dP(i), after dV(i) and
-dK(i), which waited for P(i) and dS(i); dQ(i)'s fence stands between. p, ds and dst of step i are
-overwritten after s_full and dp_full of step i+2, whose commits tell that dV(i), dK(i) and dQ(i)
-are complete. S has left q, and dP do, when s_full and dp_full come. lse_log2 and delta of step i
-are overwritten by a load after s_full of step i+2, issued after ds_full of step i.
+Note [what needs no barrier]: in a buffer S(i+2) overwrites S(i), and dP(i+2) overwrites dP(i),
+after dV(i) and dK(i), which waited for P(i) and dS(i); dQ(i)'s fence comes between. Compute warps
+overwrite p, ds and dst of step i after s_full and dp_full of step i+2, whose commits say that
+dV(i), dK(i) and dQ(i) are complete. A new q may be loaded once s_full has come, since S has read q
+then, and a new do once dp_full has come. A load overwrites lse_log2 and delta of step i after
+s_full of step i+2, whose product was issued after ds_full of step i.
 
-Two CTAs each add half of the columns of dQ, so both may have their turn at a time.
+Each CTA adds half of the columns of dQ, so both may have their turn at the same time.
 
 (FlashAttention-4, backward: 2-CTA mode; M = 128 here, so that the accumulators of 256 columns fit.)
 """
@@ -83,7 +87,7 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
-        """Load warp: this CTA's parts of all operands."""
+        """Load warp: loads this CTA's parts of all operands."""
         tile, barriers = self.config.tile, shared.barriers
         kv_full = barriers.kv_full.first
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
@@ -107,13 +111,13 @@ class PairBackward(BackwardKernel):
             self.load_columns(maps.dot, work, step, shared.dot, barriers.dot_full.at(step))
             barriers.qt_empty.wait_free(step)
             self.load_columns(maps.qt, work, step, shared.qt, barriers.qt_full.at(step))
-        # Shared memory outlives every commit's arrival.
+        # Shared memory must outlive every commit's arrival.
         barriers.dot_empty.wait_free(steps)
         barriers.qt_empty.wait_free(steps)
 
     @cute.jit
     def load_rows(self, maps: Maps, shared: Shared, work: Work, rows: Rows, step: Int32):
-        """q, lse_log2, delta and do of a step, after S and dP of the step before."""
+        """Loads q, lse_log2, delta and do of a step, after S and dP of the step before."""
         tile, barriers = self.config.tile, shared.barriers
         head, block = work.step(step, self.config.deterministic)
         row = rows.tile(work.batch, work.heads, head, block) * tile.m
@@ -148,7 +152,7 @@ class PairBackward(BackwardKernel):
         memory: cute.Tensor,
         full: cute.Pointer,
     ):
-        """qt or dot of a step."""
+        """Loads qt or dot of a step."""
         tile = self.config.tile
         head, block = work.step(step, self.config.deterministic)
         of_head = tensors.bthd_coordinates()[None, None, head, work.batch]
@@ -183,7 +187,7 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def receive_keys(self, shared: Shared, work: Work):
-        """Waits for k, v and kt; rows past the key length, which may hold anything, to 0."""
+        """Waits for k, v and kt, and writes 0 to rows past the key length."""
         shared.barriers.kv_full.wait(0, 2)
         if work.padded_keys:
             rows = work.band.key_length - work.first_key
@@ -194,7 +198,7 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def receive(self, memory: cute.Tensor, full: Ring, work: Work, step: Int32):
-        """Waits for q, do, qt or dot; rows past the query length, which may hold anything, to 0."""
+        """Waits for q, do, qt or dot, and writes 0 to rows past the query length."""
         full.wait(step, 2)
         if work.padded_queries:
             _, block = work.step(step, self.config.deterministic)
@@ -216,7 +220,7 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def mma(self, shared: Shared, work: Work):
-        """MMA warp of the even CTA: all five products of all steps."""
+        """MMA warp of the even CTA: issues all five products of all steps."""
         steps = work.steps()
         if steps > 0:
             self.receive_keys(shared, work)
@@ -231,7 +235,7 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def mma_rows(self, shared: Shared, work: Work, step: Int32):
-        """S^T = K Q^T and dP^T = V dO^T: (keys, queries), over head_dim."""
+        """Issues S^T = K Q^T and dP^T = V dO^T: (keys, queries), over head_dim."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         use = use_of_buffer(step)
         for a, b, b_full, column, full in (
@@ -248,7 +252,7 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def mma_columns(self, shared: Shared, work: Work, step: Int32):
-        """dV += P^T dO and dK += dS^T Q: (keys, columns), over the queries."""
+        """Issues dV += P^T dO and dK += dS^T Q: (keys, columns), over the queries."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         use = use_of_buffer(step)
         of_dv = (shared.p, barriers.p_full, shared.dot, barriers.dot_full, barriers.dot_empty)
@@ -267,11 +271,12 @@ class PairBackward(BackwardKernel):
 
     @cute.jit
     def mma_dq(self, shared: Shared, step: Int32):
-        """dQ^T = K^T dS; after dK's wait for dS."""
+        """Issues dQ^T = K^T dS, after dK has waited for dS."""
         tile, barriers = self.config.tile, shared.barriers
         use = use_of_buffer(step)
         barriers.dq_empty.wait_free(use, 2)
-        # Behind reads of dQ(i-2) and of S(i) and dP(i), which S(i+2) and dP(i+2) overwrite.
+        # What follows is ordered after the reads of dQ(i-2), S(i) and dP(i): dQ(i), S(i+2) and
+        # dP(i+2) overwrite them.
         ptx.fence_after_sync()
         columns = products.mn_major(shared.kt.iterator, tile.n, tile.span_bytes)
         scores = products.mn_major(shared.dst.iterator, tile.n, tile.queries * 2)
@@ -282,7 +287,7 @@ class PairBackward(BackwardKernel):
 
 
 def source(key: KernelKey) -> KernelSource:
-    """The main backward kernel of a key, with its launch."""
+    """Returns the main backward kernel of a key, with its launch."""
     kernel = PairBackward(key)
     tile = kernel.config.tile
     sizes = {"m": tile.m, "n": tile.n, "head_dim": tile.head_dim}

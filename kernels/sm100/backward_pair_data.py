@@ -11,15 +11,16 @@ from kernels.sm100.tiles import BACKWARD_TILES, BUFFERS, BackwardPairTile
 
 
 def use_of_buffer(step: Int32) -> Use:
-    """The use that a step makes of barriers which two buffers have.
+    """Returns the use that a step makes of the barriers of two buffers.
 
-    The same as `nth_use(step, BUFFERS)`, by divisions: shifts would change the kernels' text.
+    It equals `nth_use(step, BUFFERS)`; but shifts in place of divisions would change the kernels'
+    PTX, which was proven as it is.
     """
     return Use(step % BUFFERS, step // BUFFERS & 1)
 
 
 class Config:
-    """Compile-time constants of one kernel, shared by its roles; all five products."""
+    """Compile-time constants of one kernel and its five products; the roles share them."""
 
     def __init__(self, key: KernelKey):
         tile = BACKWARD_TILES[key.head_dim, key.value_dim]

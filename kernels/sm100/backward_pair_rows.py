@@ -42,15 +42,18 @@ class Place:
 
 
 class RowRoles:
-    """Compute: a warpgroup has every second step, a thread one key and half of the queries, or,
-    of dV and dK, of the columns. Reduce: a thread has one column of dQ."""
+    """The compute and the reduce role.
+
+    A compute warpgroup has every second step; a thread has one key and half of the queries, or, of
+    dV and dK, half of the columns. A thread of the reduce warps has one column of dQ.
+    """
 
     def __init__(self, config: Config):
         self.config = config
 
     @cute.jit
     def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
-        """Compute warps: P and dS of all steps, then dV and dK."""
+        """Compute warps: compute P and dS of all steps, then store dV and dK."""
         scale_log2, scale = scalars.scale_log2, scalars.scale
         tile = self.config.tile
         thread, _, _ = cute.arch.thread_idx()
@@ -67,7 +70,7 @@ class RowRoles:
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + tile.n > work.band.key_length)
             first_query = block * tile.m + half * tile.queries
-            # A block that needs no mask gets bounds that hide nothing.
+            # A block that needs no mask gets bounds that hide no query.
             begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             end = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
             queries = Queries(half * tile.queries, step, Limits(begin, end), edge)
@@ -77,7 +80,7 @@ class RowRoles:
 
     @cute.jit
     def compute_step(self, shared: Shared, place: Place, of_step: Queries, scale_log2: Float32):
-        """P and dS of one key and half of the queries of a step; the group is the buffer."""
+        """Computes P and dS of one key and half of a step's queries; the buffer is the group's."""
         buffer, half, key_row, step = place.group, place.half, place.key_row, of_step.step
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         queries, own_row = tile.queries, key_row % tile.keys
@@ -114,7 +117,7 @@ class RowRoles:
         products.arrive(barriers.ds_full[buffer].first, ctas=2)
 
     def write_row(self, row: cute.Tensor, half: Int32, pairs: list[Int32]):
-        """Half of a row of P or dS to shared memory."""
+        """Writes half of a row of P or dS to shared memory."""
         fragment = cute.make_rmem_tensor((2 * len(pairs),), self.config.dtype)
         words = cute.recast_tensor(fragment, Int32)
         for i in range(len(pairs)):
@@ -123,7 +126,7 @@ class RowRoles:
 
     @cute.jit
     def write_gradients(self, maps: Maps, shared: Shared, work: Work, place: Place, scale: Float32):
-        """dV (compute warpgroup 0) and scale * dK (1) to global memory; 0 without any step.
+        """Stores dV (compute warpgroup 0) and scale * dK (1), which are 0 if there is no step.
 
         place: the half is of the columns, the key is the CTA's.
         """
@@ -137,7 +140,7 @@ class RowRoles:
                 column, staging = ((columns("dv"), shared.v), (columns("dk"), shared.k))[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base() + column.first
-                # Not unrolled, as in the forward's write_output.
+                # The loop is not unrolled, for the reason that the forward's write_output gives.
                 for start in cutlass.range(0, tile.part, CHUNK, unroll=1):
                     fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
                     pairs = cute.recast_tensor(fragment, Int32)
@@ -162,12 +165,12 @@ class RowRoles:
                 tensors.tma_store(maps.dv, shared.v, target)
                 tensors.tma_store(maps.dk, shared.k, target)
                 cute.arch.cp_async_bulk_commit_group()
-                # Shared memory outlives what the stores read.
+                # Shared memory must outlive the stores' reads.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def reduce(self, shared: Shared, work: Work, rows: Rows):
-        """Reduce warps: dQ of every step is added to dq_acc (backward.py, Note [dq_acc])."""
+        """Reduce warps: add dQ of every step to dq_acc (backward.py, Note [dq_acc])."""
         tile = self.config.tile
         thread, _, _ = cute.arch.thread_idx()
         for step in cutlass.range(work.steps(), unroll=1):

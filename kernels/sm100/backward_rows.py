@@ -18,11 +18,11 @@ from kernels.sm100.backward_data import Config, Work
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.tiles import LANES
 
-CHUNK = 32  # columns of tensor memory that a thread takes at a time
+CHUNK = 32  # columns of tensor memory that a thread loads at a time
 
 
 def statistics(tensor: cute.Tensor, slot: Int32, first: Int32, count: int) -> cute.Tensor:
-    """Values of `count` consecutive queries of a step, the same for every thread.
+    """Loads values of `count` consecutive queries of a step, the same for every thread.
 
     tensor: (queries, stage).
     """
@@ -56,7 +56,7 @@ class Queries:
 def probabilities(
     scores: list[Float32], lse_log2: cute.Tensor, scale_log2: Float32, queries: Queries
 ) -> cute.Tensor:
-    """exp2(S * scale_log2 - lse_log2) of one key, in fp32; 0 where the pair is hidden."""
+    """Returns exp2(S * scale_log2 - lse_log2) of one key, in fp32; 0 where the pair is hidden."""
     count = len(scores)
     p = cute.make_rmem_tensor((count,), Float32)
     for i in cutlass.range_constexpr(0, count, 2):
@@ -76,7 +76,7 @@ def probabilities(
 def score_gradients(
     p: cute.Tensor, first: int, dp: list[Float32], delta: cute.Tensor
 ) -> list[Float32]:
-    """P * (dP - delta) of one key, from a query of p on."""
+    """Returns P * (dP - delta) of one key; dp and delta begin with query `first` of p."""
     values = []
     for i in range(0, len(dp), 2):
         difference = cute.arch.sub_packed_f32x2((dp[i], dp[i + 1]), (delta[i], delta[i + 1]))
@@ -86,7 +86,7 @@ def score_gradients(
 
 
 def rounded_pairs(dtype: type[cutlass.Numeric], values: list[Float32]) -> list[Int32]:
-    """Pairs of values in the storage type."""
+    """Rounds pairs of values to the storage type."""
     return [
         common_ptx.round_pair(dtype, low, high)
         for low, high in zip(values[::2], values[1::2], strict=True)
@@ -94,15 +94,18 @@ def rounded_pairs(dtype: type[cutlass.Numeric], values: list[Float32]) -> list[I
 
 
 class RowRoles:
-    """Compute: a thread has half of the queries of one key. Reduce: a thread has one query, or,
-    where dQ is transposed, some columns of all."""
+    """The compute and the reduce role.
+
+    A compute thread has half of the queries of one key; a reduce thread has one query, or, where dQ
+    is transposed, some columns of all queries.
+    """
 
     def __init__(self, config: Config):
         self.config = config
 
     @cute.jit
     def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
-        """Compute warps: P and dS of all steps, then dV and dK."""
+        """Compute warps: compute P and dS of all steps, then store dV and dK."""
         scale_log2, scale = scalars.scale_log2, scalars.scale
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
@@ -118,7 +121,7 @@ class RowRoles:
             edge = edge | (work.first_key + self.config.tile.n > work.band.key_length)
             first = half * (self.config.tile.m // COMPUTE_GROUPS)
             first_query = block * self.config.tile.m + first
-            # A block that needs no mask gets bounds that hide nothing.
+            # A block that needs no mask gets bounds that hide no query.
             begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             end = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
             queries = Queries(first, step, Limits(begin, end), edge)
@@ -128,7 +131,10 @@ class RowRoles:
 
     @cute.jit
     def probabilities(self, shared: Shared, queries: Queries, scale_log2: Float32) -> cute.Tensor:
-        """P = exp2(S * scale_log2 - lse_log2) of a step, to tensor memory; returns it in fp32."""
+        """Writes P = exp2(S * scale_log2 - lse_log2) of a step to tensor memory.
+
+        Returns it in fp32.
+        """
         first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers
         count = tile.m // COMPUTE_GROUPS
@@ -147,7 +153,7 @@ class RowRoles:
 
     @cute.jit
     def score_gradients(self, shared: Shared, queries: Queries, key_row: Int32, p: cute.Tensor):
-        """dS = P * (dP - delta) of a step, to tensor and to shared memory.
+        """Writes dS = P * (dP - delta) of a step to tensor and to shared memory.
 
         key_row: the thread's key in the tile.
         """
@@ -175,7 +181,7 @@ class RowRoles:
         products.arrive(barriers.ds_full.at(step))
 
     def rounded(self, values: list[Float32]) -> list[Int32]:
-        """Pairs of values in the storage type."""
+        """Rounds pairs of values to the storage type."""
         return rounded_pairs(self.config.dtype, values)
 
     @cute.jit
@@ -188,7 +194,7 @@ class RowRoles:
         key_row: Int32,
         scale: Float32,
     ):
-        """dV (compute warpgroup 0) and scale * dK (1) to global memory; 0 without any step.
+        """Stores dV (compute warpgroup 0) and scale * dK (1), which are 0 if there is no step.
 
         key_row: the thread's key in the tile.
         """
@@ -205,7 +211,7 @@ class RowRoles:
                 )[part]
                 factor = (Float32(1.0), scale)[part]
                 first = products.lane_base() + column
-                # Not unrolled, as in the forward's write_output.
+                # The loop is not unrolled, for the reason that the forward's write_output gives.
                 for start in cutlass.range(0, d, CHUNK, unroll=1):
                     fragment = cute.make_rmem_tensor((CHUNK,), self.config.dtype)
                     pairs = cute.recast_tensor(fragment, Int32)
@@ -233,7 +239,7 @@ class RowRoles:
 
     @cute.jit
     def reduce(self, shared: Shared, work: Work, rows: Rows):
-        """Reduce warps: dQ of every step is added to dq_acc (backward.py, Note [dq_acc])."""
+        """Reduce warps: add dQ of every step to dq_acc (backward.py, Note [dq_acc])."""
         tile = self.config.tile
         width, tile_size = tile.dq_width, tile.m * tile.head_dim
         thread, _, _ = cute.arch.thread_idx()

@@ -1,19 +1,19 @@
-"""Blackwell forward: O = softmax(scale * Q K^T) V and LSE, query tiles of 128 rows in ping-pong.
+"""Blackwell's forward: O = softmax(scale * Q K^T) V and LSE, with query tiles of 128 rows.
 
-    schedule warp     which tile comes next, one prefetch of all other roles
-    load warp         TMA: Q of both tiles, K and V blocks into one ring, last block first
-    MMA warp          S_t(i) = Q_t K(i)^T      both operands from shared memory, S to tensor memory
-                      O_t   += P_t(i) V(i)     P from tensor memory, part by part
-    softmax group t   one row a thread: S from tensor memory to registers, reference maximum,
-                      P = exp2(S * scale_log2 - reference * scale_log2) back over S, row sum
-    correction group  O_t *= factor in tensor memory where a row's reference moved; at the end
-                      O_t / sum to shared memory
-    store warp        TMA: output tiles to global memory
+    schedule warp     finds which tile comes next, one round ahead of all other roles
+    load warp         loads by TMA: Q of both tiles, K and V blocks into one ring, last block first
+    MMA warp          issues S_t(i) = Q_t K(i)^T     both operands from shared memory
+                      and    O_t   += P_t(i) V(i)    P from tensor memory, part by part
+    softmax group t   loads S from tensor memory, one row a thread, finds the reference maximum,
+                      writes P = exp2(S * scale_log2 - reference * scale_log2) over S, sums rows
+    correction group  computes O_t *= factor in tensor memory where a row's reference moved; at the
+                      end writes O_t / sum to shared memory
+    store warp        stores output tiles by TMA
 
 Two query tiles (head_dim <= 128): S_0(0) S_1(0), then for every block i: O_0 S_0(i+1) O_1 S_1(i+1);
-while one tile's softmax works, the tensor core has the other's products. After the last block the
-next tiles' first scores take the place of S_t(i+1). A single query tile (where two accumulators O
-do not fit tensor memory) has two buffers of scores instead: S(0) S(1), then for every block i:
+while one tile's softmax works, the tensor core computes the other's products. After the last block
+the next tiles' first scores take the place of S_t(i+1). A single query tile (where two accumulators
+O do not fit tensor memory) has two buffers of scores instead: S(0) S(1), then for every block i:
 O S(i+2).
 
 A pair of CTAs (tile.ctas = 2) shares K and V: each has query tiles of its own, half of the keys of
@@ -21,17 +21,18 @@ a K block and half of the columns of a V block, and the even CTA's MMA warp issu
 rows for both. The odd CTA's MMA warp relays its loads' completion to the even CTA; its softmax and
 correction warps arrive there themselves; the even CTA's commits arrive in both.
 
-`forward_description.py` has the warps, the barriers (who signals, who waits, once per what) and the
-memory.
+`forward_description.py` lists the warps, the barriers (who signals, who waits, once per what) and
+the memory; docs/kernels.md shows them.
 
 Note [what needs no barrier]: a buffer's next S overwrites its S and P; the MMA warp issues it after
-the product that reads this P. The softmax warp of the next block in a buffer overwrites its factor;
-it has waited for that S, and so for the correction warps' arrival on p_early of this block, which
-comes after they have read the factor; a tile's first block has none. The next tile's first product
-overwrites O_t after the correction warps' arrival on its p_early, which comes as soon as they have
-read O_t. With two query tiles O_t may be rescaled when a factor is there: S_t(i) was complete, and
-so was O_t's product of block i-1 before it; with a single one S(i) comes before that product, and
-the correction warps wait for the product.
+the product that reads this P. A block's factor is overwritten by the softmax warp of the next block
+in its buffer. That warp has waited for its S, and so for the correction warps' arrival on p_early
+of the block before in that buffer, which comes after they have read the factor; a tile's first
+block has no factor. The next tile's first product overwrites O_t after the correction warps'
+arrival on its p_early, which comes as soon as they have read O_t. With two query tiles O_t may be
+rescaled when a factor is there: S_t(i) was complete, and so was O_t's product of block i-1, issued
+before it. With a single query tile S(i) is issued before that product, so the correction warps wait
+for the product.
 
 (FlashAttention-4: ping-pong tiles, conditional rescaling, correction warps, P in parts.)
 """
@@ -91,7 +92,7 @@ class Forward(ForwardHost):
         self.synchronise()
 
         window = scalars.window
-        # Each role counts its tiles: counted once, the number would take a register of all of them.
+        # Each role counts its rounds: one number for all would stay in a register of every role.
         if warp < correction.first_warp:
             ptx.set_registers(softmax.registers)
             if warp // softmax.warps < softmax.groups:
@@ -127,7 +128,7 @@ class Forward(ForwardHost):
 
     @cute.jit
     def synchronise(self):
-        """All threads of the CTA, or of the pair."""
+        """Synchronises all threads of the CTA, or of the pair."""
         if cutlass.const_expr(self.config.tile.ctas == 1):
             cute.arch.sync_threads()
         else:
@@ -136,7 +137,7 @@ class Forward(ForwardHost):
 
     @cute.jit
     def assign(self, shared: Shared, schedule: Schedule, rounds: Int32):
-        """Schedule warp: works out every tile's work while the other roles have the one before."""
+        """Schedule warp: finds every tile's work while the other roles work on the tile before."""
         for round_index in cutlass.range(rounds, unroll=1):
             work = assign(schedule.tile(round_index), schedule, self.config.shape)
             use = shared.barriers.work_empty.use(round_index)
@@ -148,7 +149,7 @@ class Forward(ForwardHost):
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, rounds: Int32):
-        """Load warp: of every tile Q, then K and V of each block, last block first."""
+        """Load warp: loads Q of every tile, then K and V of each block, last block first."""
         tile = self.config.tile
         loads_done, tiles_done = Int32(0), Int32(0)
         for round_index in cutlass.range(rounds, unroll=1):
@@ -168,7 +169,7 @@ class Forward(ForwardHost):
     def load_tile(
         self, maps: Maps, shared: Shared, work: Work, loads_done: Int32, tiles_done: Int32
     ):
-        """Loads of one tile that has blocks, after `loads_done` loads into the ring."""
+        """Loads one tile that has blocks, after `loads_done` loads into the ring."""
         tile, d = self.config.tile, self.config.head_dim
         units = tile.rows // UNIT
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
@@ -202,8 +203,10 @@ class Forward(ForwardHost):
     def coordinates(
         self, work: Work, unit: Int32, shape: tuple[int, int], column: Int32 | int = 0
     ) -> cute.Tensor:
-        """TMA coordinates in [B, length, heads, head_dim] of (rows, columns) from a unit of the
-        tile on; column: in such widths."""
+        """Returns the TMA coordinates of a (rows, columns) shape from a unit of the tile on.
+
+        column: the place along head_dim, in widths of the shape.
+        """
         query, head = work.unit(unit)
         tensor = tensors.bthd_coordinates()[None, None, head, work.batch]
         return cute.local_tile(cute.domain_offset((query, 0), tensor), shape, (0, column))
@@ -218,7 +221,7 @@ class Forward(ForwardHost):
         block: Int32,
         loads: Int32,
     ):
-        """This CTA's part of a block of K or V into the ring, after `loads` others."""
+        """Loads this CTA's part of a block of K or V into the ring, after `loads` others."""
         tile, d = self.config.tile, self.config.head_dim
         of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         rank = cute.arch.block_idx_in_cluster() if tile.ctas > 1 else 0
@@ -237,7 +240,7 @@ class Forward(ForwardHost):
 
     @cute.jit
     def store(self, maps: Maps, shared: Shared, rounds: Int32):
-        """Store warp: output tiles to global memory."""
+        """Store warp: stores output tiles to global memory."""
         stored = Int32(0)
         for round_index in cutlass.range(rounds, unroll=1):
             work = pop_work(shared, round_index)
@@ -249,7 +252,7 @@ class Forward(ForwardHost):
     def store_tile(
         self, maps: Maps, shared: Shared, work: Work, t: cutlass.Constexpr[int], stored: Int32
     ):
-        """Output tile t of the CTA, after `stored` others, span by span."""
+        """Stores output tile t of the CTA, after `stored` others, span by span."""
         tile = self.config.tile
         units = tile.rows // UNIT
         for span in cutlass.range(self.config.head_dim // tile.span, unroll=1):
@@ -266,13 +269,13 @@ class Forward(ForwardHost):
                         rows = cute.local_tile(o, (UNIT, tile.span), (unit, 0))
                         tensors.tma_store(maps.o, rows, target)
                 cute.arch.cp_async_bulk_commit_group()
-                # After the last tile, too: shared memory must outlive the stores' reads.
+                # It waits after the last tile, too: shared memory must outlive the stores' reads.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(shared.barriers.out_empty[span].first)
 
 
 def source(key: KernelKey) -> KernelSource:
-    """The forward kernel of a key, with its launch."""
+    """Returns the forward kernel of a key, with its launch."""
     kernel = Forward(key)
     tile = kernel.config.tile
     return forward_source(kernel, key, {"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages})

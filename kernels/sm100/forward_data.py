@@ -34,7 +34,7 @@ class Config:
         )
 
     def block(self, t: Int32 | int, ordinal: Int32) -> Use:
-        """The use of the score buffers by query tile t's block, the ordinal-th of this CTA.
+        """Returns the use of the score buffers by query tile t's block, the ordinal-th of this CTA.
 
         Each of two query tiles has a buffer of its own; a single one takes both in turn.
         """
@@ -43,7 +43,7 @@ class Config:
         return nth_use(ordinal, BUFFERS)
 
     def part_full(self, barriers: Barriers, part: int) -> Ring:
-        """What says, block by block, that a part of P is there."""
+        """Returns the ring whose phases say, block by block, that a part of P is there."""
         if part == 0:
             return barriers.p_early
         later = len(self.tile.p_splits) - 1
@@ -51,9 +51,9 @@ class Config:
 
 
 def peek_work(shared: Shared, round_index: Int32, window: Window | None = None) -> Work:
-    """The work of this CTA's tile in a round, as the schedule warp has worked it out.
+    """Returns the work of this CTA's tile in a round, as the schedule warp wrote it.
 
-    window: of a band kernel, for roles that look at the mask.
+    window: of a band kernel, for roles that apply the mask.
     """
     use = shared.barriers.work_full.use(round_index)
     shared.barriers.work_full.wait(use)
@@ -61,7 +61,7 @@ def peek_work(shared: Shared, round_index: Int32, window: Window | None = None) 
 
 
 def pop_work(shared: Shared, round_index: Int32, window: Window | None = None) -> Work:
-    """`peek_work`, for the last time: the schedule warp may then write over it."""
+    """Returns what `peek_work` does, for the last time: the schedule warp may overwrite it then."""
     work = peek_work(shared, round_index, window)
     products.arrive(shared.barriers.work_empty.at(round_index))
     return work

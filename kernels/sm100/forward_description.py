@@ -26,12 +26,12 @@ from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, ForwardTile
 WORK_WORDS = 13  # what describes one query tile's work
 WORK_SLOTS = 2  # tiles whose work is known at a time
 SOFTMAX_GROUPS = 2
-UNIT = 8  # query rows that tiles which several heads share move by: an atom of the swizzle
+UNIT = 8  # query rows of one head in a tile that heads share: an atom of the swizzle
 
 
 @functools.cache
 def description(head_dim: int) -> Description:
-    """The forward kernel of a head dim."""
+    """Describes the forward kernel of a head dim."""
     tile = FORWARD_TILES[head_dim]
     roles = _roles(tile)
     return Description(
@@ -57,8 +57,11 @@ def description(head_dim: int) -> Description:
 
 
 def _roles(tile: ForwardTile) -> tuple[Role, ...]:
-    """Softmax and correction warps reach the lanes of tensor memory of their place in a warpgroup,
-    so each of their groups starts at a multiple of four."""
+    """Lists the roles.
+
+    A warp reaches the quarter of tensor memory's lanes that its place in its warpgroup gives it, so
+    each group of softmax and correction warps starts at a multiple of four.
+    """
     budget = tile.registers
     roles = [
         Role(
@@ -78,7 +81,7 @@ def _roles(tile: ForwardTile) -> tuple[Role, ...]:
         "mma": "issues all products; in a pair's odd CTA relays the completion of loads",
         "load": "TMA: Q of the query tiles, K and V blocks into one ring, last block first",
         "store": "TMA: output tiles to global memory",
-        "schedule": "works out which tile comes next, one ahead of all other roles",
+        "schedule": "finds which tile comes next, one round ahead of all other roles",
     }
     job = "rescales O where a row's reference moved; at the end O / sum to shared memory"
     return (
@@ -92,10 +95,10 @@ def _roles(tile: ForwardTile) -> tuple[Role, ...]:
 
 
 def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tuple[Barrier, ...]:
-    """A pair's MMA warp is the even CTA's: it waits for what both CTAs have loaded and computed.
+    """Lists the barriers; a pair's MMA warp waits for what both CTAs have loaded and computed.
 
-    The odd CTA's loads come to its own barriers, and from there as an arrival of its MMA warp,
-    which has nothing else to do.
+    It is the even CTA's. The odd CTA's loads complete its own barriers, and its MMA warp, which has
+    nothing else to do, relays them by an arrival at the even CTA's.
     """
     workers = tuple(role.name for role in roles if role.name not in ("schedule", "idle"))
     tiles, ring, spans = tile.query_tiles, tile.kv_stages, head_dim // tile.span
@@ -132,7 +135,7 @@ def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
         Region("tmem_base", (), "where this CTA's tensor memory begins", "i32"),
         Region("work", (WORK_WORDS, WORK_SLOTS), "what the schedule warp says of a tile", "i32"),
         Region("factors", (rows, BUFFERS), "by what O is rescaled before the block", "f32"),
-        # A single query tile leaves half of it unused.
+        # A single query tile uses half of it.
         Region("inverse_sums", (rows, BUFFERS), "negative where there is no output", "f32"),
         operand("q", (rows, head_dim, tile.query_tiles), span, "query tiles"),
         operand("k", (tile.keys, head_dim, ring), span, kv),
@@ -142,7 +145,7 @@ def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
 
 
 def _columns(tile: ForwardTile, head_dim: int) -> tuple[Columns, ...]:
-    """P, two 16-bit values a column, takes the upper half of S's columns.
+    """Lists the columns; P, two 16-bit values a column, overwrites the upper half of S's.
 
     A thread writes its row of P after it has read its whole row of S, and the next S is multiplied
     after P has been.
@@ -156,7 +159,10 @@ def _columns(tile: ForwardTile, head_dim: int) -> tuple[Columns, ...]:
 
 
 def _maps(tile: ForwardTile, head_dim: int) -> tuple[TensorMap, ...]:
-    """q and o move by whole tiles where a tile has one head's rows, else by units."""
+    """Lists the tensor maps.
+
+    q and o move by whole tiles where a tile has one head's rows, else by units.
+    """
     span, d, rows = tile.span_bytes, head_dim, tile.rows
     return (
         TensorMap("q", "q", UNIT, d, span),

@@ -1,4 +1,4 @@
-"""The MMA warp of the Blackwell forward: all products; in a pair's odd CTA what it does instead."""
+"""The MMA warp of the Blackwell forward: it issues products or, in an odd CTA, relays loads."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ class Round:
 
 
 class ProductRoles:
-    """S = Q K^T and O += P V, in the order that forward.py gives."""
+    """Issues S = Q K^T and O += P V, in the order that forward.py gives."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -34,7 +34,7 @@ class ProductRoles:
 
     @cute.jit
     def mma(self, shared: Shared, rounds: Int32):
-        """MMA warp: all products of all tiles."""
+        """MMA warp: issues all products of all tiles."""
         done, begun = Progress(Int32(0), Int32(0)), Boolean(False)
         for round_index in cutlass.range(rounds, unroll=1):
             work = pop_work(shared, round_index)
@@ -47,7 +47,7 @@ class ProductRoles:
 
     @cute.jit
     def begin_tile(self, shared: Shared, count: Int32, done: Progress):
-        """First scores of a tile of `count` blocks."""
+        """Issues the first scores of a tile of `count` blocks."""
         for i in cutlass.range_constexpr(self.config.tile.buffers_per_tile):
             if i < count:
                 for t in cutlass.range_constexpr(self.config.tile.query_tiles):
@@ -62,7 +62,7 @@ class ProductRoles:
         count: Int32,
         done: Progress,
     ):
-        """S_t of the i-th block of a tile of `count`, among those that come first."""
+        """Issues S_t of block i of a tile of `count`, one of the blocks whose scores come first."""
         tile, barriers = self.config.tile, shared.barriers
         k = self.await_block(shared, 2 * done.blocks + i, t == 0)
         if cutlass.const_expr(i == 0):
@@ -73,7 +73,7 @@ class ProductRoles:
 
     @cute.jit
     def finish_tile(self, shared: Shared, work: Work, this_round: Round, done: Progress) -> Boolean:
-        """All other products of a tile and, between its last ones, first scores of the next one.
+        """Issues a tile's other products and, between its last ones, first scores of the next tile.
 
         Returns whether the next tile has been begun.
         """
@@ -107,7 +107,7 @@ class ProductRoles:
                 self.clear_padding(shared.v[None, None, v.slot], work)
             for t in cutlass.range_constexpr(tiles):
                 self.mma_values(shared, t, v.slot, done.blocks + step, step > 0)
-                # Never a phase that nobody waits for: commits may arrive out of order.
+                # Every phase of o_full has a waiter: commits may arrive out of order.
                 products.commit(barriers.o_full[t].first, tile.ctas)
                 if cutlass.const_expr(t == tiles - 1):
                     products.commit(barriers.kv_empty.at(v), tile.ctas)
@@ -118,10 +118,10 @@ class ProductRoles:
 
     @cute.jit
     def blocks_of_next(self, shared: Shared, this_round: Round) -> Int32:
-        """Blocks of the next round's tile, 0 after the last; its own round pops it.
+        """Counts the blocks of the next round's tile, 0 after the last; its own round pops it.
 
-        Nobody could wait for the round after the next one: that tile is worked out only when the
-        correction warps, which wait for products of this tile, have popped the next one.
+        No role could wait for the round after the next one: the schedule warp finds that tile only
+        when the correction warps, which wait for products of this tile, have popped the next one.
         """
         blocks = Int32(0)
         if this_round.index + 1 < this_round.count:
@@ -172,7 +172,7 @@ class ProductRoles:
         ordinal: Int32,
         last: cutlass.Boolean,
     ):
-        """S = Q_t K^T of the CTA's ordinal-th block; `last` of its tile."""
+        """Issues S = Q_t K^T of the CTA's ordinal-th block; `last`: it is the last of its tile."""
         block = self.config.block(t, ordinal)
         tile, d = self.config.tile, self.config.head_dim
         row_bytes, scores = d * 2, self.config.columns("s")
@@ -198,7 +198,7 @@ class ProductRoles:
         ordinal: Int32,
         accumulate: cutlass.Boolean,
     ):
-        """O_t += P V of the CTA's ordinal-th block, part by part."""
+        """Issues O_t += P V of the CTA's ordinal-th block, part by part."""
         tile = self.config.tile
         n = tile.n
         block = self.config.block(t, ordinal)
@@ -216,7 +216,7 @@ class ProductRoles:
 
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work):
-        """Values of the last block past the key length, which may hold anything, to 0."""
+        """Writes 0 to the last block's values past the key length, which may hold anything."""
         first_row = work.band.key_length - (work.blocks.end - 1) * self.config.tile.n
         thread, _, _ = cute.arch.thread_idx()
         tensors.zero_rows(v, first_row, thread % 32, 32)

@@ -20,8 +20,8 @@ from kernels.sm100.forward_schedule import Work
 from kernels.sm100.tiles import SPECULATIVE_KEYS
 
 LN_2 = 0.6931471805599453
-CHUNK = 32  # columns of tensor memory that a thread takes at a time
-PIECE = 8  # keys whose exponentials are made at a time
+CHUNK = 32  # columns of tensor memory that a thread loads at a time
+PIECE = 8  # keys whose exponentials are computed at a time
 NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
 
 
@@ -77,7 +77,7 @@ class Output:
 
 
 class RowRoles:
-    """Softmax and correction; a thread has one row of one query tile."""
+    """The softmax and the correction role; a thread has one row of one query tile."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -92,7 +92,7 @@ class RowRoles:
         sizes: Sizes,
         scalars: ForwardScalars,
     ):
-        """Softmax warps: probabilities of all blocks of all tiles, and the LSE."""
+        """Softmax warps: compute the probabilities of all blocks of all tiles, and the LSE."""
         scales = make_scales(scalars)
         thread, _, _ = cute.arch.thread_idx()
         done = Progress(Int32(0), Int32(0))
@@ -119,7 +119,10 @@ class RowRoles:
         scales: Scales,
         done: Progress,
     ):
-        """One row of one query tile, from scores to its inverse sum and LSE; row: its query."""
+        """Computes one row of one query tile, from scores to inverse sum and LSE.
+
+        row: its query.
+        """
         thread, _, _ = cute.arch.thread_idx()
         t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
         lane_row = thread % self.config.tile.rows
@@ -127,7 +130,8 @@ class RowRoles:
         state = RowState(-Float32.inf, Float32(0.0), Float32(0.0))
         begin, end = work.blocks.begin, work.blocks.end
         if end > begin:
-            # Blocks masked on the right edge, then unmasked ones, then those masked on the left.
+            # Blocks masked on the right edge come first, then unmasked ones, then those masked on
+            # the left.
             right = cutlass.max(cutlass.min(work.blocks.full_end, end), begin)
             left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
             phases = ((end, right, True), (right, left, False), (left, begin, True))
@@ -161,7 +165,7 @@ class RowRoles:
         limits: Limits,
         masked: cutlass.Constexpr[bool],
     ) -> RowState:
-        """P of one block from its S; returns the row's new state."""
+        """Computes P of one block from its S; returns the row's new state."""
         shift, scale_log2 = state.shift, scales.scale_log2
         n, s, p = self.config.tile.n, self.config.columns("s"), self.config.columns("p")
         use = self.config.block(block.query_tile, block.ordinal)
@@ -179,7 +183,7 @@ class RowRoles:
         new = softmax.new_reference(scores, state.reference, scales.lag_limit)
         if cute.arch.vote_any_sync(new != state.reference):
             shift = finite_reference(new) * -scale_log2
-            # Loaded again, so that they do not stay in registers for what is rare.
+            # The scores are loaded again, so that they do not stay in registers for a rare case.
             first = ptx.tmem_load(scores_at, SPECULATIVE_KEYS)
             if cutlass.const_expr(masked):
                 first = softmax.mask(first, block.index * n, limits.low, limits.high)
@@ -192,8 +196,8 @@ class RowRoles:
         )
         p_splits = self.config.tile.p_splits
         for start in cutlass.range_constexpr(SPECULATIVE_KEYS, n, PIECE):
-            # What the special-function unit works on next is ready before anything is passed on,
-            # sums are taken of pieces that it has finished.
+            # The exponents of the next piece are ready before this piece is stored or released, and
+            # sums are of pieces that the special-function unit has finished.
             current, following = exponents, scores[start + PIECE : start + 2 * PIECE]
             exponents = softmax.exponents(following, shift, scale_log2)
             values += softmax.exponentials(current, self.polynomial_pairs(start), start // 2)
@@ -215,17 +219,17 @@ class RowRoles:
     def first_exponentials(
         self, scores: list[Float32], shift: Float32, scale_log2: Float32
     ) -> list[Float32]:
-        """Exponentials of the first scores of a block."""
+        """Returns the exponentials of the first scores of a block."""
         exponents = softmax.exponents(scores[:SPECULATIVE_KEYS], shift, scale_log2)
         return softmax.exponentials(exponents, self.polynomial_pairs(0), 0)
 
     def polynomial_pairs(self, key: int) -> int:
-        """Of 16 pairs of probabilities from a key of the block on, how many are polynomials."""
+        """Counts the polynomials among 16 pairs of probabilities from a key of the block on."""
         middle = CHUNK <= key < self.config.tile.n - CHUNK
         return self.config.polynomial_pairs if middle else 0
 
     def store_chunk(self, probabilities_at: Int32, values: list[Float32], first: int):
-        """P of CHUNK keys of a block to tensor memory."""
+        """Stores P of CHUNK keys of a block to tensor memory."""
         chunk = values[first : first + CHUNK]
         rounded = [
             common_ptx.round_pair(self.config.dtype, low, high)
@@ -234,14 +238,14 @@ class RowRoles:
         ptx.tmem_store(probabilities_at + first // 2, rounded)
 
     def release(self, barrier: cute.Pointer):
-        """What this warp has stored of P may be multiplied."""
+        """Releases what this warp has stored of P to the products."""
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
         products.arrive(barrier, ctas=self.config.tile.ctas)
 
     @cute.jit
     def correct(self, shared: Shared, rounds: Int32):
-        """Correction warps: rescaling of O, and output tiles to shared memory."""
+        """Correction warps: rescale O, and write output tiles to shared memory."""
         done, written = Progress(Int32(0), Int32(0)), Int32(0)
         for t in cutlass.range_constexpr(self.config.tile.query_tiles):
             self.release_output(shared, t, done.blocks)
@@ -286,7 +290,10 @@ class RowRoles:
 
     @cute.jit
     def rescale(self, shared: Shared, t: cutlass.Constexpr[int], buffer: Int32):
-        """O_t *= factor by row, skipped by warps in which no row's reference moved."""
+        """Multiplies O_t by each row's factor.
+
+        A warp in which no row's reference moved skips it.
+        """
         thread, _, _ = cute.arch.thread_idx()
         factor = shared.factors[thread % self.config.tile.rows, buffer]
         if cute.arch.vote_any_sync(factor != 1.0):
@@ -298,7 +305,7 @@ class RowRoles:
 
     @cute.jit
     def write_output(self, shared: Shared, t: cutlass.Constexpr[int], output: Output):
-        """O / sum of one query tile to shared memory; 0 where there is no output."""
+        """Writes O / sum of one query tile to shared memory; 0 where there is no output."""
         thread, _, _ = cute.arch.thread_idx()
         lane_row = thread % self.config.tile.rows
         inverse = Float32(NO_OUTPUT)
@@ -312,7 +319,7 @@ class RowRoles:
             ptx.fence_after_sync()
         first = products.lane_base() + self.config.columns("o").firsts[t]
         tile, d = self.config.tile, self.config.head_dim
-        # Not unrolled: the addresses of all stores would be kept in registers.
+        # The loop is not unrolled: the addresses of all stores would stay in registers.
         for span in cutlass.range(0, d // tile.span, unroll=1):
             shared.barriers.out_empty[span].wait_free(output.written)
             for chunk in cutlass.range_constexpr(tile.span // CHUNK):
@@ -335,5 +342,5 @@ class RowRoles:
             products.arrive(shared.barriers.out_full[span].first)
 
     def rescale_index(self, buffer: Int32) -> Int32:
-        """Which of the rescale barriers the calling warp and its partner meet at."""
+        """Returns at which of the rescale barriers the calling warp and its partner meet."""
         return 4 * buffer + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4

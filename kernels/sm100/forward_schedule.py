@@ -1,9 +1,9 @@
 """The order of work of the Blackwell forward, whose query tiles are units of eight queries.
 
 Where there are fewer queries than a CTA has rows, the query heads of a KV head share its tiles:
-unit u of a KV head holds eight queries from 8 (u // pack) of its head u % pack, pack the heads of a
-group or 1 where every head has tiles of its own. Eight rows are one atom of the swizzled layout of
-shared memory, so a unit is one TMA box whatever pack is.
+unit u of a KV head holds eight queries from 8 (u // pack) on of its head u % pack. `pack` is the
+number of heads of a group, or 1 where every head has tiles of its own. Eight rows are one atom of
+the swizzled layout of shared memory, so a unit is one TMA box whatever `pack` is.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
+    padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
 
     def unit(self, index: Int32) -> tuple[Int32, Int32]:
-        """(first query, head) of a unit of this tile."""
+        """Returns (first query, head) of a unit of this tile."""
         queries, head = _divide(self.first_unit + index, self.pack)
         return queries * UNIT, self.head + head
 
 
 def to_words(work: Work) -> list[Int32]:
-    """A tile's work as the schedule warp passes it on, apart from the window, which all have."""
+    """Lists a tile's work as words in shared memory, without the window, which all roles have."""
     band, blocks = work.band, work.blocks
     return [
         *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
@@ -51,7 +51,7 @@ def to_words(work: Work) -> list[Int32]:
 
 
 def from_words(words: list[Int32], window: Window | None) -> Work:
-    """The inverse of to_words; no window for a role that does not look at the mask."""
+    """Inverts `to_words`; a role that does not apply the mask gives no window."""
     window = window or UNBOUNDED
     return Work(
         *words[:5],
@@ -64,7 +64,7 @@ def from_words(words: list[Int32], window: Window | None) -> Work:
 def make_schedule(
     extents: cute.Pointer, sizes: Sizes, window: Window, tile: ForwardTile
 ) -> Schedule:
-    """The schedule of a CTA's, or a pair's, query rows."""
+    """Makes the schedule of a CTA's, or a pair's, query rows."""
     pack = _pack(sizes, tile.m)
     tiles = _tiles(sizes.query_length, pack, tile.m) * (sizes.heads // pack) * sizes.batch
     ctas, _, _ = cute.arch.grid_dim()
@@ -73,7 +73,7 @@ def make_schedule(
 
 
 def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
-    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
+    """Returns a tile's work; the longest tiles come first in sections of heads that fill the L2."""
     sizes = schedule.sizes
     heads, group = sizes.heads, sizes.heads // sizes.kv_heads
     pack = _pack(sizes, shape.m)
@@ -98,13 +98,13 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
 
 
 def _pack(sizes: Sizes, rows: int) -> Int32:
-    """Heads that share a tile."""
+    """Counts the heads that share a tile."""
     few = sizes.query_length < rows
     return Int32(cutlass.select_(few, sizes.heads // sizes.kv_heads, Int32(1)))
 
 
 def _tiles(query_length: Int32, pack: Int32, rows: int) -> Int32:
-    """Tiles of one batch element and its `pack` heads."""
+    """Counts the tiles of one batch element and its `pack` heads."""
     units = (query_length + UNIT - 1) // UNIT * pack
     return (units * UNIT + rows - 1) // rows
 

@@ -1,7 +1,7 @@
-"""tcgen05 products: operands by their descriptors, one statement issues all steps of 16 along K.
+"""tcgen05 products of operands that descriptors name; a statement issues all steps of 16 along K.
 
-Bit fields of both descriptors: PTX ISA, tcgen05, "Shared memory descriptor" and "Instruction
-descriptor".
+The PTX ISA gives the bit fields of both descriptors: tcgen05, "Shared memory descriptor" and
+"Instruction descriptor".
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-K_STEP = 16  # elements of a 16-bit operand that one instruction takes along K
+K_STEP = 16  # elements of a 16-bit operand along K, of one instruction
 
 _SWIZZLE = {128: 2, 64: 4, 32: 6}  # by span in bytes
 _VERSION = 1 << 14
@@ -34,12 +34,12 @@ class Operand:
     mn_major: bool
 
     def moved(self, num_bytes: Any) -> "Operand":
-        """The operand so many bytes further on, a multiple of 1024."""
+        """Returns the operand `num_bytes` further on, a multiple of 1024."""
         return dataclasses.replace(self, low=self.low + num_bytes // 16)
 
 
 def k_major(start: cute.Pointer, rows: int, columns: int, span_bytes: int) -> Operand:
-    """(rows, columns) with K along columns; spans of columns lie one after another."""
+    """Describes (rows, columns) with K along columns; spans of columns lie one after another."""
     per_span = span_bytes // (2 * K_STEP)
     steps = [
         (step // per_span * rows * span_bytes + step % per_span * 2 * K_STEP) // 16
@@ -49,7 +49,7 @@ def k_major(start: cute.Pointer, rows: int, columns: int, span_bytes: int) -> Op
 
 
 def mn_major(start: cute.Pointer, rows: int, span_bytes: int) -> Operand:
-    """The same memory, (rows, columns), with K along rows."""
+    """Describes the same memory, (rows, columns), with K along rows."""
     steps = tuple(step * span_bytes for step in range(rows // K_STEP))
     return _operand(start, span_bytes, rows * span_bytes // 16, steps, True)
 
@@ -83,7 +83,7 @@ class Product:
         accumulate: Any,
         steps: tuple[int, int],
     ):
-        """acc (+)= a b over K steps [first, end); the whole warp calls, one thread issues.
+        """Issues acc (+)= a b over K steps [first, end); the whole warp calls, one thread issues.
 
         acc: first column in tensor memory; a: operand, or first column of an operand in tensor
         memory that holds row r in lane r, two elements a column.
@@ -112,7 +112,7 @@ class Product:
         cute.arch.inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
 
     def _instruction(self, a: Operand | Int32, b: Operand) -> int:
-        """The instruction descriptor: fp32 results, types, majors, sizes."""
+        """Returns the instruction descriptor: fp32 results, types, majors, sizes."""
         kind = _FORMAT[self.dtype]
         a_mn_major = isinstance(a, Operand) and a.mn_major
         majors = a_mn_major << 15 | b.mn_major << 16
@@ -120,7 +120,7 @@ class Product:
 
 
 def _descriptor(name: str, low: str, operand: Operand, step: int, word: str = "x") -> list[str]:
-    """Statements that put the descriptor of a step into register `name`."""
+    """Lists the statements that put the descriptor of a step into register `name`."""
     return [
         f"add.s32 {word}, {low}, {operand.steps[step]}; mov.b32 high, {operand.high};",
         f"mov.b64 {name}, {{{word}, high}};",
@@ -143,21 +143,27 @@ def commit(barrier: cute.Pointer, ctas: int = 1):
 
 
 def lane_base() -> Int32:
-    """Address of column 0 in the first of the lanes that the calling warp reaches.
+    """Returns the address of column 0 in the first of the lanes that the calling warp reaches.
 
-    A CTA that has been given all columns has them from 0 on.
+    The columns of a CTA that has allocated all of them begin at 0.
     """
     return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21
 
 
 def arrive(*barriers: cute.Pointer, ctas: int = 1):
-    """One arrival per warp at each barrier, in a pair the even CTA's, after what its lanes did."""
+    """Arrives, once per warp, at each barrier; the arrival is ordered after what its lanes did.
+
+    In a pair the barriers are the even CTA's.
+    """
     cute.arch.sync_warp()
     signal(*barriers, ctas=ctas)
 
 
 def signal(*barriers: cute.Pointer, ctas: int = 1):
-    """The same, for a warp whose lanes have met since; it follows what they did before that."""
+    """Arrives like `arrive`, without a synchronisation of the warp's lanes.
+
+    It is ordered after what the lanes did before they last synchronised.
+    """
     registers = ".reg .pred leader;"
     if ctas == 1:
         arrival = "@leader mbarrier.arrive.shared::cta.b64 _, [{{$r{}}}];"

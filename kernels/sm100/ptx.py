@@ -1,8 +1,8 @@
-"""Tensor memory by its instructions: one function, one instruction.
+"""Instructions on tensor memory, and others of Blackwell; each function issues one.
 
 An address names a lane in its upper and a column in its lower 16 bits. A warp reaches the 32 lanes
-that start at 32 times its place in its warpgroup; thread t of it, lane t of those. All functions
-are called by whole, converged warps.
+that start at 32 times its place in its warpgroup, and its thread t reaches lane t of those. Whole,
+converged warps call all functions.
 """
 
 import cutlass.cute as cute
@@ -14,10 +14,10 @@ def _list(prefix: str, count: int, first: int = 0) -> str:
 
 
 def tmem_load(address: Int32, columns: int) -> list[Float32]:
-    """tcgen05.ld of consecutive columns of the thread's lane, and the wait for it.
+    """tcgen05.ld: loads consecutive columns of the thread's lane, and waits for them.
 
-    One statement, so that no use of a value can move before the wait. 32 columns an instruction:
-    the next wider ones ask for more registers than a thread has before setmaxnreg.
+    Both are one statement, so that no use of a value can move before the wait. An instruction loads
+    32 columns: the next wider one needs more registers than a thread has before setmaxnreg.
     """
     step = min(columns, 32)
     loads = [
@@ -34,7 +34,7 @@ def tmem_load(address: Int32, columns: int) -> list[Float32]:
 
 
 def tmem_store(address: Int32, values: list[Float32] | list[Int32]):
-    """tcgen05.st of one 32-bit value a column; `tmem_store_wait` completes it."""
+    """tcgen05.st: stores one 32-bit value a column; `tmem_store_wait` completes it."""
     cute.arch.inline_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32"
         f" [{{$r0}}], {_list('r', len(values), 1)};",
@@ -43,7 +43,7 @@ def tmem_store(address: Int32, values: list[Float32] | list[Int32]):
 
 
 def tmem_store_wait():
-    """tcgen05.wait::st: the warp's stores have been made."""
+    """tcgen05.wait::st: waits until the warp's stores are complete."""
     cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
 
 
@@ -58,7 +58,10 @@ def fence_after_sync():
 
 
 def maximum(a: Float32, b: Float32, c: Float32) -> Float32:
-    """max.NaN.f32 of three values: one instruction on Blackwell; keeps NaN."""
+    """max.NaN.f32: returns the largest of three values, or NaN if any is.
+
+    It is one instruction on Blackwell.
+    """
     return cute.arch.inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
@@ -67,7 +70,7 @@ def maximum(a: Float32, b: Float32, c: Float32) -> Float32:
 
 
 def add_exponent(value: Float32, whole: Float32) -> Float32:
-    """value * 2^n for n in the low bits of `whole`: its bits shifted to the exponent and added."""
+    """Returns value * 2^n for n in the low bits of `whole`, which it adds to the exponent."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 n; shl.b32 n, {$r1}, 23; add.s32 {$w0}, n, {$r0}; }",
         write_only_types=[Float32],
@@ -76,8 +79,10 @@ def add_exponent(value: Float32, whole: Float32) -> Float32:
 
 
 def arrive_unless(skip: Boolean, barrier: Int32, threads: int):
-    """bar.arrive on a named barrier unless `skip`; by a predicate, so that no branch divides the
-    instructions around it."""
+    """bar.arrive: arrives at a named barrier unless `skip`.
+
+    A predicate decides, so that no branch divides the instructions around it.
+    """
     cute.arch.inline_ptx(
         f"{{ .reg .pred arrives; setp.eq.b32 arrives, {{$r0}}, 0;"
         f" @arrives bar.arrive {{$r1}}, {threads}; }}",
@@ -86,7 +91,7 @@ def arrive_unless(skip: Boolean, barrier: Int32, threads: int):
 
 
 def set_registers(count: int):
-    """setmaxnreg: more or fewer registers than the 128 that 512 threads are launched with."""
+    """setmaxnreg: sets a thread's registers, of which 512 threads are launched with 128 each."""
     if count >= 128:
         cute.arch.setmaxregister_increase(count)
     else:
@@ -94,7 +99,7 @@ def set_registers(count: int):
 
 
 def store_swizzled_row(row: Int32, index: Int32, words: list[Int32], cta: Int32):
-    """st.shared::cluster of a 64-byte row of a tile with 64-byte swizzling, in a CTA of the pair.
+    """st.shared::cluster: stores a row of 64 bytes, swizzled by 64, to a tile of a CTA of the pair.
 
     row: shared-memory address of the row in this CTA; index: of the row in the tile.
     """
@@ -110,7 +115,7 @@ def store_swizzled_row(row: Int32, index: Int32, words: list[Int32], cta: Int32)
 
 
 def load_of_even(source: cute.Pointer) -> Int32:
-    """ld.shared::cluster of 32 bits of the pair's even CTA."""
+    """ld.shared::cluster: loads 32 bits of the pair's even CTA."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 even; mapa.shared::cluster.u32 even, {$r0}, 0;"
         " ld.shared::cluster.s32 {$w0}, [even]; }",
@@ -120,5 +125,5 @@ def load_of_even(source: cute.Pointer) -> Int32:
 
 
 def fence_proxy_of_cluster():
-    """fence.proxy.async of shared memory, that of other CTAs, too."""
+    """fence.proxy.async: orders accesses to shared memory, that of other CTAs, too."""
     cute.arch.inline_ptx("fence.proxy.async.shared::cluster;")

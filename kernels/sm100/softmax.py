@@ -19,7 +19,7 @@ def mask(scores: list[Float32], first_key: Int32, low: Int32, high: Int32) -> li
 
 
 def maximum(scores: list[Float32], start: Float32) -> Float32:
-    """Largest of the scores and `start`, in four independent chains; NaN if any is."""
+    """Returns the largest of scores and `start`, by four independent chains; NaN if any is NaN."""
     chains = [start, *scores[:3]]
     rest = scores[3:]
     while len(rest) >= 2:
@@ -33,7 +33,7 @@ def maximum(scores: list[Float32], start: Float32) -> Float32:
 
 
 def new_reference(scores: list[Float32], reference: Float32, lag_limit: Float32) -> Float32:
-    """Reference maximum of the row once this block is seen.
+    """Returns the row's reference maximum once this block is seen.
 
     It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
     need no rescaling; output, row sum and LSE share it, so the result is the same in exact
@@ -48,7 +48,7 @@ def new_reference(scores: list[Float32], reference: Float32, lag_limit: Float32)
 CUBIC = (0.69511676, 0.227645, 0.07706705)
 """2^f ~ 1 + f (a + f (b + f c)) on [0, 1): relative error at most 8.6e-5.
 
-Minimax for the relative error with value 1 at f = 0, by Lawson's iteration.
+It is the minimax polynomial of the relative error with value 1 at f = 0, by Lawson's iteration.
 """
 
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the integer part in the low bits
@@ -56,7 +56,9 @@ _SMALLEST = -127.0  # 2^-127 comes out as 0, as it must for a masked score's -in
 
 
 def exp2_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
-    """2^x of two values on the FMA pipe, x <= 127: whole part to the exponent, cubic of the rest.
+    """Returns 2^x of two values, x <= 127, by fused multiply-adds.
+
+    The whole part goes to the exponent; the cubic is of the rest.
 
     (FlashAttention-4, emulated exponential: Cody-Waite reduction with rounding to minus infinity.)
     """
@@ -73,16 +75,16 @@ def exp2_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
 
 
 def exponents(scores: list[Float32], shift: Float32, scale_log2: Float32) -> list[tuple]:
-    """score * scale_log2 + shift, by pairs."""
+    """Returns score * scale_log2 + shift, by pairs."""
     scales, shifts = (scale_log2, scale_log2), (shift, shift)
     pairs = zip(scores[::2], scores[1::2], strict=True)
     return [cute.arch.fma_packed_f32x2(pair, scales, shifts) for pair in pairs]
 
 
 def exponentials(exponents: list[tuple], polynomial_pairs: int, first_pair: int) -> list[Float32]:
-    """2^x of pairs of values, the first of which is the first_pair-th of its row.
+    """Returns 2^x of pairs of values, the first of which is the first_pair-th of its row.
 
-    polynomial_pairs: of every 16 pairs, how many take the polynomial, evenly spread.
+    polynomial_pairs: of every 16 pairs, how many use the polynomial; they are evenly spread.
     """
     values = []
     for i, pair in enumerate(exponents, first_pair):
@@ -94,7 +96,7 @@ def exponentials(exponents: list[tuple], polynomial_pairs: int, first_pair: int)
 
 
 def accumulate(sums: list[tuple], values: list[Float32]) -> list[tuple]:
-    """Adds an even number of values of a row to its sums, four packed chains."""
+    """Adds an even number of values of a row to its sums, which are four packed chains."""
     sums = list(sums)
     for i, pair in enumerate(zip(values[::2], values[1::2], strict=True)):
         if len(sums) < 4:
@@ -105,14 +107,14 @@ def accumulate(sums: list[tuple], values: list[Float32]) -> list[tuple]:
 
 
 def total(sums: list[tuple]) -> Float32:
-    """Sum of four packed chains."""
+    """Returns the sum of four packed chains."""
     halves = [cute.arch.add_packed_f32x2(sums[i], sums[i + 2]) for i in range(2)]
     low, high = cute.arch.add_packed_f32x2(halves[0], halves[1])
     return low + high
 
 
 def multiply(values: list[Float32], factor: Float32) -> list[Float32]:
-    """An even number of values times a factor."""
+    """Multiplies an even number of values by a factor."""
     products = []
     for pair in zip(values[::2], values[1::2], strict=True):
         products += cute.arch.mul_packed_f32x2(pair, (factor, factor))

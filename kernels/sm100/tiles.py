@@ -1,7 +1,7 @@
-"""Tile tables of the Blackwell kernels: every size that was chosen, in one place.
+"""Tile tables of the Blackwell kernels: every size that was chosen stands here.
 
-Shared memory per CTA is at most 227 KiB, registers per SM 65536, tensor memory 128 lanes of 512
-columns of 32 bits.
+A CTA has at most 227 KiB of shared memory; an SM has 65536 registers, and tensor memory of 128
+lanes with 512 columns of 32 bits.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ L2_BUDGET_BYTES = 100 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (B200: 126 MB)."""
 
 DETERMINISTIC_BAND_HEADS = 32
-"""KV heads that the deterministic backward of a band interleaves at least; half with pairs of CTAs.
+"""KV heads that the deterministic backward of a band interleaves at least; pairs of CTAs
+interleave half of it.
 
-By the grid of benchmarks.blackwell_backward: four to five key tiles of a head are in flight then.
-With 12 heads, all that the L2 holds at d = 128, more are and wait for each other: the order costs
-17 % rather than 5 %. With 64 heads two are, and each loads Q and dO from DRAM for itself.
+The number follows from the grid model of benchmarks.blackwell_backward. With 32 heads, four to five
+key tiles of a head are in flight. With 12 heads, whose operands are all that the L2 holds at
+d = 128, more key tiles of a head are in flight, and their CTAs wait longer for each other's
+additions: the order costs 17 % rather than 5 %. With 64 heads only two are, and each loads Q and dO
+from DRAM for itself.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class RegisterBudget:
-    """Registers per thread after setmaxnreg: two softmax warpgroups, one correction, one of the
-    single-warp roles; multiples of 8 that sum to at most 512."""
+    """Registers per thread after setmaxnreg, multiples of 8.
+
+    Two softmax warpgroups, one correction warpgroup and one of single-warp roles have them; the sum
+    over the four is at most 512.
+    """
 
     softmax: int
     correction: int
@@ -36,7 +42,7 @@ BUFFERS = 2
 """Score buffers of a CTA: one for each of two query tiles, or two in turn for a single one."""
 
 SPECULATIVE_KEYS = 16
-"""First keys of a block, whose exponentials do not wait for the block's maximum."""
+"""The number of first keys of a block whose exponentials do not wait for the block's maximum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,26 +77,26 @@ class ForwardTile:
 
     @property
     def m(self) -> int:
-        """Query rows of a CTA, or of a pair."""
+        """The number of query rows of a CTA, or of a pair."""
         return self.rows * self.query_tiles * self.ctas
 
     @property
     def keys(self) -> int:
-        """Keys of a K block that a CTA has."""
+        """The number of keys of a K block that a CTA has."""
         return self.n // self.ctas
 
     @property
     def span(self) -> int:
-        """Columns of a swizzle span: what of an output tile is stored at a time."""
+        """The number of columns of a swizzle span; an output tile is stored span by span."""
         return self.span_bytes // 2
 
     def columns_of_v(self, head_dim: int) -> int:
-        """Columns of a V block that a CTA has."""
+        """The number of columns of a V block that a CTA has."""
         return head_dim // self.ctas
 
     @property
     def buffers_per_tile(self) -> int:
-        """How many blocks of scores of a query tile there may be at a time."""
+        """The number of blocks of scores of a query tile that there may be at a time."""
         return BUFFERS // self.query_tiles
 
 
@@ -108,8 +114,11 @@ FORWARD_TILES: dict[int, ForwardTile] = {
 
 @dataclasses.dataclass(frozen=True)
 class BackwardRegisters:
-    """Registers per thread after setmaxnreg: the reduce warpgroup, two compute warpgroups, one of
-    the single-warp roles; multiples of 8 that sum to at most 512."""
+    """Registers per thread after setmaxnreg, multiples of 8.
+
+    The reduce warpgroup, two compute warpgroups and one of single-warp roles have them; the sum
+    over the four is at most 512.
+    """
 
     reduce: int
     compute: int
@@ -145,12 +154,12 @@ class BackwardTile:
 
     @property
     def dq_products(self) -> int:
-        """Products of 128 lanes that make a step's dQ."""
+        """The number of products of 128 lanes that compute a step's dQ."""
         return -(-self.head_dim // LANES) if self.dq_transposed else 1
 
     @property
     def dq_width(self) -> int:
-        """Columns of tensor memory that one of these products has."""
+        """The number of columns of tensor memory that one of these products has."""
         return self.m if self.dq_transposed else self.head_dim
 
 
@@ -180,17 +189,17 @@ class BackwardPairTile:
 
     @property
     def part(self) -> int:
-        """Columns of kt, qt, dot that a CTA has, and of tensor memory for dV and for dK."""
+        """The number of columns of a CTA's kt, qt, dot, and of its dV and dK in tensor memory."""
         return self.head_dim // self.ctas
 
     @property
     def keys(self) -> int:
-        """Keys of a CTA."""
+        """The number of keys of a CTA."""
         return self.n // self.ctas
 
     @property
     def queries(self) -> int:
-        """Queries whose rows of q, do, dst a CTA has; half of a step's."""
+        """The number of queries whose rows of q, do, dst a CTA has: half of a step's."""
         return self.m // self.ctas
 
 

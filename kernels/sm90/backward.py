@@ -1,15 +1,15 @@
-"""Hopper backward, main kernel: dK and dV of one key tile per CTA, dQ by reduction.
+"""Hopper's main backward kernel: a CTA computes dK, dV of one key tile and adds its share to dQ.
 
-With P = exp2(S * scale_log2 - lse_log2) and delta = rowsum(dO * O) - dLSE, everything transposed so
+P = exp2(S * scale_log2 - lse_log2) and delta = rowsum(dO * O) - dLSE. Everything is transposed, so
 that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.1):
     S^T  = K Q^T                dP^T = V dO^T
     dV  += P^T dO               dS^T = P^T * (dP^T - delta)
     dK  += dS^T Q               dQ  += dS K        (scale is applied at the end, to dK here)
 
-    load warp          K, V once; then for every query head of the KV head's group and every query
-                       block that sees the key tile: Q, lse_log2 and dO, delta into two rings
-    order warp         deterministic only: turns to add dQ, Note [dq order]
-    MMA warpgroup 0, 1 the products; how they share them is in BackwardTile.split_keys, split_rows
+    load warp          loads K, V once; then for every query head of the KV head's group and every
+                       query block that sees the key tile: Q, lse_log2 and dO, delta into two rings
+    order warp         deterministic only: opens the turns to add dQ, Note [dq order]
+    MMA warpgroup 0, 1 issue the products; BackwardTile.split_keys and split_rows say who has what
 
 dQ goes to global memory by vector reductions straight from the accumulator registers: dq_acc is
 laid out so that a warpgroup's registers are contiguous (Note [dq_acc]). A CTA walks all query heads
@@ -17,24 +17,25 @@ of its group, so dK and dV are summed in registers whatever the group size, in a
 
 Deterministic mode adds to each dq_acc tile in a fixed order of key tiles (Note [dq order]).
 
-Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]: thread (of
-both warpgroups) and its accumulator registers 4 * chunk .. 4 * chunk + 3, that is two adjacent
-columns of row r and the same of row r + 8. bwd_post undoes it with the same accumulator layout.
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]. `thread`
+counts the threads of both warpgroups; the four values are its accumulator registers 4 c to 4 c + 3
+for chunk c, which hold two adjacent columns of row r and the same columns of row r + 8. bwd_post
+undoes it with the same accumulator layout.
 
 Note [scores]: dS (and P, where it is not kept in registers) has two buffers used in turn, so one
-barrier a step is enough: a warpgroup passes SCORES_READY of step i + 1 only when the other one has
-arrived there, which it does after its products of step i have read buffer i % 2; step i + 2 may
-write it.
+barrier a step is enough: a warpgroup passes `scores_ready` of step i + 1 only when the other one
+has arrived there, which it does after its products of step i have read buffer i % 2. So step i + 2
+may write that buffer.
 
 Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
 to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
-before its own, adds, and increments. A CTA takes a ticket from a counter when it starts, and its
-key tile by the ticket, so it waits only for CTAs with lower tickets, which have started: of those
-that have started and not finished, the one with the lowest ticket never waits. So there is no
-deadlock, whatever the number of resident CTAs and the order in which the hardware starts them (CUDA
-promises none). All walk the query blocks from last to first, so that under a causal band, too,
-neighbours start together and follow one another at a distance of one addition; from the diagonal, a
-CTA would first wait for all lower ones to come that far.
+before its own, adds, and increments. A CTA draws a ticket from a counter when it starts, and the
+ticket decides which key tile it has. So it waits only for CTAs with lower tickets, which have
+started; of those that have started and not finished, the one with the lowest ticket never waits.
+Hence there is no deadlock, whatever the number of resident CTAs and the order in which the hardware
+starts them (CUDA promises none). All CTAs walk the query blocks from last to first: under a causal
+band, too, neighbours then start together and follow one another at a distance of one addition. If
+they started at the diagonal, a CTA would first wait for all lower ones to reach its first block.
 The order warp waits and increments, so that the products hide the latency: it opens `dq_turn` for
 the MMA warps and releases the counter once all of them have arrived on `dq_added`. Their additions
 happen before their arrivals, and these before the order warp's release; by cumulativity the next
@@ -118,7 +119,10 @@ class Backward(BackwardHost):
             self.mma(maps, shared, work, rows, scalars)
 
     def start_index(self, shared: Shared) -> Int32:
-        """The CTA's place in the order of work; its first barrier comes before. Note [dq order]."""
+        """Returns the CTA's place in the order of work (Note [dq order]).
+
+        Call it after the first barrier.
+        """
         if self.deterministic:
             ticket = cute.make_tensor(shared.ticket, cute.make_layout(1))[0]
             return cute.arch.make_warp_uniform(ticket)
@@ -126,10 +130,10 @@ class Backward(BackwardHost):
         return cta
 
     def assign(self, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window) -> Work:
-        """The key tile of this CTA.
+        """Returns the key tile of this CTA.
 
-        Heads are taken in sections whose Q, dO and dQ fill the L2. Key tiles of a causal band
-        shrink with their index, so the longest start first.
+        Heads form sections whose Q, dO and dQ fill the L2. Key tiles of a causal band shrink with
+        their index, so the longest start first.
         """
         group = sizes.heads // sizes.kv_heads
         rows_in_l2 = L2_BUDGET_BYTES // (self.head_dim * (2 + 2 + 4))
@@ -160,14 +164,14 @@ class Backward(BackwardHost):
         )
 
     def query_block(self, work: Work, index: Int32) -> Int32:
-        """The index-th query block of a head: Note [dq order]."""
+        """Returns the index-th query block of a head; Note [dq order] gives the order."""
         if self.deterministic:
             return work.blocks.end - 1 - index
         return work.blocks.begin + index
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
-        """Load warp: K and V, then Q, lse_log2 and dO, delta of every step."""
+        """Load warp: loads K and V, then Q, lse_log2 and dO, delta of every step."""
         tile, d = self.tile, self.head_dim
         coordinates = tensors.bthd_coordinates()
         kv = coordinates[None, None, work.kv_head, work.batch]
@@ -201,7 +205,7 @@ class Backward(BackwardHost):
 
     @cute.jit
     def order(self, shared: Shared, work: Work, rows: Rows):
-        """Order warp: Note [dq order]."""
+        """Order warp: opens the CTA's turns to add dQ, as Note [dq order] has it."""
         steps = work.blocks.end - work.blocks.begin
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
@@ -231,7 +235,7 @@ class Backward(BackwardHost):
         rows: Rows,
         scalars: BackwardScalars,
     ):
-        """MMA warpgroup: its share of all five products over all steps, then dK and dV."""
+        """MMA warpgroup: issues its share of all five products, then stores dK and dV."""
         tile, d = self.tile, self.head_dim
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
@@ -287,7 +291,7 @@ class Backward(BackwardHost):
         scale_log2: Float32,
         place: Step,
     ):
-        """One query block of one head: five products and what lies between them."""
+        """Issues the products of one query block of one head, and computes P and dS."""
         tile, d = self.tile, self.head_dim
         block, step, group = place.block, place.index, place.group
         thread, _, _ = cute.arch.thread_idx()
@@ -350,7 +354,7 @@ class Backward(BackwardHost):
 
     @cute.jit
     def clear_padding(self, a: cute.Tensor, b: cute.Tensor, first_row: Int32, thread: Int32):
-        """Rows past the length, which may hold anything, to 0 in both tiles."""
+        """Writes 0 to the rows past the length, which may hold anything, of both tiles."""
         threads = self.tile.mma_warpgroups * WARPGROUP
         tensors.zero_rows(a, first_row, thread, threads)
         tensors.zero_rows(b, first_row, thread, threads)
@@ -358,7 +362,7 @@ class Backward(BackwardHost):
         resources.meet(self.padding)
 
     def operand(self, mma, mma_slice, values: cute.Tensor, staging: cute.Tensor) -> cute.Tensor:
-        """Scores as operand A of the dV and dK products: in registers, or through shared memory."""
+        """Makes scores operand A of the dV and dK products, in registers or in shared memory."""
         if self.tile.split_keys:
             shape = mma.partition_shape_A((self.tile.n, self.tile.m))
             fragment = cute.make_rmem_tensor(shape, self.dtype)
@@ -380,14 +384,14 @@ class Backward(BackwardHost):
         cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
 
     def first_query(self, group: Int32) -> Int32:
-        """First column (query of the block) of this thread's score fragment."""
+        """Returns the first column (query of the block) of this thread's score fragment."""
         thread, _, _ = cute.arch.thread_idx()
         column = thread % 4 * 2
         return column if self.tile.split_keys else column + group * (self.tile.m // 2)
 
     @cute.jit
     def mask(self, work: Work, scores: cute.Tensor, block: Int32, group: Int32):
-        """Scores of pairs outside the band to -inf, in blocks that hold any."""
+        """Sets scores of pairs outside the band to -inf, in blocks that hold any."""
         tile = self.tile
         edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
         if edge | work.padded_keys:
@@ -405,12 +409,12 @@ class Backward(BackwardHost):
             softmax.mask_band(scores, block * tile.m + self.first_query(group), low, high)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32, group: Int32) -> cute.Tensor:
-        """Per-query values of this thread's columns of a score fragment: (2, column_pair)."""
+        """Views the per-query values of this thread's columns of scores: (2, column_pair)."""
         pointer = tensor[None, slot].iterator + self.first_query(group)
         return cute.make_tensor(pointer, cute.make_layout((2, self.tile.m // 8), stride=(1, 8)))
 
     def exponentiate(self, shared: Shared, scores: cute.Tensor, scale_log2, slot, group):
-        """scores <- P^T = exp2(scores * scale_log2 - lse_log2)."""
+        """Replaces scores by P^T = exp2(scores * scale_log2 - lse_log2)."""
         lse_log2 = self.statistics(shared.lse_log2, slot, group)
         values = cute.make_rmem_tensor((2,), Float32)
         for pair in range(cute.size(scores.shape[0][2])):
@@ -422,7 +426,7 @@ class Backward(BackwardHost):
                     scores[index] = exp2(exponent)
 
     def score_gradient(self, shared: Shared, p: cute.Tensor, dp: cute.Tensor, slot, group):
-        """dp <- dS^T = P^T * (dP^T - delta)."""
+        """Replaces dp by dS^T = P^T * (dP^T - delta)."""
         delta = self.statistics(shared.delta, slot, group)
         values = cute.make_rmem_tensor((2,), Float32)
         for pair in range(cute.size(p.shape[0][2])):
@@ -433,7 +437,7 @@ class Backward(BackwardHost):
                     dp[index] = p[index] * (dp[index] - values[column])
 
     def release(self, empty: cute.Pointer):
-        """One arrival per warp: this warp's wgmma no longer reads the slot."""
+        """Arrives, once per warp: this warp's wgmma no longer reads the slot."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
 
@@ -456,7 +460,7 @@ class Backward(BackwardHost):
 
 
 def source(key: KernelKey) -> KernelSource:
-    """The main backward kernel of a key, with its launch."""
+    """Returns the main backward kernel of a key, with its launch."""
     kernel = Backward(key)
     tile = kernel.tile
     return backward_source(kernel, key, {"m": tile.m, "n": tile.n, "stages": tile.stages})

@@ -23,8 +23,8 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the tile holds keys past the key length that TMA reads
-    padded_queries: cutlass.Boolean  # so does the last query block
+    padded_keys: cutlass.Boolean  # whether the tile holds keys past the key length that TMA reads
+    padded_queries: cutlass.Boolean  # whether the last query block holds such queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Products:
 
 
 def make_products(dtype, head_dim: int, tile: BackwardTile) -> Products:
-    """How the two warpgroups tile each product."""
+    """Returns the products; it decides how the two warpgroups tile each."""
     d = head_dim
     k_major, mn_major = wgmma.K_MAJOR, wgmma.MN_MAJOR
     if tile.split_keys:

@@ -31,7 +31,7 @@ SCORE_BUFFERS = 2
 
 @functools.cache
 def description(head_dim: int, deterministic: bool) -> Description:
-    """The main backward kernel of a head dim."""
+    """Describes the main backward kernel of a head dim."""
     tile = BACKWARD_TILES[head_dim]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     meanings = {
@@ -53,18 +53,20 @@ def description(head_dim: int, deterministic: bool) -> Description:
 
 
 def pre(head_dim: int) -> Description:
-    """The kernel before the main one."""
+    """Describes the kernel before the main one."""
     return ends_description.pre(BACKWARD_TILES[head_dim].m, head_dim)
 
 
 def post(head_dim: int) -> Description:
-    """The kernel after the main one."""
+    """Describes the kernel after the main one."""
     tile = BACKWARD_TILES[head_dim]
     return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.span_bytes)
 
 
 def _roles(load: int, mma: int, groups: int, deterministic: bool) -> tuple[Role, ...]:
-    order = Role("order", 1, 1, "turns to add dQ; backward, Note [dq order]", registers=load)
+    order = Role(
+        "order", 1, 1, "opens the turns to add dQ; backward, Note [dq order]", registers=load
+    )
     idle = 2 if deterministic else 3
     return (
         Role("load", 0, 1, "TMA: K, V once, then Q, dO and row statistics", registers=load),

@@ -1,6 +1,7 @@
-"""Hopper backward, the kernel after the main one; one CTA per query tile of a head.
+"""Hopper's backward kernel after the main one; a CTA has one query tile of a head.
 
-dQ = scale * dq_acc, from accumulator layout (backward.py, Note [dq_acc]) to [B, T, N, H]
+It computes dQ = scale * dq_acc, from accumulator layout (backward.py, Note [dq_acc]) to
+[B, T, N, H].
 """
 
 import cutlass
@@ -22,7 +23,7 @@ from kernels.sources import KernelSource
 
 
 class Postprocess(PostHost):
-    """dQ from its accumulators; attributes are compile-time constants."""
+    """Converts dQ from its accumulators; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
@@ -70,10 +71,10 @@ class Postprocess(PostHost):
 
 
 def pre_source(key: KernelKey) -> KernelSource:
-    """The preprocessing kernel of a key, with its launch."""
+    """Returns the preprocessing kernel of a key, with its launch."""
     return backward_pre.source(key, backward_description.pre(key.head_dim))
 
 
 def post_source(key: KernelKey) -> KernelSource:
-    """The postprocessing kernel of a key, with its launch."""
+    """Returns the postprocessing kernel of a key, with its launch."""
     return hosts.post_source(Postprocess(key), key)

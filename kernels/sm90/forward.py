@@ -1,20 +1,21 @@
 """Hopper forward: O = softmax(scale * Q K^T) V and LSE, by query tiles.
 
-    load warp      TMA:   per tile Q, then K_n, V_n into two rings, last block first; it runs ahead
-                          into the next tile while the warpgroups finish this one
-    MMA warpgroup w, 64 query rows, registers S, P, O; per key block (i counts from the last one):
+    load warp      loads by TMA: per tile Q, then K_n, V_n into two rings, last block first; it runs
+                   ahead into the next tile while the warpgroups finish this one
+    MMA warpgroup w has 64 query rows, and S, P, O in registers; per key block (i counts from the
+    last one) it computes
         S(i)  = Q K(i)^T        wgmma, both operands from shared memory
         O    += P(i-1) V(i-1)   wgmma, P from registers; runs while softmax works on S(i)
         P(i)  = exp2(S(i) * scale_log2 - reference * scale_log2),  row sums alongside
-    then O / sum through shared memory to global memory by TMA, LSE by ordinary stores.
+    then it stores O / sum through shared memory by TMA, and LSE by ordinary stores.
 
-Overlap inside a warpgroup: softmax of block i runs under the PV product of block i - 1. Overlap
-across warpgroups: they issue their products in turn (Note [issue turns]), so that the softmax of
-one runs under the products of another. (FlashAttention-3, sections 3.1 and 3.2; FlashAttention-4
-for the rescaling threshold and the tile order; its polynomial exponentials do not pay here, see
-docs/notes/polynomial-exp2-on-hopper.md.)
+Work overlaps inside a warpgroup: softmax of block i runs under the PV product of block i - 1. It
+overlaps across warpgroups, too: they issue their products in turn (Note [issue turns]), so that the
+softmax of one runs under the products of another. (FlashAttention-3, sections 3.1 and 3.2;
+FlashAttention-4 for the rescaling threshold and the tile order; its polynomial exponentials do not
+pay here, see docs/notes/polynomial-exp2-on-hopper.md.)
 
-Not here: bias, dense masks, dropout.
+Bias, dense masks and dropout are not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn;
@@ -96,7 +97,7 @@ class Forward(ForwardHost):
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, schedule: Schedule):
-        """Load warp: of every tile Q, then K and V of each block, last block first."""
+        """Load warp: loads Q of every tile, then K and V of each block, last block first."""
         blocks_done = Int32(0)
         for round_index in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(round_index) < schedule.tiles:
@@ -108,7 +109,7 @@ class Forward(ForwardHost):
     def load_tile(
         self, maps: Maps, shared: Shared, work: Work, round_index: Int32, blocks_done: Int32
     ):
-        """Loads of the tile of a round, after `blocks_done` blocks in earlier ones."""
+        """Loads the tile of a round, after `blocks_done` blocks in earlier ones."""
         tile, d = self.tile, self.head_dim
         coordinates = tensors.bthd_coordinates()
         q = coordinates[None, None, work.head, work.batch]
@@ -147,7 +148,7 @@ class Forward(ForwardHost):
         lse: cute.Pointer,
         scalars: ForwardScalars,
     ):
-        """MMA warpgroup: all tiles of this CTA."""
+        """MMA warpgroup: computes all tiles of this CTA."""
         sizes = schedule.sizes
         scales = make_scales(scalars)
         blocks_done = Int32(0)
@@ -165,7 +166,7 @@ class Forward(ForwardHost):
         cute.arch.cp_async_bulk_wait_group(0)
 
     def make_operands(self, shared: Shared, group: Int32) -> Operands:
-        """A warpgroup's products, views of shared memory and registers."""
+        """Makes a warpgroup's products, views of shared memory and registers."""
         tile, d = self.tile, self.head_dim
         warpgroups = (tile.mma_warpgroups, 1)
         majors = (wgmma.K_MAJOR, wgmma.K_MAJOR)
@@ -197,7 +198,7 @@ class Forward(ForwardHost):
         round_index: Int32,
         blocks_done: Int32,
     ):
-        """64 query rows of the tile of a round, from scores to the output."""
+        """Computes 64 query rows of the tile of a round, from scores to the output."""
         tile = self.tile
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
@@ -217,7 +218,8 @@ class Forward(ForwardHost):
             self.first_block(shared, work, mma, rows, scales, blocks_done)
 
             place = Place(group, blocks_done + end - 1)
-            # Then blocks masked on the right edge, unmasked ones, those masked on the left edge.
+            # Blocks masked on the right edge come next, then unmasked ones, then those masked on
+            # the left.
             right = cutlass.max(cutlass.min(work.blocks.full_end, end - 1), begin)
             left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
             phases = ((end - 1, right, True), (right, left, False), (left, begin, True))
@@ -253,7 +255,7 @@ class Forward(ForwardHost):
         scales: Scales,
         blocks_done: Int32,
     ):
-        """A tile's first block: there is no output yet to multiply under its softmax."""
+        """Computes P of a tile's first block; no product can run under its softmax yet."""
         tile, end = self.tile, work.blocks.end
         use = shared.barriers.k_full.use(blocks_done)
         shared.barriers.k_full.wait(use)
@@ -282,7 +284,7 @@ class Forward(ForwardHost):
         block: Int32,
         masked: cutlass.Constexpr[bool],
     ):
-        """One key block: its scores, the previous block's output product, its softmax."""
+        """Issues a block's scores and the output product of the block before; then its softmax."""
         now = place.ring_end - block
         use, last = shared.barriers.k_full.use(now), shared.barriers.v_full.use(now - 1)
         shared.barriers.k_full.wait(use)
@@ -308,7 +310,7 @@ class Forward(ForwardHost):
 
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work, thread: Int32):
-        """Values of the last block past the key length, which may hold anything, to 0."""
+        """Writes 0 to the last block's values past the key length, which may hold anything."""
         first_row = work.band.key_length - (work.blocks.end - 1) * self.tile.n
         threads = self.tile.mma_warpgroups * WARPGROUP
         tensors.zero_rows(v, first_row, thread, threads)
@@ -316,7 +318,7 @@ class Forward(ForwardHost):
         resources.meet(self.padding)
 
     def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
-        """scores <- probabilities; moves row references and sums; returns the rescale factors."""
+        """Replaces scores by P, updates row references and sums, returns rescale factors."""
         factors = []
         for row in range(softmax.ROWS):
             old = rows.reference[row]
@@ -330,7 +332,10 @@ class Forward(ForwardHost):
 
     @cute.jit
     def rescale(self, acc: cute.Tensor, factors: list[Float32]):
-        """acc <- acc * factor by row, skipped by warps in which no row's reference moved."""
+        """Multiplies acc by each row's factor.
+
+        A warp in which no row's reference moved skips it.
+        """
         moved = (factors[0] != 1.0) | (factors[1] != 1.0)
         if cute.arch.vote_any_sync(moved):
             for row in cutlass.range_constexpr(softmax.ROWS):
@@ -339,16 +344,16 @@ class Forward(ForwardHost):
                     acc[index] = acc[index] * factors[row]
 
     def release(self, empty: cute.Pointer):
-        """One arrival per warp: this warp's wgmma no longer reads the slot."""
+        """Arrives, once per warp: this warp's wgmma no longer reads the slot."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
 
     def await_turn(self, group: Int32):
-        """Note [issue turns]."""
+        """Waits until this warpgroup may issue its products; Note [issue turns]."""
         resources.meet(self.issue_turn, group)
 
     def pass_turn(self, group: Int32):
-        """Note [issue turns]."""
+        """Lets the next warpgroup issue its products; Note [issue turns]."""
         following = Int32(
             cutlass.select_(group == self.tile.mma_warpgroups - 1, Int32(0), group + 1)
         )
@@ -365,7 +370,7 @@ class Forward(ForwardHost):
         row_lse: cute.Tensor,
         scale_log2: Float32,
     ):
-        """O / sum to global memory through shared memory, and LSE.
+        """Stores O / sum to global memory, through shared memory, and LSE.
 
         Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
         """
@@ -417,7 +422,7 @@ LN_2 = 0.6931471805599453
 
 
 def source(key: KernelKey) -> KernelSource:
-    """The forward kernel of a key, with its launch."""
+    """Returns the forward kernel of a key, with its launch."""
     kernel = Forward(key)
     tile = kernel.tile
     return forward_source(kernel, key, {"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages})

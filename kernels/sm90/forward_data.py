@@ -65,7 +65,7 @@ class Place:
 
 @cute.jit
 def make_rows(work: Work, first_row: Int32, first_column: Int32) -> Rows:
-    """Rows first_row, first_row + 8, ... before the first block."""
+    """Makes rows first_row, first_row + 8, ... as they are before the first block."""
     low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
     high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
     reference = cute.make_rmem_tensor((softmax.ROWS,), Float32)

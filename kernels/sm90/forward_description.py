@@ -29,7 +29,7 @@ _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 @functools.cache
 def description(head_dim: int, band: bool) -> Description:
-    """The forward kernel of a head dim, with or without a band."""
+    """Describes the forward kernel of a head dim, with or without a band."""
     tile = FORWARD_TILES[head_dim, band]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"

@@ -22,18 +22,18 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # the last block holds keys past the key length that TMA reads
+    padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
 
 
 def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
-    """The schedule of query tiles of `rows` rows."""
+    """Makes the schedule of query tiles of `rows` rows."""
     tiles = (sizes.query_length + rows - 1) // rows * sizes.heads * sizes.batch
     ctas, _, _ = cute.arch.grid_dim()
     return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
 
 
 def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
-    """A tile's work: longest first within sections of heads whose K and V fill the L2."""
+    """Returns a tile's work; the longest tiles come first in sections of heads that fill the L2."""
     sizes = schedule.sizes
     group = sizes.heads // sizes.kv_heads
     rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes

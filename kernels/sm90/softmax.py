@@ -17,12 +17,12 @@ ROWS = 2  # rows of an accumulator fragment per thread
 def fragment_index(
     column_pair: int, row: int, column: int
 ) -> tuple[tuple[int, int, int], int, int]:
-    """Coordinate in an accumulator fragment ((2, 2, n / 8), 1, 1)."""
+    """Returns a coordinate in an accumulator fragment ((2, 2, n / 8), 1, 1)."""
     return ((column, row, column_pair), 0, 0)
 
 
 def fragment_columns(acc: cute.Tensor) -> list[tuple[int, int]]:
-    """All (column_pair, column) of a row of the fragment."""
+    """Lists all (column_pair, column) of a row of the fragment."""
     pairs = cute.size(acc.shape[0][2])
     return [(pair, column) for pair in range(pairs) for column in range(2)]
 
@@ -52,7 +52,7 @@ def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cut
 
 
 def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: Float32) -> Float32:
-    """Reference maximum for a row once this block is seen.
+    """Returns a row's reference maximum once this block is seen.
 
     It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
     need no rescaling; output, row sum and LSE share it, so the result is the same in exact
@@ -70,7 +70,10 @@ def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: 
 def exponentiate_row(
     scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32
 ) -> Float32:
-    """scores <- exp2((scores - reference) * scale_log2) in one row; returns the thread's sum."""
+    """Replaces a row's scores by exp2((scores - reference) * scale_log2).
+
+    Returns the thread's sum.
+    """
     shift = finite_reference(reference) * scale_log2
     total = [Float32(0.0), Float32(0.0)]
     for pair, column in fragment_columns(scores):

@@ -1,6 +1,6 @@
-"""Tile tables of the Hopper kernels: every size that was chosen, in one place.
+"""Tile tables of the Hopper kernels: every size that was chosen stands here.
 
-Shared memory per CTA is at most 227 KiB, registers per SM 65536.
+A CTA has at most 227 KiB of shared memory, an SM 65536 registers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ForwardTile:
       kv_stages: depth of the K ring and of the V ring.
       span_bytes: swizzle span of all operand tiles.
       own_output: the output tile has memory of its own, so that the next query tile can be loaded
-        while it is stored; otherwise it takes the query tile's.
+        while it is stored; otherwise it uses the query tile's memory.
     """
 
     m: int
@@ -50,7 +50,10 @@ class ForwardTile:
 
     @property
     def persistent(self) -> bool:
-        """One CTA per SM takes tile after tile: pays where the next one's loads can start early."""
+        """Whether one CTA per SM computes tile after tile.
+
+        It pays where the next loads can start early.
+        """
         return self.own_output
 
 

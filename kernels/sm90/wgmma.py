@@ -1,4 +1,4 @@
-"""Products of warpgroups, and the fragments of registers that they take and leave."""
+"""Products of warpgroups, and fragments of registers that are their operands and results."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ SHARED, REGISTERS = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
 def round_fragment(values: cute.Tensor, rounded: cute.Tensor):
-    """rounded <- values, element by element in the order of their registers.
+    """Rounds values into `rounded`, element by element in the order of their registers.
 
     The conversion is an opaque instruction on purpose: an ordinary one would be moved by the
     compiler to its use, after the next product has been issued, and the fp32 values would stay in
@@ -41,7 +41,7 @@ class Wgmma:
     a_source: Any = SHARED
 
     def tiled(self) -> cute.TiledMma:
-        """A fresh TiledMma: its accumulate flag is traced state and must not outlive a region."""
+        """Makes a new TiledMma: its accumulate flag is traced and must not outlive a region."""
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,

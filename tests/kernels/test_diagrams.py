@@ -21,9 +21,8 @@ def test_the_file_is_current(path: str) -> None:
     assert current, "run python -m kernels.diagrams docs"
 
 
-def test_there_are_no_other_pictures() -> None:
-    there = {f"{diagrams.PICTURES}/{path.name}" for path in (DOCS / diagrams.PICTURES).iterdir()}
-    assert there == {path for path in FILES if path.endswith(".svg")}
+def test_there_are_no_other_maps() -> None:
+    assert diagrams.maps_in(DOCS) == {path for path in FILES if path.endswith(".svg")}
 
 
 def test_every_kernel_that_is_shown_exists() -> None:
