@@ -90,7 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def architectures(choice: str) -> tuple[str, ...]:
-    """The architectures of a choice; none where there is no GPU that kernels run on."""
+    """Returns the architectures of a choice: none where there is no GPU that kernels run on."""
     if choice == ALL:
         return catalogue.ARCHITECTURES
     found = {NONE: None, HERE: _architecture_here()}.get(choice, choice)
@@ -98,7 +98,7 @@ def architectures(choice: str) -> tuple[str, ...]:
 
 
 def _architecture_here() -> str | None:
-    """That of the first GPU that the NVIDIA driver lists."""
+    """Returns the architecture of the first GPU that the NVIDIA driver lists, if there is one."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"]
     if shutil.which(query[0]) is None:
         return None

@@ -70,7 +70,7 @@ def build_wheel(
 
 
 def architectures(config_settings: Settings) -> str | None:
-    """The choice of architectures: of `-C archs=`, else of FA4_JAX_ARCHS, else None.
+    """Returns the choice of architectures: of `-C archs=`, else of FA4_JAX_ARCHS, else None.
 
     Raises:
       ValueError: there is no such architecture.
@@ -82,14 +82,14 @@ def architectures(config_settings: Settings) -> str | None:
 
 
 def others(config_settings: Settings) -> Settings:
-    """The settings that scikit-build-core knows."""
+    """Returns the settings that scikit-build-core knows."""
     settings = dict(config_settings or {})
     settings.pop(ARCHS_SETTING, None)
     return settings
 
 
 def _kernels_to_build(config_settings: Settings) -> str | None:
-    """The choice of kernels to build first; None if there is nothing to build."""
+    """Returns the choice of kernels to build first, or None if there is nothing to build."""
     chosen = architectures(config_settings)
     if chosen is None and not (KERNELS / "manifest.json").exists():
         return "all"

@@ -40,12 +40,12 @@ class Entry:
 
 @functools.cache
 def toolchain() -> dict[str, str]:
-    """Versions of what compiles the kernels; ptxas comes inside these packages."""
+    """Returns the versions of what compiles the kernels; these packages contain ptxas."""
     return {name: importlib.metadata.version(name) for name in _COMPILER_PACKAGES}
 
 
 def find(key: KernelKey) -> Entry | None:
-    """The kernel of a key, if one was compiled from the present sources."""
+    """Returns the kernel of a key, if one was compiled from the present sources."""
     path = DIRECTORY / key.name
     try:
         record = json.loads(path.with_suffix(".json").read_text())
@@ -54,7 +54,7 @@ def find(key: KernelKey) -> Entry | None:
         object_file = path.with_suffix(".o").read_bytes()
     except FileNotFoundError:
         return None
-    # First of all: a record of other sources may have another form.
+    # The digest comes first, since a record of other sources may have another form.
     if record["digest"] != _digest(record["host"]["module"]):
         return None
     cubin = manifest.cubin_from_json(record["cubin"])
@@ -88,7 +88,7 @@ def store(entry: Entry) -> None:
 
 @functools.cache
 def _digest(module: str) -> str:
-    """Digest of what the kernels of a module are compiled from."""
+    """Returns the digest of what the kernels of a module are compiled from."""
     digest = hashlib.sha256(json.dumps(toolchain()).encode())
     for name in sorted(_closure({module, *_ALWAYS})):
         digest.update(name.encode() + b"\0" + _file(name).read_bytes())
@@ -96,7 +96,7 @@ def _digest(module: str) -> str:
 
 
 def _closure(modules: set[str]) -> set[str]:
-    """The modules and all of this repository's that they import at their top level.
+    """Returns the modules and all of this repository's that they import at their top level.
 
     kernels.sources imports the kernel families inside its function, so that one family's change
     leaves the others as they are.

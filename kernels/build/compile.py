@@ -1,6 +1,6 @@
 """Compiles one kernel: KernelKey -> cubin, PTX and what it uses.
 
-Runs in a process of its own architecture: CuTe-DSL reads CUTE_DSL_ARCH when it is imported, so
+It runs in a process of its own architecture: CuTe-DSL reads CUTE_DSL_ARCH when it is imported, so
 cutlass and the kernel sources are imported inside the functions here.
 """
 
@@ -23,7 +23,7 @@ from kernels.build import cubin_info
 if TYPE_CHECKING:
     from kernels.sources import KernelSource
 
-# ptxas's word for products that wait for each other; it costs about half of the speed.
+# ptxas says so of products that wait for each other, which costs about half of the speed.
 _SERIALIZED = re.compile(r"wgmma.{0,80}serialized", re.DOTALL)
 _HOST_ENTRY = re.compile(rb"\b_mlir_\w*_mlir_ciface_\w+")
 _SPILL_STORES = re.compile(r"(\d+)\s+bytes\s+spill\s+stores")
@@ -74,7 +74,7 @@ class Compiled:
 
 
 def prepare_process(arch: str) -> None:
-    """Readies this process for one architecture. Must run before cutlass is first imported."""
+    """Prepares this process for one architecture, before cutlass is first imported."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != arch:
         raise RuntimeError(f"cutlass was imported before CUTE_DSL_ARCH={arch} was set")
     os.environ["CUTE_DSL_ARCH"] = arch
@@ -105,7 +105,7 @@ class Ptx:
 
 
 def compile_ptx(key: KernelKey) -> Ptx:
-    """The PTX of a key's kernel, for the emulator.
+    """Returns the PTX of a key's kernel, for the emulator.
 
     Raises:
       NotImplementedError: the key has no source.
@@ -142,7 +142,7 @@ def compile_source(key: KernelKey, source: KernelSource) -> Compiled:
 
 
 def _run_compiler(source: KernelSource, arch: str) -> tuple[Any, str]:
-    """CuTe-DSL's compiled function and what the compiler printed."""
+    """Returns CuTe-DSL's compiled function and what the compiler printed."""
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,7 @@ class KernelInfo:
 
 
 def read(cubin: bytes) -> dict[str, KernelInfo]:
-    """The kernels of a cubin, by symbol.
+    """Returns the kernels of a cubin, by symbol.
 
     Raises:
       ValueError: this is no 64-bit ELF file.
@@ -94,7 +94,7 @@ def _kernel(
 
 
 def instructions(cubin: bytes, symbol: str) -> list[tuple[int, int]]:
-    """A kernel's machine code: lower and upper 64 bits of each instruction.
+    """Returns a kernel's machine code: lower and upper 64 bits of each instruction.
 
     Raises:
       ValueError: this is no 64-bit ELF file.
@@ -104,7 +104,7 @@ def instructions(cubin: bytes, symbol: str) -> list[tuple[int, int]]:
 
 
 def opcode(instruction: tuple[int, int]) -> int:
-    """Which instruction it is, with the kind of its second operand."""
+    """Returns which instruction it is, with the kind of its second operand."""
     return instruction[0] & 0xFFF
 
 

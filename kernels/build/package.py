@@ -59,7 +59,7 @@ def _compile_one(key: KernelKey) -> cache.Entry:
 
 
 def entry(compiled: compile.Compiled) -> cache.Entry:
-    """What is kept of a compiled kernel.
+    """Returns what the cache keeps of a compiled kernel.
 
     Raises:
       KernelError: it is not fit to be shipped.
@@ -103,8 +103,8 @@ def remove(output: pathlib.Path = OUTPUT) -> None:
 def package_ptx(entries: Iterable[cache.Entry], output: pathlib.Path) -> None:
     """Writes the kernels' PTX and its manifest, which replace what was there.
 
-    That is what a driver loads that runs PTX itself. The records are the cubins', but for the file
-    and its SHA-256.
+    A driver that runs PTX itself loads them. The records are the cubins', but for the file and its
+    SHA-256.
     """
     output.mkdir(parents=True, exist_ok=True)
     cubins = {}

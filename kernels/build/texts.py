@@ -41,12 +41,12 @@ class Texts:
 
 
 def recorded() -> Texts:
-    """The list in the repository."""
+    """Returns the list in the repository."""
     return Texts(**json.loads(PATH.read_text()))
 
 
 def built() -> Texts:
-    """What the build holds.
+    """Returns what the build holds.
 
     Raises:
       LookupError: a kernel is missing, or older than its sources.

@@ -108,19 +108,19 @@ def check(wheel: pathlib.Path, processor: str) -> None:
 
 
 def machine(library: pathlib.Path) -> str:
-    """The processor that a library is compiled for, as PROCESSORS writes it."""
+    """Returns the processor that a library is compiled for, as PROCESSORS writes it."""
     names = {"Advanced Micro Devices X86-64": "x86_64", "AArch64": "aarch64"}
     found: str = re.findall(r"Machine: +(.*)", _readelf("--file-header", library))[0]
     return names.get(found, found)
 
 
 def needed(library: pathlib.Path) -> list[str]:
-    """The shared libraries that a library asks for."""
+    """Returns the shared libraries that a library needs."""
     return re.findall(r"\(NEEDED\).*\[(.*)\]", _readelf("--dynamic", library))
 
 
 def exported(library: pathlib.Path) -> list[str]:
-    """The symbols that a library offers to its process."""
+    """Returns the symbols that a library offers to its process."""
     rows = (row.split() for row in _readelf("--dyn-syms", library).splitlines())
     # Num: Value Size Type Bind Vis Ndx Name
     symbols = [row for row in rows if len(row) >= 8 and row[0].rstrip(":").isdigit()]

@@ -61,9 +61,11 @@ from kernels.sources import KernelSource
 class Backward(BackwardKernel):
     """The kernel of one key; attributes are compile-time constants."""
 
+    config: Config
+
     def __init__(self, key: KernelKey):
-        self.config = Config(key)
-        super().__init__(self.config, RowRoles(self.config))
+        config = Config(key)
+        super().__init__(config, RowRoles(config))
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):

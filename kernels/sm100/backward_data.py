@@ -1,7 +1,6 @@
 """Data of the Blackwell backward's main kernel: its constants, its operands, a CTA's work."""
 
 import dataclasses
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,22 +21,38 @@ from kernels.sm100.tiles import (
     DETERMINISTIC_BAND_HEADS,
     L2_BUDGET_BYTES,
     LANES,
+    BackwardPairTile,
     BackwardTile,
 )
 
 
-class Config:
-    """Compile-time constants of one kernel and its five products; the roles share them."""
+class BackwardConfig:
+    """Compile-time constants of a main backward kernel, of one CTA or a pair; the roles share them.
+
+    Attributes:
+      tile: its sizes.
+    """
+
+    tile: BackwardTile | BackwardPairTile
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.band = key.band
         self.deterministic = key.deterministic
+        self.description = description(key.head_dim, key.value_dim, key.deterministic)
+        self.columns = self.description.columns
+
+
+class Config(BackwardConfig):
+    """The constants of a kernel with one CTA a key tile, and its five products."""
+
+    tile: BackwardTile
+
+    def __init__(self, key: KernelKey):
+        super().__init__(key)
         tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         assert isinstance(tile, BackwardTile)
         self.tile = tile
-        self.description = description(key.head_dim, key.value_dim, key.deterministic)
-        self.columns = self.description.columns
         n = self.tile.n
         self.scores = products.Product(self.dtype, n, self.tile.m)
         self.dv = products.Product(self.dtype, n, tile.value_dim)
@@ -83,7 +98,7 @@ class Work:
 
 
 @cute.jit
-def take_ticket(config: cutlass.Constexpr, shared: Shared, dq_ticket: cute.Pointer):
+def take_ticket(config: cutlass.Constexpr[BackwardConfig], shared: Shared, dq_ticket: cute.Pointer):
     """Order warp: draws the ticket of the CTA, or of the pair, among those that have started.
 
     A CTA waits only for additions of CTAs with lower tickets, and these have started, whatever
@@ -98,7 +113,7 @@ def take_ticket(config: cutlass.Constexpr, shared: Shared, dq_ticket: cute.Point
             place[0] = common_ptx.take_ticket(dq_ticket)
 
 
-def start_index(config: Any, shared: Any) -> Int32:
+def start_index(config: BackwardConfig, shared: Shared) -> Int32:
     """Returns the place of this CTA, or pair, in the order of work; a barrier comes before."""
     if config.deterministic and config.tile.ctas == 2:
         return cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket))
@@ -110,7 +125,7 @@ def start_index(config: Any, shared: Any) -> Int32:
 
 
 def assign(
-    config: Any, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window
+    config: BackwardConfig, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window
 ) -> Work:
     """Returns the key tile of this CTA or pair.
 
@@ -149,7 +164,9 @@ def assign(
 
 
 @cute.jit
-def take_turns(config: cutlass.Constexpr, barriers: Barriers, work: Work, rows: Rows):
+def take_turns(
+    config: cutlass.Constexpr[BackwardConfig], barriers: Barriers, work: Work, rows: Rows
+):
     """Order warp: lets the key tiles that visit a query tile add their dQ in ascending order.
 
     The CTAs of a pair, which have different columns of dQ, add at the same time.

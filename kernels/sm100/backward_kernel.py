@@ -14,7 +14,7 @@ from kernels.common.state import Rows, make_rows
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm100 import ptx
-from kernels.sm100.backward_data import Work, assign, take_ticket, take_turns
+from kernels.sm100.backward_data import BackwardConfig, Work, assign, take_ticket, take_turns
 
 
 class BackwardKernel(BackwardHost):
@@ -27,7 +27,9 @@ class BackwardKernel(BackwardHost):
       row_roles: the roles that work row by row, `compute` and `reduce`.
     """
 
-    def __init__(self, config: Any, row_roles: Any):
+    config: BackwardConfig
+
+    def __init__(self, config: BackwardConfig, row_roles: Any):
         self.config, self.row_roles = config, row_roles
         self.description, self.dtype = config.description, config.dtype
         self.deterministic = config.deterministic

@@ -81,9 +81,11 @@ class Padded:
 class PairBackward(BackwardKernel):
     """The kernel of one key; attributes are compile-time constants."""
 
+    config: Config
+
     def __init__(self, key: KernelKey):
-        self.config = Config(key)
-        super().__init__(self.config, RowRoles(self.config))
+        config = Config(key)
+        super().__init__(config, RowRoles(config))
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):

@@ -1,4 +1,4 @@
-"""What a Blackwell GPU would refuse, and what its machine code must hold, by the tables alone."""
+"""The tables hold nothing that a Blackwell GPU refuses, and the machine code is what they say."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_forward_tile_fits(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
 def test_the_forward_has_columns_for_its_products(head_dim: int) -> None:
-    """S by buffers, O by query tiles; P, 16 bits each, inside its own S."""
+    """S has its buffers, O its query tiles, and P, 16 bits each, lies inside its own S."""
     tile, columns = tiles.FORWARD_TILES[head_dim], forward_description.description(head_dim).columns
     s, p, o = columns("s"), columns("p"), columns("o")
     assert (s.count, s.width) == (tiles.BUFFERS, tile.n)
@@ -60,18 +60,18 @@ KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.FORWARD]
 def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
     """Products, tensor-memory moves, copies and exponentials, counted in the cubin.
 
-    One body of softmax for each kind of block (masked or not), which makes its first exponentials
-    again where a reference moves; one of the correction warps' rescaling. The MMA warp has a body
-    for a tile's first scores, one for steps that make scores, too, and one for the last steps,
-    which make the next tile's first scores if there are two query tiles. Q and O by tiles and, for
-    several heads in a tile, by units; O is written and stored span by span. In a pair both CTAs run
-    the same code.
+    There is one body of softmax for each kind of block (masked or not), which computes its first
+    exponentials again where a reference moves, and one of the correction warps' rescaling. The MMA
+    warp has a body for a tile's first scores, one for steps that compute scores, too, and one for
+    the last steps, which compute the next tile's first scores if there are two query tiles. Q and O
+    move by tiles and, where a tile has several heads, by units; O is written and stored span by
+    span. In a pair both CTAs run the same code.
     """
     assert counted(key, OPCODES) == expected(key)
 
 
 def counted(key: KernelKey, opcodes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """How many instructions of these kinds, and exponentials, a cubin has."""
+    """Counts a cubin's instructions of these kinds, and its exponentials."""
     entry = cache.find(key)
     assert entry is not None, "run python -m kernels.build"
     code = cubin_info.instructions(entry.code, entry.cubin.symbol)
@@ -85,7 +85,7 @@ def counted(key: KernelKey, opcodes: dict[str, tuple[int, ...]]) -> dict[str, in
 
 
 def expected(key: KernelKey) -> dict[str, int]:
-    """Instructions of the forward kernel of a key."""
+    """Counts the instructions that the design gives the forward kernel of a key."""
     tile, d = tiles.FORWARD_TILES[key.head_dim], key.head_dim
     bodies = 3 if key.band else 2
     spans = d * 2 // tile.span_bytes
@@ -104,7 +104,7 @@ def expected(key: KernelKey) -> dict[str, int]:
 
 
 def cubic() -> tuple[float, ...]:
-    """The coefficients in `softmax.py`, which cannot be imported without CuTe-DSL."""
+    """Reads the coefficients in `softmax.py`, which cannot be imported without CuTe-DSL."""
     path = pathlib.Path(tiles.__file__).with_name("softmax.py")
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CUBIC":
@@ -142,7 +142,7 @@ def test_backward_tile_fits(head_dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("head_dims", tiles.BACKWARD_TILES)
 def test_the_backward_has_columns_for_its_products(head_dims: tuple[int, int]) -> None:
-    """S, dP, dV, dK, dQ of their sizes; P and dS, 16 bits each, begin the halves of S and dP."""
+    """S, dP, dV, dK, dQ have their sizes; P and dS, 16 bits each, begin the halves of S and dP."""
     tile = tiles.BACKWARD_TILES[head_dims]
     columns = backward_description.description(*head_dims, False).columns
     if isinstance(tile, tiles.BackwardPairTile):

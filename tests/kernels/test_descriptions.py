@@ -131,7 +131,7 @@ def test_maps_are_of_whole_spans(key: KernelKey) -> None:
 
 @EVERY
 def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
-    """Its launch; initialisations in its text."""
+    """Its launch is the description's, and so are the initialisations in its text."""
     entry = cache.find(key)
     assert entry is not None, "run python -m kernels.build"
     description, launch = describe(key), entry.cubin.launch

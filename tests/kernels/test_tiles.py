@@ -1,4 +1,4 @@
-"""What a GPU would refuse, checked on the tables of tiles; descriptions have the budgets."""
+"""The tables hold no tile that a Hopper GPU refuses; test_descriptions.py has the budgets."""
 
 import pytest
 
