@@ -44,8 +44,16 @@ class Extents(NamedTuple):
         )
         if isinstance(batch, int) and not any(isinstance(x, jax.Array) for x in columns):
             return jnp.asarray(np.stack([np.broadcast_to(x, (batch,)) for x in columns], axis=1))
-        arrays = [jnp.broadcast_to(x, (batch,)) for x in columns]
-        return jnp.stack(mesh_types.sharded_alike(arrays), axis=1)
+        return stacked(*(jnp.broadcast_to(x, (batch,)) for x in columns[:3]))
+
+
+def stacked(
+    query_lengths: jax.Array, key_lengths: jax.Array, offsets: jax.Array | None = None
+) -> jax.Array:
+    """int32 [B, 4], as the kernels read it, from int32 [B] each; offsets are 0 by default."""
+    zeros = jnp.zeros_like(query_lengths)
+    columns = [query_lengths, key_lengths, zeros if offsets is None else offsets, zeros]
+    return jnp.stack(mesh_types.sharded_alike(columns), axis=1)
 
 
 def _known(size: int) -> Any:

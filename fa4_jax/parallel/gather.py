@@ -18,11 +18,12 @@ from jax import lax
 from fa4_jax.autodiff import differentiable
 from fa4_jax.bands import UNBOUNDED
 from fa4_jax.dtypes import wide
+from fa4_jax.extents import stacked
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.parallel import shard_attention
 from fa4_jax.parallel.layout import from_zigzag, to_zigzag
 from fa4_jax.parallel.shard_attention import ShardCall
-from fa4_jax.parallel.shard_calls import Work, extents, shard_lengths
+from fa4_jax.parallel.shard_calls import Work, shard_lengths
 from fa4_jax.parallel.shard_plan import Pairs, ShardPlan
 
 Array = jax.Array
@@ -115,7 +116,7 @@ def _rows(work: Work, whole: Array) -> list[_Rows]:
     distances = neighbours(shards)
     if not shards.band:
         rows, _ = shard_lengths(work, whole, device)
-        return [_Rows(0, shards.rows, ShardCall(work.plan, extents(rows, whole[:, 1])))]
+        return [_Rows(0, shards.rows, ShardCall(work.plan, stacked(rows, whole[:, 1])))]
     first_key, held = 0, shards.keys * shards.devices
     if distances is not None:
         first_key = jnp.maximum(device - distances[0], 0) * shards.keys
@@ -127,7 +128,7 @@ def _rows(work: Work, whole: Array) -> list[_Rows]:
         first_row = shards.chunk(device, half) * size
         rows = jnp.clip(whole[:, 0] - first_row, 0, size)
         offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
-        call = ShardCall(work.plan, extents(rows, keys, offset))
+        call = ShardCall(work.plan, stacked(rows, keys, offset))
         found.append(_Rows(half * size, (half + 1) * size, call))
     return found
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
+from fa4_jax.extents import stacked
 from fa4_jax.parallel.shard_attention import ShardCall, View
 from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.plan import Plan
@@ -79,13 +80,7 @@ def chunk_extents(shards: ShardPlan, whole: Array, row_chunk: Any, key_chunk: An
     rows = _clipped(whole[:, 0], first_row, shards.rows_of_chunk)
     keys = _clipped(whole[:, 1], first_key, shards.keys_of_chunk)
     offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
-    return extents(rows, keys, offset)
-
-
-def extents(rows: Array, keys: Array, offset: Array | None = None) -> Array:
-    """int32 [B, 4] from int32 [B] each."""
-    zero = jnp.zeros_like(rows)
-    return jnp.stack((rows, keys, zero if offset is None else offset, zero), axis=1)
+    return stacked(rows, keys, offset)
 
 
 def shard_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
@@ -106,7 +101,7 @@ def shard_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
         return [ShardCall(work.plan, chunk_extents(shards, whole, work.device, work.owner(shift)))]
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
-    return [ShardCall(work.dense, extents(rows, keys))]
+    return [ShardCall(work.dense, stacked(rows, keys))]
 
 
 def _causal_call(work: Work, shift: int, whole: Array) -> ShardCall:
@@ -121,12 +116,12 @@ def _causal_call(work: Work, shift: int, whole: Array) -> ShardCall:
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
     if shift == 0:
-        return ShardCall(work.plan, extents(rows, keys))
+        return ShardCall(work.plan, stacked(rows, keys))
     before = work.device >= shift
     # Lengths of rows would not be prefixes here: `rows_used` is for them.
     rows = jnp.where(before, 2 * half, half) + jnp.zeros_like(rows)
     keys = jnp.where(before, jnp.minimum(keys, half), keys)
-    return ShardCall(work.dense, extents(rows, keys), rows=View(swapped=True), partial_rows=True)
+    return ShardCall(work.dense, stacked(rows, keys), rows=View(swapped=True), partial_rows=True)
 
 
 def _chunk_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:

@@ -1,8 +1,7 @@
-"""Matrix products of the default path, and weights that keep Inf and NaN where they belong.
+"""Matrix products of the default path, and what keeps Inf and NaN with the rows that see them.
 
-A weight that is zero because its pair is masked must not meet Inf or NaN: 0 * NaN is NaN. The other
-operand is cleaned, and a pair that is seen gets NaN for its weight where it was cleaned. So a row
-that sees Inf or NaN is NaN, and no other row is.
+A weight that is zero because its pair is masked must not meet Inf or NaN: 0 * NaN is NaN. So the
+other operand is cleaned, and the scores of pairs that are seen receive the NaN instead (`poison`).
 """
 
 from __future__ import annotations
@@ -34,15 +33,19 @@ def dot(equation: str, x: Array, y: Array) -> Array:
 
 def clean(x: Array) -> Array:
     """x with 0 for Inf and NaN."""
-    return jnp.where(jnp.isfinite(x), x, 0)
+    if x.dtype.itemsize != 2:
+        return jnp.where(jnp.isfinite(x), x, 0)
+    # XLA's CPU selects among 16-bit floats one by one, among integers many at a time.
+    infinity = jnp.asarray(jnp.inf, x.dtype)
+    bits, exponent = (lax.bitcast_convert_type(y, jnp.uint16) for y in (x, infinity))
+    return lax.bitcast_convert_type(jnp.where(bits & exponent == exponent, 0, bits), x.dtype)
 
 
-def is_bad(x: Array) -> Array:
-    """Rows of x, [..., rows, h], that hold an Inf or NaN; bool [..., rows]."""
-    # One sum of floats: XLA's CPU compiles it to less than a reduction of booleans.
-    return jnp.isnan(jnp.where(jnp.isfinite(x), 0.0, jnp.nan).astype(wide(x.dtype)).sum(-1))
+def poison(x: Array) -> Array:
+    """NaN for each row of x, [..., rows, h], that holds an Inf or NaN, and 0 for the others.
 
-
-def poisoned(weights: Array, scores: Array, bad: Array) -> Array:
-    """NaN for the weights of pairs that are seen (by their scores) and `bad`, which broadcasts."""
-    return jnp.where(bad & (scores > -jnp.inf), jnp.nan, weights)
+    Returns:
+      [..., rows], in the type of sums.
+    """
+    x = x.astype(wide(x.dtype))
+    return (x - x).sum(-1)
