@@ -23,14 +23,14 @@ from kernels.emulator import Names, Policy
 from kernels.emulator.driver import arguments
 
 MULTIPROCESSORS = 2
-"""So few that the CTAs of a persistent kernel get several tiles each."""
+"""The number is small, so that the CTAs of a persistent kernel get several tiles each."""
 _RESULTS = {"output": "o", "lse": "lse", "dq": "dq", "dk": "dk", "dv": "dv", "dq_acc": "dq_acc"}
-"""The oracle's names of results, and the kernels'."""
+"""The kernels' names of results, by the oracle's."""
 
 
 @functools.cache
 def ptx(key: KernelKey) -> Ptx:
-    """The PTX of a kernel: the build's, or compiled in the one process that may import cutlass."""
+    """The PTX of a kernel, from the build or from the one process that may import cutlass."""
     if (built := cache.find(key)) is not None:
         return Ptx(built.ptx, built.cubin.symbol, built.cubin.launch, built.cubin.tile)
     return _compiler(key.arch).submit(compile.compile_ptx, key).result()
@@ -138,9 +138,9 @@ def attention(
 
 
 def reversed_keys(case: Case, inputs: Inputs) -> Inputs:
-    """The same with the keys of every batch element in reverse, padding where it was.
+    """The same inputs with the keys of every batch element reversed; padding stays in place.
 
-    Kernels that visit the last block first meet ever larger maxima in growing cases only so.
+    Kernels that visit the last block first need this to meet ever larger maxima in growing cases.
     """
     key = inputs.key.copy()
     for row, length in zip(key, case.key_lengths or (case.key_length,) * case.batch, strict=True):

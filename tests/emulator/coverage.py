@@ -91,7 +91,8 @@ def is_counted(instruction: Instruction) -> bool:
 def coverage(key: KernelKey, problems: Sequence[Attention]) -> Coverage:
     """What the problems, launches of one kernel, execute of its instructions.
 
-    First under a quick policy; what that leaves out, such as a load that polls, under the others.
+    The problems run under a quick policy first, then under the others, which reach what that leaves
+    out, such as a load that polls.
     """
     code, executed = attention.ptx(key), set[int]()
     instructions = parse(code.text).kernels[code.symbol].instructions

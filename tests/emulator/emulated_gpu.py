@@ -33,7 +33,7 @@ from kernels.emulator.driver.driver import SETTINGS_VARIABLE
 
 @contextlib.contextmanager
 def settings(text: str) -> Generator[None]:
-    """Adds to the emulated device's for a while."""
+    """Adds to the settings of the emulated device while the context is open."""
     before = os.environ.get(SETTINGS_VARIABLE, "")
     os.environ[SETTINGS_VARIABLE] = f"{before} {text}"
     try:
@@ -85,7 +85,7 @@ def from_threads(cases: list[Case], seed: int) -> list[list[Verdict]]:
 def error_of_broken_kernel(
     case: Case, changes: Mapping[str, str], folder: pathlib.Path, how: str
 ) -> tuple[str, list[Verdict]]:
-    """What attention raises when lines of the forward's PTX are replaced, and then without that."""
+    """Errors of attention when lines of the forward's PTX are replaced, and when they are not."""
     installed = runtime.manifest()
     assert installed is not None
     key = KernelKey("sm_90a", Pass.FORWARD, case.dtype, case.head_dim)

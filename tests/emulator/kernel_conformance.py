@@ -69,7 +69,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One case under one policy; of a backward's key all its kernels but the forward run."""
+    """One case under one policy; for a backward's key, all its kernels except the forward run."""
 
     case: Case
     key: KernelKey
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """All of POLICIES in turn, neighbours as different as can be, with each start order."""
+        """All of POLICIES in turn, with each start order; neighbours differ as much as possible."""
         return dataclasses.replace(
             POLICIES[7 * self.seed % len(POLICIES)],
             ordered_reductions=self.key.deterministic,
@@ -97,7 +97,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a run: a line of a record.
+    """The outcome of a run: a line of a record.
 
     Attributes:
       run: Run.name.
@@ -239,7 +239,7 @@ def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:
 
 
 def perform(run: Run) -> Outcome:
-    """One run, whatever comes of it."""
+    """Runs one case and returns the outcome, whatever it is."""
     start = time.process_time()
     failure, worst, bits = "", 0.0, ""
     try:

@@ -48,13 +48,13 @@ _MOVING = re.compile(
 _WITHOUT_RESULT = frozenset({"bar", "barrier", "bra", "nanosleep", "setmaxnreg", "tcgen05"})
 """Opcodes whose first operand is read if it is a register."""
 _OF_REGISTERS = re.compile(r"wgmma\.(fence|wait_group)|tcgen05\.wait")
-"""What orders accesses to registers: where no neighbour is left, arithmetic is one."""
+"""Instructions that order accesses to registers: where none is left, arithmetic is a neighbour."""
 
 _WAITS = re.compile(
     r"mbarrier\.(try|test)_wait|barrier\.cluster\.wait|griddepcontrol\.wait|ld\.acquire"
 )
 _BEGINS = re.compile(r"tcgen05\.fence::after")
-"""What concerns operations that the thread issues after it, where a wait came before."""
+"""Instructions that concern operations which the thread issues later, after an earlier wait."""
 _ARRIVALS = re.compile(
     r"mbarrier\.arrive|barrier\.cluster\.arrive|bar\.arrive|griddepcontrol\.launch"
     r"|red\.(release|async)|st\.async"
@@ -62,7 +62,7 @@ _ARRIVALS = re.compile(
 _ENDS = re.compile(
     r"tcgen05\.(commit|fence::before)|(wgmma|cp\.async|cp\.async\.bulk)\.commit_group"
 )
-"""What concerns operations that the thread has issued before it."""
+"""Instructions that concern operations which the thread has issued before them."""
 _OF_ISSUED = re.compile(r"(wgmma|cp\.async|cp\.async\.bulk)\.wait_group|tcgen05\.wait")
 """Waits for asynchronous operations that the thread itself has issued."""
 _PROXY_FENCE = re.compile(r"fence\.proxy\.async")

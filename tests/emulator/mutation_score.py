@@ -58,7 +58,7 @@ class Result:
 
 
 def policies(key: KernelKey) -> tuple[Policy, ...]:
-    """What every case is tried with, in this order."""
+    """The policies under which every case is tried, in this order."""
     return (
         Policy(
             "random",
@@ -73,7 +73,7 @@ def policies(key: KernelKey) -> tuple[Policy, ...]:
 
 
 def cases(key: KernelKey) -> tuple[Case, ...]:
-    """The cheapest first; one with padding, one in which every ring slot is used again."""
+    """Cases, the cheapest first; one has padding, and one uses every ring slot again."""
     common = {"head_dim": key.head_dim, "value_dim": key.value_dim, "dtype": key.dtype}
     common["is_causal"] = key.band
     if key.kernel == Pass.FORWARD:

@@ -1,4 +1,4 @@
-"""Small PTX programs for tests: a body between the usual head and tail."""
+"""Small PTX programs for tests: each is a body between the usual head and tail."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def one(body: str, thread: int = 0) -> str:
 
 
 def commit(barrier: int = 0) -> str:
-    """The thread's operations tell the mbarrier at [%r2 + barrier]."""
+    """The thread's operations arrive on the mbarrier at [%r2 + barrier]."""
     name = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64"
     return f"add.s32 %r9, %r2, {barrier};\n{name} [%r9];\n"
 

@@ -55,7 +55,7 @@ def rounded(exact: Fraction, mode: str, dtype: Any = np.float32) -> Any:
 @pytest.mark.parametrize("mode", "nzmp")
 @pytest.mark.parametrize("name", EXACT)
 def test_directed_rounding(name: str, mode: str, rng: np.random.Generator) -> None:
-    """Every rounding, single and packed."""
+    """Every rounding is right, single and packed."""
     count = 3 if name == "fma" else 2
     for _ in range(4):
         sources = [np.stack([ordinary(rng), ordinary(rng)], 1) for _ in range(count)]
@@ -124,7 +124,7 @@ def test_mixed_precision(kind: str, dtype: Any, rng: np.random.Generator) -> Non
 @pytest.mark.parametrize(("kind", "dtype"), [("bf16", BF16), ("f16", FP16)])
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "fma.rn"])
 def test_half_arithmetic(name: str, kind: str, dtype: Any, rng: np.random.Generator) -> None:
-    """One rounding, also of fma."""
+    """Each operation rounds once, fma too."""
     count = 3 if name == "fma.rn" else 2
     for _ in range(4):
         sources = [

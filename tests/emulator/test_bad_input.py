@@ -1,4 +1,4 @@
-"""What is wrong with a launch is said before anything runs."""
+"""A launch that is wrong raises an error that says why before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = programs.HEAD.format(threads=32) + "st.global.b32 [%rd1], %r1;" + program
 
 
 def launch(ptx: str = TEXT, kernel: str = "test", **changes: Any) -> None:
-    """A good launch, but for what the test changes."""
+    """A launch that is right except for what the test changes."""
     arguments: dict[str, Any] = {
         "grid": (1, 1, 1),
         "block": (32, 1, 1),

@@ -1,4 +1,4 @@
-"""A setting of the emulated GPU that there is not: named wherever somebody asks for a kernel."""
+"""An unknown setting of the emulated GPU is named wherever somebody asks for a kernel."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_forward_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> No
 
 
 def test_forward_ignores_timing(seed: int) -> None:
-    """No result depends on who comes first."""
+    """No result depends on the order in which warps run."""
     case = dataclasses.replace(CASES[1], batch=2, key_length=300, query_offset=43)
     launches = attention(case, make_inputs(case, seed), gradients=False, arch="sm_100f")
     first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(POLICIES))

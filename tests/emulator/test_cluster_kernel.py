@@ -56,7 +56,7 @@ def test_sums(policy: Policy, rng: np.random.Generator, seed: int) -> None:
 
 
 def test_broken_kernels_are_noticed(rng: np.random.Generator) -> None:
-    """Every wait, arrival, fence and cluster barrier is needed, and its absence is seen."""
+    """Every wait, arrival, fence and cluster barrier is needed, and its absence is noticed."""
     operand = rng.integers(-8, 9, (TILES * ROWS, 64)).astype(BF16)
     text = sm100_programs.ptx(PAIRS)
     sums = operand.astype(np.float32).sum(1)

@@ -191,7 +191,7 @@ def test_atomics(
     policy: Policy,
     rng: np.random.Generator,
 ) -> None:
-    """Four lanes an address: what they return tells their order, which gives what is left."""
+    """Four lanes share an address: their results give their order, and it gives the last value."""
     name, dtype, meaning = entry
     values, initial = integers(rng, dtype), integers(rng, dtype)[:8]
     bits = 8 * values.itemsize

@@ -26,7 +26,7 @@ from kernels.emulator.order.shared_memory import SharedOrder
 def test_a_proxy_fence_counts_for_what_its_own_thread_wrote(
     writer_fences: str | None, reader_fences: str | None, legal: bool
 ) -> None:
-    """A thread of CTA 1 writes there and tells one of CTA 0, whose pair's product reads it."""
+    """A thread of CTA 1 writes there and releases to one of CTA 0, whose product reads it."""
     clocks = Clocks(2, 32, tensor=True)
     order = SharedOrder(clocks, 1, 1024)
     reader, writer = np.array([0]), np.array([32])

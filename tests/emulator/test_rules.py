@@ -13,7 +13,7 @@ from tests.emulator.test_litmus import INIT_FENCED, POLICIES, WAIT_0
 
 
 def test_deadlock_names_what_is_missing() -> None:
-    """Who waits for what, which phase, who has arrived."""
+    """The message names the warp that waits, its barrier and phase, and the warps that arrived."""
     body = INIT_FENCED.replace("], 1;", "], 2;") + (
         "setp.ne.u32 %p4, %r1, 0; @%p4 bra BEHIND;"
         "mbarrier.arrive.shared.b64 %rd9, [%r2], 1; BEHIND:" + WAIT_0

@@ -419,7 +419,7 @@ def test_clean_exits_may_be_waived(body: str, policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.schedule}-{p.asynchronous}")
 def test_lanes_of_a_wait_may_be_one(policy: Policy) -> None:
-    """Then one lane tells of the whole warp's stores once it has waited for them, not before."""
+    """One lane then releases the whole warp's stores once it has waited for them, not before."""
     waived = dataclasses.replace(policy, tensor_lanes=False, tensor_fences=False)
     launch = Launch(threads=128, shared_bytes=16_384, policy=waived)
     body, data = ALLOCATE + one_lane_arrives("") + FREE, np.zeros(8192, np.uint8)
@@ -433,7 +433,7 @@ def test_lanes_of_a_wait_may_be_one(policy: Policy) -> None:
 
 @pytest.mark.parametrize("asynchronous", ["late", "random"])
 def test_order_of_commits(asynchronous: Literal["late", "random"]) -> None:
-    """Who waits for the second commit finds the first one there, or not, as the policy says."""
+    """After a wait for the second commit the first has arrived, or not, as the policy says."""
     ask = "mbarrier.test_wait.parity.shared.b64 %p7, [%r2], 0;\nselp.b32 %r90, 1, 0, %p7;\n"
     product = mma(accumulate=False)
     body = one(

@@ -185,7 +185,7 @@ def test_broken(body: str, rule: str, seed: int) -> None:
 
 
 def test_late_commits_may_be_waived() -> None:
-    """A second commit tells both CTAs; nobody waits for it, and the other one may have ended."""
+    """A second commit arrives in both CTAs; nobody waits for it, and the other may have ended."""
     late = f"\nadd.s32 %r9, %r2, 16;\n{COMMIT}.multicast::cluster.b64 [%r9], %rs1;"
     body, data = program(Pair(), BOTH + late), np.zeros(2 * BYTES, np.uint8)
     for policy in POLICIES:

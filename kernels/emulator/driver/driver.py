@@ -3,7 +3,7 @@
 That library stands in for libcuda. It imports this module, which attaches the functions below:
 they say what the emulated device is, check a kernel when it is loaded, and run launches, one at a
 time, on the memory that the launching thread has registered. Results of a kernel of the folder that
-FA4_JAX_KERNELS names start as NaN patterns, as its manifest tells which buffers those are.
+FA4_JAX_KERNELS names start as NaN patterns, since its manifest names the buffers of results.
 
 FA4_JAX_EMULATED_GPU chooses the device and the scheduling adversary by words "name=value": those of
 `Settings` and `Policy`, e.g. "multiprocessors=4 schedule=starve asynchronous=random seed=7". It is

@@ -39,7 +39,7 @@ _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 _ALIGNMENT = 128
 _NAN_FILLED = ("fp16", "bf16", "f32", "f32_ftz")
 _NAN_FILL = 0x7FF7  # in every 16 bits (seen on an H200)
-_TF32_BITS = 13  # of a float32's mantissa that tf32 has not
+_TF32_BITS = 13  # of a float32's mantissa that tf32 drops
 
 
 def _copy(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
@@ -196,8 +196,8 @@ def _store(
             chunks = swizzled(chunks, tensor.swizzle_bytes)
             transfer = Transfer(warp, lane, instruction, warp.cta, _nothing, chunks)
             write = functools.partial(_put_box, warp.cta, tensor, at, operation)
-            # Lanes that store the very same do not race: ptxas makes one store of theirs (but of
-            # reductions as many as there are lanes; both seen on an H200).
+            # Lanes that store the same box do not race: ptxas makes one store of theirs, but of 32
+            # lanes' reductions 32 (both seen on an H200).
             again = operation is None and (tensor, at, address) in seen
             seen.add((tensor, at, address))
             extent = _extent(warp.cta, tensor, at)

@@ -49,12 +49,12 @@ def _bind(instruction: Instruction, symbols: dict[str, int]) -> Effect | None:
 def _store(
     instruction: Instruction, symbols: dict[str, int], count: int, operation: str
 ) -> Effect | None:
-    target, value, told = instruction.operands
+    target, value, notified = instruction.operands
     size = int(instruction.words[-1][1:]) // 8
     given = elements(value)
     if len(given) != count:
         return None
-    address_of, barrier_of = address_reader(target, symbols), address_reader(told, symbols)
+    address_of, barrier_of = address_reader(target, symbols), address_reader(notified, symbols)
     sources = [
         reader(x, f"u{x.bank[1:] if isinstance(x, Register) else 8 * size}", symbols) for x in given
     ]
@@ -68,7 +68,7 @@ def _store(
             wrong = lanes & (addresses >> RANK_SHIFT != barrier >> RANK_SHIFT)
             if wrong.any():
                 lane = int(np.argmax(wrong))
-                message = f"stores to {addresses[lane]:#x}, but tells mbarrier {barrier:#x}"
+                message = f"stores to {addresses[lane]:#x}, but notifies mbarrier {barrier:#x}"
                 raise Fault("descriptor", message, lane)
             home = warp.cta.cluster.of_rank(barrier >> RANK_SHIFT)
             part = Part(warp, home.shared, lanes, addresses[lanes], home)

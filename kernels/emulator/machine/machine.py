@@ -21,7 +21,7 @@ from kernels.emulator.order.global_memory import GlobalOrder
 from kernels.emulator.policy import Policy
 from kernels.emulator.ptx.program import LANES, Program, Run
 
-_REFUSED_CHANCE = 0.1  # that a cluster which could be cancelled is not, unless in order
+_REFUSED_CHANCE = 0.1  # that a request to cancel a cluster fails, unless in order
 _STARVED_STEPS = 512  # after which even a starved warp may run, since others may poll for it
 _LATE_CHANCE = 0.1  # that a step of the "random" policy performs an asynchronous copy
 

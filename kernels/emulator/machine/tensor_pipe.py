@@ -41,7 +41,7 @@ class Pipe:
         self._cta.tensor_operations.append((self, operation))
         order = self._cta.order
         if order is not None:
-            # What the thread knows, and of its own stores those that an operation may read.
+            # The thread's knowledge; of its own stores only those that an operation may read.
             clock = order.clock[self.thread].copy()
             clock[self.thread] = order.fenced[self.thread, self.thread]
             self._known = Knowledge(clock, order.clocks.fenced[:, self.thread].copy())

@@ -77,7 +77,7 @@ class Clocks:
         self.clock[everyone, everyone] = 1
         self.clock[everyone, threads + everyone // threads_per_cta] = 1
         self.fenced = np.zeros((ctas + 1 + tensor_maps, threads, agents), np.int32)
-        # Until a thread knows of a barrier's initialisation, it knows less than phase 0 of it.
+        # A thread that does not know of a barrier's initialisation knows phase -1 of it.
         self.clock[:, self.first_slot :] = self.fenced[:, :, self.first_slot :] = -1
         self.fenced_shared, self.fenced_global = self.fenced[:ctas], self.fenced[ctas]
         self.fenced_maps = self.fenced[ctas + 1] if tensor_maps else None

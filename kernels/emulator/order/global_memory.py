@@ -271,10 +271,10 @@ class GlobalOrder:
                 lambda a: clocks.fenced_global[rows, a],
             )
             return
-        told = [clocks.events_of(thread) for thread in threads.tolist()]
-        for events in set(told):
+        known = [clocks.events_of(thread) for thread in threads.tolist()]
+        for events in set(known):
             clock, fenced = self._known(events, cluster, clocks)
-            rows = np.array([i for i, of_thread in enumerate(told) if of_thread == events])
+            rows = np.array([i for i, of_thread in enumerate(known) if of_thread == events])
             rows = everything if len(threads) == 1 else rows
             yield rows, clock.__getitem__, fenced.__getitem__
 

@@ -70,12 +70,12 @@ class Readers:
           entries: (rows, some).
         """
         for warp, plane in self._planes.items():
-            told = known[:, warp * LANES : (warp + 1) * LANES]
-            if told.min() >= self._latest[warp]:
+            seen = known[:, warp * LANES : (warp + 1) * LANES]
+            if seen.min() >= self._latest[warp]:
                 continue
-            late = plane.moment[entries] > told.min(1)[:, None]
+            late = plane.moment[entries] > seen.min(1)[:, None]
             if late.any():
-                found = _exactly(plane, told, entries, late)
+                found = _exactly(plane, seen, entries, late)
                 if found is not None:
                     return found[0], warp * LANES + found[1]
             if not plane.older:
@@ -84,19 +84,19 @@ class Readers:
                 at = int(entries[row, entry])
                 for moment, mask in plane.older[at]:
                     lanes = (mask & _BITS) != 0
-                    if (told[row, lanes] < moment).any():
-                        lane = int(np.argmax(lanes & (told[row] < moment)))
+                    if (seen[row, lanes] < moment).any():
+                        lane = int(np.argmax(lanes & (seen[row] < moment)))
                         return at, warp * LANES + lane
         return None
 
 
 def _exactly(
-    plane: _Plane, told: np.ndarray, entries: np.ndarray, late: np.ndarray
+    plane: _Plane, seen: np.ndarray, entries: np.ndarray, late: np.ndarray
 ) -> tuple[int, int] | None:
     """An entry and a lane whose read of it is later than what is known of that lane."""
     rows, at = np.nonzero(late)[0], entries[late]
     read = (plane.mask[at][:, None] & _BITS) != 0
-    wrong = read & (told[rows] < plane.moment[at][:, None])
+    wrong = read & (seen[rows] < plane.moment[at][:, None])
     if not wrong.any():
         return None
     first, lane = np.argwhere(wrong)[0]

@@ -166,7 +166,7 @@ class SharedOrder:
         self._plane(self._async_read, warp, 1)[coarse] = PENDING
 
     def async_writes(self, thread: int, coarse: np.ndarray, slot: int, phase: int) -> None:
-        """An asynchronous operation writes these chunks; a barrier's phase tells when it has."""
+        """An asynchronous operation writes these chunks, and completes with a barrier's phase."""
         threads = np.array([thread])
         self._check_async_operands(threads, coarse, "writes")
         fine = self._fine_of(coarse)

@@ -205,7 +205,7 @@ class TensorShadow:
             agent, forms = pipelined
             form = self._form[cells]
             ordered = np.isin(form, forms) | (form > 0 if shifts else False)
-            # Another thread's pipe too, if fences and a barrier order the two issues.
+            # This holds for another thread's pipe, too, if fences and a barrier order the issues.
             pipes = np.where(writer < clocks.threads, agent, writer)
             issued = (writer >= clocks.threads) & (
                 written <= clocks.known(threads, pipes + PIPE_SLOTS)

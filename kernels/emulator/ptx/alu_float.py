@@ -31,7 +31,7 @@ def _sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def directed(total: np.ndarray, error: np.ndarray, mode: str) -> np.ndarray:
     """total + error rounded to float32: n to nearest even, z to zero, m down, p up."""
     bits = total.view(np.int64)
-    # To odd first, so that narrowing rounds once.
+    # The sum is rounded to odd first, so that narrowing rounds once.
     inexact = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
     toward = np.where((error > 0) == (total > 0), 1, -1)
     near = (bits + np.where(inexact, toward, 0)).view(np.float64).astype(np.float32)

@@ -121,7 +121,7 @@ class _Warp:
         self.stores: list[tuple[float, float]] = []
         self.store_groups: list[tuple[float, float]] = []
         self.since = 0.0
-        self.eligible: float | None = None  # when the next instruction's operands were there
+        self.eligible: float | None = None  # when the next instruction's operands were ready
         self.copies = True
 
 

@@ -105,7 +105,7 @@ def _rows_of_roles(timing: Timing, roles: Mapping[str, Sequence[int]]) -> list[t
         for role, warps in roles.items()
         if role != "idle"
     ]
-    # The sub-partitions' tensor cores do the same one after the other: the first stands for all.
+    # The sub-partitions share each warpgroup's products, so the first one stands for all.
     units = [name for name in names if not re.match(r"CTA|tensor core [1-9]", name)]
     return [*rows, *((name.removesuffix(" 0"), name) for name in units)]
 
