@@ -45,12 +45,13 @@ from cutlass import Boolean, Int32
 from fa4_jax.key import KernelKey
 from kernels.common import ptx as common_ptx
 from kernels.common import tensors
+from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.state import Rows
 from kernels.description import Columns
 from kernels.sm100 import products, ptx
-from kernels.sm100.backward_data import Config, Work
+from kernels.sm100.backward_data import Config
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_kernel import BackwardKernel
 from kernels.sm100.backward_rows import RowRoles

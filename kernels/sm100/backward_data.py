@@ -1,17 +1,15 @@
 """Data of the Blackwell backward's main kernel: its constants, its operands, a CTA's work."""
 
-import dataclasses
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
+from kernels.common import backward_schedule, tensors
 from kernels.common import ptx as common_ptx
-from kernels.common import tensors
+from kernels.common.backward_schedule import BackwardShape, StartIndex, Work
 from kernels.common.resources import Barriers, Shared
-from kernels.common.schedule import batch_band, nth_tile
 from kernels.common.state import Rows
 from kernels.interface import Sizes, Window
 from kernels.sm100 import products, ptx
@@ -41,6 +39,16 @@ class BackwardConfig:
         self.deterministic = key.deterministic
         self.description = description(key.head_dim, key.value_dim, key.deterministic)
         self.columns = self.description.columns
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        ordered_band = key.deterministic and key.band
+        self.shape = BackwardShape(
+            m=tile.m,
+            n=tile.n,
+            row_bytes=tile.head_dim * (2 + 4) + tile.value_dim * 2,
+            l2_bytes=L2_BUDGET_BYTES,
+            least_heads=DETERMINISTIC_BAND_HEADS // tile.ctas if ordered_band else 1,
+            band=key.band,
+        )
 
 
 class Config(BackwardConfig):
@@ -63,38 +71,6 @@ class Config(BackwardConfig):
     def dq_takes_dp(self) -> bool:
         """Whether dQ begins with dP's columns."""
         return self.columns("dq").shares == "dp"
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one CTA, or a pair, does: a key tile of one KV head of one batch element."""
-
-    first_key: Int32
-    tile: Int32
-    rank: Int32  # of the CTA in a pair
-    kv_head: Int32
-    group: Int32
-    heads: Int32
-    batch: Int32
-    band: bands.Band
-    blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # whether the tile holds keys past the key length that TMA reads
-    padded_queries: cutlass.Boolean  # whether the last query block holds such queries
-
-    def steps(self) -> Int32:
-        """Counts the query blocks of all heads of the group."""
-        return (self.blocks.end - self.blocks.begin) * self.group
-
-    def step(self, index: Int32, deterministic: bool) -> tuple[Int32, Int32]:
-        """Returns (head, query block) of a step.
-
-        The last block is first where dQ is added in order.
-        """
-        blocks = self.blocks.end - self.blocks.begin
-        member = index // blocks
-        block = index - member * blocks
-        block = self.blocks.end - 1 - block if deterministic else self.blocks.begin + block
-        return self.kv_head * self.group + member, block
 
 
 @cute.jit
@@ -127,40 +103,14 @@ def start_index(config: BackwardConfig, shared: Shared) -> Int32:
 def assign(
     config: BackwardConfig, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window
 ) -> Work:
-    """Returns the key tile of this CTA or pair.
+    """Returns the key tile of this CTA or pair."""
 
-    Heads form sections whose Q, dO and dQ fill the L2. Key tiles of a causal band shrink with their
-    index, so the longest start first.
-    """
-    tile, group = config.tile, sizes.heads // sizes.kv_heads
-    rows_in_l2 = L2_BUDGET_BYTES // (tile.head_dim * (2 + 4) + tile.value_dim * 2)
-    ordered_band = config.deterministic and config.band
-    least = DETERMINISTIC_BAND_HEADS // tile.ctas if ordered_band else 1
-    section = cutlass.max(rows_in_l2 // (sizes.query_length * group), least)
-    tiles = (sizes.key_length + tile.n - 1) // tile.n
-    cta, _, _ = cute.arch.block_idx()
-    rank = cta % tile.ctas
-    index = start_index(config, shared)
-    key_tile, head_and_batch = nth_tile(index, section, sizes.kv_heads * sizes.batch, tiles)
-    batch_index = head_and_batch // sizes.kv_heads
-    kv_head = head_and_batch - batch_index * sizes.kv_heads
-    band = batch_band(extents, batch_index, window if config.band else None)
-    first_key = key_tile * tile.n
-    blocks = bands.visited_blocks(band.transposed(), first_key, tile.n, tile.m, tensors.INT32)
-    padded_keys = first_key + tile.n > band.key_length
-    return Work(
-        first_key,
-        key_tile,
-        rank,
-        kv_head,
-        group,
-        sizes.heads,
-        batch_index,
-        band,
-        blocks,
-        padded_keys & (band.key_length < sizes.key_length),
-        band.query_length < sizes.query_length,
-    )
+    def start() -> StartIndex:
+        cta, _, _ = cute.arch.block_idx()
+        rank = cta % config.tile.ctas
+        return StartIndex(start_index(config, shared), rank)
+
+    return backward_schedule.assign(config.shape, extents, sizes, window, start)
 
 
 @cute.jit

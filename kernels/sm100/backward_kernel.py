@@ -8,13 +8,14 @@ from cutlass import Float32
 
 from kernels.common import ptx as common_ptx
 from kernels.common import resources
+from kernels.common.backward_schedule import Work
 from kernels.common.hosts import BackwardHost
 from kernels.common.resources import Maps, Shared
 from kernels.common.state import Rows, make_rows
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm100 import ptx
-from kernels.sm100.backward_data import BackwardConfig, Work, assign, take_ticket, take_turns
+from kernels.sm100.backward_data import BackwardConfig, assign, take_ticket, take_turns
 
 
 class BackwardKernel(BackwardHost):

@@ -58,12 +58,12 @@ from cutlass import Int32
 from fa4_jax.key import KernelKey
 from kernels.common import ptx as common_ptx
 from kernels.common import ring, tensors
+from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Ring
 from kernels.common.state import Rows
 from kernels.sm100 import products, ptx
-from kernels.sm100.backward_data import Work
 from kernels.sm100.backward_kernel import BackwardKernel
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_pair_rows import RowRoles

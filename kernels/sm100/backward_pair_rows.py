@@ -9,11 +9,11 @@ from cutlass import Float32, Int32
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, ring, tensors
+from kernels.common.backward_schedule import Work
 from kernels.common.resources import Maps, Shared
 from kernels.common.state import Limits, Rows
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.backward_data import Work
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_rows import (
     CHUNK,

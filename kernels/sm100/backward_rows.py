@@ -9,12 +9,13 @@ from cutlass import Boolean, Float32, Int32
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
+from kernels.common.backward_schedule import Work
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, select
 from kernels.common.state import Limits, Rows
 from kernels.interface import BackwardScalars
 from kernels.sm100 import products, ptx, softmax
-from kernels.sm100.backward_data import Config, Work
+from kernels.sm100.backward_data import Config
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.tiles import LANES
 

@@ -50,14 +50,14 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
+from kernels.common.backward_schedule import BackwardShape, StartIndex, Work, assign
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import batch_band, nth_tile
 from kernels.common.softmax import exp2
 from kernels.common.state import Rows, make_rows
-from kernels.interface import BackwardScalars, RowBuffers, Sizes, Window
+from kernels.interface import BackwardScalars, RowBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.backward_data import KeyGradients, Step, Work, make_products
+from kernels.sm90.backward_data import KeyGradients, Step, make_products
 from kernels.sm90.backward_description import description
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
@@ -78,6 +78,14 @@ class Backward(BackwardHost):
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim]
         self.description = description(key.head_dim, key.deterministic)
+        self.shape = BackwardShape(
+            m=self.tile.m,
+            n=self.tile.n,
+            row_bytes=key.head_dim * (2 + 2 + 4),
+            l2_bytes=L2_BUDGET_BYTES,
+            least_heads=DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1,
+            band=key.band,
+        )
         named = self.description.named_barrier
         self.scores_ready, self.finished = named("scores_ready"), named("finished")
         self.padding = named("padding")
@@ -104,7 +112,8 @@ class Backward(BackwardHost):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        work = self.assign(shared, buffers.extents, sizes, scalars.window)
+        call = (self.shape, buffers.extents, sizes, scalars.window)
+        work = assign(*call, lambda: StartIndex(self.start_index(shared)))
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         load, mma = self.description.role("load"), self.description.role("mma")
         if warp_index < mma.first_warp:
@@ -128,40 +137,6 @@ class Backward(BackwardHost):
             return cute.arch.make_warp_uniform(ticket)
         cta, _, _ = cute.arch.block_idx()
         return cta
-
-    def assign(self, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window) -> Work:
-        """Returns the key tile of this CTA.
-
-        Heads form sections whose Q, dO and dQ fill the L2. Key tiles of a causal band shrink with
-        their index, so the longest start first.
-        """
-        group = sizes.heads // sizes.kv_heads
-        rows_in_l2 = L2_BUDGET_BYTES // (self.head_dim * (2 + 2 + 4))
-        least = DETERMINISTIC_BAND_HEADS if self.deterministic and self.band else 1
-        section = cutlass.max(rows_in_l2 // (sizes.query_length * group), least)
-        tiles = (sizes.key_length + self.tile.n - 1) // self.tile.n
-        index = self.start_index(shared)
-        tile, head_and_batch = nth_tile(index, section, sizes.kv_heads * sizes.batch, tiles)
-        batch_index = head_and_batch // sizes.kv_heads
-        kv_head = head_and_batch - batch_index * sizes.kv_heads
-        band = batch_band(extents, batch_index, window if self.band else None)
-        first_key = tile * self.tile.n
-        blocks = bands.visited_blocks(
-            band.transposed(), first_key, self.tile.n, self.tile.m, tensors.INT32
-        )
-        padded_keys = first_key + self.tile.n > band.key_length
-        return Work(
-            first_key,
-            tile,
-            kv_head,
-            group,
-            sizes.heads,
-            batch_index,
-            band,
-            blocks,
-            padded_keys & (band.key_length < sizes.key_length),
-            band.query_length < sizes.query_length,
-        )
 
     def query_block(self, work: Work, index: Int32) -> Int32:
         """Returns the index-th query block of a head; Note [dq order] gives the order."""

@@ -2,29 +2,11 @@
 
 import dataclasses
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa4_jax import bands
 from kernels.sm90 import wgmma
 from kernels.sm90.tiles import BackwardTile
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one CTA does: a key tile of one KV head of one batch element."""
-
-    first_key: Int32
-    tile: Int32
-    kv_head: Int32
-    group: Int32
-    heads: Int32
-    batch: Int32
-    band: bands.Band
-    blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # whether the tile holds keys past the key length that TMA reads
-    padded_queries: cutlass.Boolean  # whether the last query block holds such queries
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ Work overlaps inside a warpgroup: softmax of block i runs under the PV product o
 overlaps across warpgroups, too: they issue their products in turn (Note [issue turns]), so that the
 softmax of one runs under the products of another. (FlashAttention-3, sections 3.1 and 3.2;
 FlashAttention-4 for the rescaling threshold and the tile order; its polynomial exponentials do not
-pay here, see docs/notes/polynomial-exp2-on-hopper.md.)
+pay here, see docs/hopper.md.)
 
 Bias, dense masks and dropout are not supported.
 

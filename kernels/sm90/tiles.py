@@ -119,5 +119,5 @@ DETERMINISTIC_BAND_HEADS = 8
 
 Under a causal band a section's last CTAs are its shortest, so the CTAs of the next section start
 almost together and queue for their turns: the fewer of them belong to one head, the shorter the
-queue. 8 beat 1 (L2 alone), 16 and 32 (H200, 2026-11-20): docs/notes/deterministic-backward.md.
+queue. 8 beat 1 (L2 alone), 16 and 32 (H200, 2026-11-20): docs/hopper.md.
 """
