@@ -1,6 +1,6 @@
 """Draws what the warps of a CTA do, block by block, by the emulator's timing estimate.
 
-    python -m tests.emulator.pipelines    # writes docs/diagrams/<kernel>-pipeline.svg
+    python -m tests.emulator.pipelines    # writes docs/diagrams/<kernel>_pipeline.svg
 
 One picture a kernel: a few key blocks (forward) or query blocks (backward) of one CTA or pair. The
 drawing is a function of the kernel's text and of the rates, so that the test beside this file can
@@ -38,7 +38,7 @@ class Picture:
     @property
     def path(self) -> pathlib.Path:
         """The committed file."""
-        return FOLDER / f"{self.key.name}-pipeline.svg"
+        return FOLDER / f"{self.key.name}_pipeline.svg"
 
     def timing(self) -> Timing:
         """The estimate of the first CTA, or of the first cluster's CTAs."""

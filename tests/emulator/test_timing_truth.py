@@ -92,7 +92,7 @@ def _code(key: KernelKey) -> Code:
 
 
 KERNELS = {"sm_90a_fwd_bf16_d256_band": 0.1, "sm_90a_bwd_bf16_d64": 0.14}
-"""Largest relative error. The whole table: docs/notes/emulator.md."""
+"""The largest relative error of each kernel; docs/emulator/model.md has the whole table."""
 
 
 @pytest.mark.skipif(
