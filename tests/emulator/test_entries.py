@@ -60,6 +60,17 @@ def test_the_entry_that_names_most_words_is_found(mnemonic: str, entry: str | No
     assert (found and found.mnemonic) == entry
 
 
+def test_the_table_holds_the_entries_of_every_file() -> None:
+    written = [
+        ast.unparse(node.args[0])
+        for path in (EMULATOR / "instructions").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Entry"
+    ]
+    found = {entry.mnemonic for entry in binding.ENTRIES.values()}
+    assert {ast.literal_eval(mnemonic) for mnemonic in written} == found
+
+
 def test_costs_of_arithmetic_are_of_quantities_and_pipes_that_exist() -> None:
     costs = [operation.cost for operation in arithmetic.OPERATIONS.values()]
     assert {name for cost in costs for name in (*cost.per_lane, *cost.per_warp)} <= set(QUANTITIES)

@@ -64,16 +64,17 @@ _MODULES = (
     tcgen05_mma,
     tcgen05_cp,
 )
-_ENTRIES = {entry.words: entry for module in _MODULES for entry in module.ENTRIES}
-assert len(_ENTRIES) == sum(len(module.ENTRIES) for module in _MODULES)
+ENTRIES = {entry.words: entry for module in _MODULES for entry in module.ENTRIES}
+"""Every instruction but arithmetic and branches, by the words of its mnemonic."""
+assert len(ENTRIES) == sum(len(module.ENTRIES) for module in _MODULES)
 
 
 def entry_of(words: tuple[str, ...]) -> Entry | None:
     """The entry of a mnemonic that is not arithmetic: the one that names most of its words."""
-    if words in _ENTRIES:
-        return _ENTRIES[words]
+    if words in ENTRIES:
+        return ENTRIES[words]
     prefixes = ((*words[:end], "*") for end in range(len(words), 0, -1))
-    return next((_ENTRIES[prefix] for prefix in prefixes if prefix in _ENTRIES), None)
+    return next((ENTRIES[prefix] for prefix in prefixes if prefix in ENTRIES), None)
 
 
 def kind_of(instruction: Instruction) -> str:
