@@ -1,9 +1,10 @@
 """Errors of the Blackwell forward by share of polynomial exponentials and rescaling threshold.
 
-    python -m benchmarks.blackwell_forward_errors docs/notes/blackwell-forward-errors.md
+    python -m benchmarks.blackwell_forward_errors [FILE.md]
 
 Every variant is compiled with its own tile and runs on the emulator, against the float64 oracle.
-Writes the tables that stand behind the note's marker line, and leaves what is before it.
+The tables go after the marker line of the file, whose text before that line stays. Without a FILE
+it is benchmarks/results/blackwell-forward-errors.md.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ THRESHOLDS_LOG2 = (0.0, 4.0, 8.0)
 HEAD_DIMS = (64, 128)
 DTYPES = ("bf16", "fp16")
 SEEDS = (0, 1)
+RESULTS = pathlib.Path(__file__).parent / "results" / "blackwell-forward-errors.md"
 MARKER = "<!-- benchmarks.blackwell_forward_errors writes what follows -->"
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Against float64, worst of all seeds.
+    """The errors against float64, the worst of all seeds.
 
     Attributes:
       output_rms: root mean square of the error over that of the output.
       output_worst: largest error over the largest output.
-      lse_rms, lse_worst: root mean square and largest error; what LSE errs is what a row's sum errs
-        relative to itself.
+      lse_rms, lse_worst: root mean square and largest error; the LSE's
+        error is the relative error of a row's sum.
     """
 
     output_rms: float
@@ -49,12 +51,12 @@ class Errors:
     lse_worst: float
 
     def cells(self) -> str:
-        """As cells of a table."""
+        """The errors as cells of a table."""
         return " | ".join(f"{value:.2e}" for value in dataclasses.astuple(self))
 
 
 def case(dtype: str, head_dim: int, growing: bool) -> Case:
-    """Two query tiles of four blocks of keys."""
+    """A problem of two query tiles and four blocks of keys."""
     return Case(
         dtype=dtype,
         head_dim=head_dim,
@@ -68,7 +70,7 @@ def case(dtype: str, head_dim: int, growing: bool) -> Case:
 
 @functools.cache
 def data(some: Case, seed: int) -> tuple[Inputs, dict[str, np.ndarray]]:
-    """Inputs and what float64 makes of them."""
+    """The inputs of a seed and the float64 results."""
     inputs = make_inputs(some, seed)
     if some.growing:  # in the order in which the kernel visits the blocks
         inputs = attention.reversed_keys(some, inputs)
@@ -76,7 +78,7 @@ def data(some: Case, seed: int) -> tuple[Inputs, dict[str, np.ndarray]]:
 
 
 def errors(some: list[dict[str, np.ndarray]], truths: list[dict[str, np.ndarray]]) -> Errors:
-    """Errors of results, one per seed."""
+    """The errors of results, of which there is one per seed."""
 
     def rms(x: np.ndarray) -> float:
         return float(np.sqrt(np.mean(np.square(x))))
@@ -97,7 +99,7 @@ def errors(some: list[dict[str, np.ndarray]], truths: list[dict[str, np.ndarray]
 
 
 def variant(launch: attention.Attention, pairs: int) -> str:
-    """PTX of a launch's kernel with so many polynomials among 16 pairs of the middle chunks."""
+    """The PTX of a launch's kernel with `pairs` of 16 pairs by polynomial in the middle chunks."""
     from kernels import sources
     from kernels.sm100 import tiles
 
@@ -111,7 +113,7 @@ def variant(launch: attention.Attention, pairs: int) -> str:
 
 
 def rows(dtype: str, head_dim: int) -> Iterator[tuple[str, str, str, Errors]]:
-    """(exponential, threshold, inputs, errors) of a storage type and head dim."""
+    """Yields (exponential, threshold, inputs, errors) for a storage type and head dim."""
     cases = {
         name: case(dtype, head_dim, growing)
         for name, growing in (("ordinary", False), ("growing", True))
@@ -143,8 +145,8 @@ def rows(dtype: str, head_dim: int) -> Iterator[tuple[str, str, str, Errors]]:
 def main() -> None:
     """Writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("note", type=pathlib.Path)
-    note = parser.parse_args().note
+    parser.add_argument("file", type=pathlib.Path, nargs="?", default=RESULTS)
+    file = parser.parse_args().file
     compile.prepare_process(ARCH)
     lines = []
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
@@ -158,8 +160,8 @@ def main() -> None:
         for exponential, threshold, inputs, found in rows(dtype, head_dim):
             lines.append(f"| {exponential} | {threshold} | {inputs} | {found.cells()} |")
             print(lines[-1], flush=True)
-    before = note.read_text().split(MARKER)[0] if note.exists() else ""
-    note.write_text(before + MARKER + "\n" + "\n".join(lines) + "\n")
+    before = file.read_text().split(MARKER)[0] if file.exists() else ""
+    file.write_text(before + MARKER + "\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ DTYPES = ("bf16", "fp16")
 POLYNOMIAL_EXP2_TILES = frozenset({("sm_100f", 64), ("sm_100f", 96), ("sm_100f", 128)})
 """(arch, head_dim) whose fast forward computes a share of its exponentials on the FMA pipe.
 
-None on sm_90a, where it was measured not to pay: docs/notes/polynomial-exp2-on-hopper.md.
+None on sm_90a, where it was measured not to pay: docs/hopper.md.
 None above 128, where the tensor core is busy for longer than the special-function unit.
 """
 

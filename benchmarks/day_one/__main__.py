@@ -3,16 +3,17 @@
     python -m benchmarks.day_one --output DIR        # on a Blackwell or Hopper GPU
     python -m benchmarks.day_one --arch-emulated sm_100f --output DIR  # on the emulator
     python -m benchmarks.day_one --list
-    python -m benchmarks.day_one --note                               # docs/notes/undecided.md
+    python -m benchmarks.day_one --note              # benchmarks/results/assumptions.md
+    python -m benchmarks.day_one --note summary      # its table in docs/emulator/rules.md
 
-Doctor; one litmus program for each assumption of docs/notes/undecided.md; the selftest by kernel
-family; bitwise runs; the timing model's constants; speed beside cuDNN; last the litmus programs as
-they are broken on purpose. Each part runs in processes of its own and may hang or fault. DIR gets
-report.md, report.json and the parts' logs. The exit status is 1 if anything falls, hangs, faults or
-fails.
+The parts are, in this order: doctor; one litmus program for each assumption of
+benchmarks/results/assumptions.md; the selftest by kernel family; bitwise runs; the timing model's
+constants; speed beside cuDNN; the litmus programs as they are broken on purpose. Each part runs in
+processes of its own and may hang or fault. DIR receives report.md, report.json and the parts' logs.
+The exit status is 1 if anything falls, hangs, faults or fails.
 
-On a GPU's machine: JAX, numpy, cuda-bindings, rich, `fa4_jax/_cubins` and `libfa4_jax.so`; no
-CuTe-DSL. On the emulator: `make emulated` first.
+A machine with a GPU needs JAX, numpy, cuda-bindings, rich, `fa4_jax/_cubins` and `libfa4_jax.so`,
+but no CuTe-DSL. A run on the emulator needs `make emulated` first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.day_one import report
-from benchmarks.day_one.note import note
+from benchmarks.day_one.note import note, summary
 from benchmarks.day_one.outcome import Finding
 from benchmarks.day_one.parts import (
     ROOT,
@@ -49,7 +50,7 @@ _PROBE_S = 60.0
 
 
 def look(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
-    """What the GPU is, from a fresh process, or what is wrong with it."""
+    """Describes the GPU, from a fresh process, or says what is wrong with it."""
     command = [sys.executable, "-m", "benchmarks.day_one.probe"]
     try:
         done = subprocess.run(
@@ -63,7 +64,7 @@ def look(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
 
 
 def find_target(emulated: str | None, full: bool, seed: int) -> tuple[Target, str]:
-    """What to run on, and its name.
+    """The target of the run and its name.
 
     Raises:
       ValueError: there is no such GPU, or no emulator.
@@ -144,10 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--inject", default="", metavar="hang:PART,fault:PART", help="goes wrong on purpose"
     )
     parser.add_argument("--list", action="store_true", help="the parts, without running them")
-    parser.add_argument("--note", action="store_true", help="the list of assumptions as a note")
+    parser.add_argument(
+        "--note", nargs="?", const="list", choices=("list", "summary"), help="the assumptions"
+    )
     options = parser.parse_args(argv)
     if options.note:
-        print(note(), end="")
+        print(summary() if options.note == "summary" else note().rstrip("\n"))
         return 0
     seed = secrets.randbits(31) if options.seed is None else options.seed
     try:

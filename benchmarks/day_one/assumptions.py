@@ -1,7 +1,7 @@
-"""What our Blackwell kernels rely on and no emulator can decide, as data.
+"""Claims that our Blackwell kernels rely on and that no emulator can decide, as data.
 
-`docs/notes/undecided.md` is made of this table (`python -m benchmarks.day_one --note`), and the
-report of a first day names the same claims.
+`python -m benchmarks.day_one --note` makes benchmarks/results/assumptions.md from this table, and
+the report of a first day names the same claims.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ ASSUMPTIONS = (
         "proxy fence.",
         "all kernels of pairs: `relay_loads` in kernels/sm100/forward_products.py and "
         "kernels/sm100/backward_pair.py",
-        "The PTX ISA makes a copy's writes visible to who observes its barrier and says nothing "
-        "of the async proxy of a third thread. flash-attn-4's backward of pairs has a relay warp "
-        "that waits for a bulk copy's barrier and arrives at the even CTA's for it. CUTLASS and "
+        "The PTX ISA makes a copy's writes visible to the thread that observes its barrier and "
+        "says nothing of the async proxy of a third thread. flash-attn-4's backward of pairs has "
+        "a relay warp that waits for a bulk copy's barrier and arrives at the even CTA's for it. "
+        "CUTLASS and "
         "DeepGEMM let the copy itself complete on the even CTA's barrier.",
         "wrong results of all pairs: forward and backward at head dims 192 and 256",
         "kernels/sm100/products.py: `wait` of a pair, a fence.proxy.async.shared::cluster by the "
@@ -76,10 +77,10 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "pair-layout",
-        "Of a product of a pair with M = 128, a CTA has its 64 rows in lanes 0 to 63 for the "
-        "first half of the columns and in lanes 64 to 127 for the second; with M = 256, its 128 "
-        "rows; A in tensor memory, M = 256: each CTA's rows in its own lanes. Each CTA has half "
-        "of B.",
+        "After a product of a pair with M = 128, a CTA has its 64 rows in lanes 0 to 63 for the "
+        "first half of the columns and in lanes 64 to 127 for the second; with M = 256, it has "
+        "its 128 rows. With A in tensor memory and M = 256, each CTA's rows of A lie in its own "
+        "lanes. Each CTA has half of B.",
         "M = 128: kernels/sm100/backward_pair.py; M = 256, A in tensor memory: the forward of "
         "pairs, kernels/sm100/forward_products.py",
         "PTX ISA, tcgen05, data path layouts A and B, by figures. CUTLASS has accumulator layouts"
@@ -146,9 +147,9 @@ ASSUMPTIONS = (
     Assumption(
         "commit-carries",
         "The arrival of a tcgen05.commit is ordered after what the committing thread had waited "
-        "for before it issued: who waits for the commit alone sees the bulk copy of row "
-        "statistics that the MMA warp waited for, and a copy over them comes after the reads of "
-        "warps that arrived at the MMA warp. In a pair also through the odd CTA's relay, with a "
+        "for before it issued: a thread that waits for the commit alone sees the bulk copy of "
+        "row statistics that the MMA warp waited for, and a copy over them comes after the reads "
+        "of warps that arrived at the MMA warp. In a pair also through the odd CTA's relay, with a "
         "wait of .cta scope.",
         "all backward kernels: Note [what needs no barrier] in kernels/sm100/backward.py and "
         "kernels/sm100/backward_pair.py (lse_log2 and delta after s_full)",
@@ -198,8 +199,8 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "store-at-exit",
-        "What a bulk store has read by wait_group.read is written although its CTA has ended, and"
-        " the next launch in the stream sees it.",
+        "The data that a bulk store has read by wait_group.read are written although the CTA has "
+        "ended, and the next launch in the stream sees them.",
         "outputs and gradients of all kernels: kernels/sm100/forward.py `store_tile`, "
         "backward_rows.py and backward_pair_rows.py `write_gradients`, backward_ends.py",
         "PTX ISA, cp.async.bulk.wait_group: .read is about sources alone; a grid's end completes "
@@ -265,7 +266,7 @@ ASSUMPTIONS = (
         "L2, copies, arrivals between SMs and the other fields of rates.BLACKWELL.assumed are as "
         "on an H200.",
         "estimates alone: choices of tiles and of pairs that rest on them",
-        "One H200 was measured (docs/notes/microbenchmarks.md); of a B200 only documented rates "
+        "One H200 was measured (docs/emulator/proof.md); of a B200 only documented rates "
         "are known. The model's estimates for flash-attn-4's kernels are 6 % off on the mean.",
         "estimates, and with them the choice of pairs at head dims up to 128",
         "kernels/emulator/timing/rates.py: `BLACKWELL`",

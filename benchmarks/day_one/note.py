@@ -1,4 +1,4 @@
-"""docs/notes/undecided.md, made of the table of assumptions and of the litmus programs."""
+"""The list of assumptions, made from their table and from the litmus programs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from benchmarks.day_one.parts import programs
 
 
 def note() -> str:
-    """docs/notes/undecided.md."""
+    """The text of benchmarks/results/assumptions.md."""
     known = programs()
     lines = [
         "# What no emulator can decide",
         "",
-        "Made by `python -m benchmarks.day_one --note` from `benchmarks/day_one`; a "
-        "test holds the two together.",
-        "Our Blackwell kernels rely on each of these claims, but where it says that they do not. "
-        "The PTX ISA does not settle them, or only silicon can show them.",
+        "`python -m benchmarks.day_one --note` makes this list from `benchmarks/day_one`; a "
+        "test compares the two.",
+        "Our Blackwell kernels rely on each of these claims, except where it says that they do "
+        "not. The PTX ISA does not settle them, or only silicon can show them.",
         "`python -m benchmarks.day_one` tests them on a GPU: the programs are in "
         "`benchmarks/day_one/litmus_*.py`, each with a broken variant that differs from the right "
         "one on the emulator, or the reason why it cannot be.",
-        "What kernels of others do was read in their sources: flash-attn-4 (0251105a), CUTLASS "
-        "(7107b055), DeepGEMM (54e2261), ThunderKittens (0b55588d).",
+        "What other people's kernels do was read in their sources: flash-attn-4 (0251105a), "
+        "CUTLASS (7107b055), DeepGEMM (54e2261), ThunderKittens (0b55588d).",
         "Descriptors, swizzles and majors of operands are not in the list: they are documented, "
         "and flash-attn-4's kernels, which are right on a B200, are right with the same reading "
-        "of them on the emulator (`emulator-interop.md`). tcgen05.cp and shift are not used.",
+        "of them on the emulator ([flash-attn-4-emulated.md](flash-attn-4-emulated.md)). "
+        "tcgen05.cp and shift are not used.",
     ]
     for assumption in ASSUMPTIONS:
         lines += ["", f"## {assumption.id}"]
@@ -48,6 +49,15 @@ def note() -> str:
                 f"{noticed}"
             )
     return "\n".join(lines) + "\n"
+
+
+def summary() -> str:
+    """The table of docs/emulator/rules.md: each assumption, its claim, what depends on it."""
+    lines = ["| assumption | claim | what falls if it is wrong |", "|---|---|---|"]
+    for x in ASSUMPTIONS:
+        link = f"[{x.id}](../../benchmarks/results/assumptions.md#{x.id})"
+        lines.append(f"| {link} | {x.claim} | {x.falls} |")
+    return "\n".join(lines)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -119,8 +119,9 @@ def _assumptions(day: Day) -> str:
     lines = [
         "## Assumptions",
         "",
-        "`docs/notes/undecided.md` has claims and evidence. *Broken*: whether the same program "
-        "without what it tests goes wrong on this machine, so that a violation would show.",
+        "`benchmarks/results/assumptions.md` has claims and evidence. *Broken*: whether the "
+        "same program without what it tests goes wrong on this machine, so that a "
+        "violation would show.",
         "",
         *_table("assumption", "verdict", "what decided", "broken"),
     ]

@@ -1,6 +1,6 @@
 """What no trial notices of the kernels' mutations, by kernel and kind.
 
-docs/notes/mutations.md proves each of these redundant, or says what is blind.
+docs/emulator/proof.md proves each of these redundant, or says what is blind.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_90a_bwd_post_bf16_d64": Counter({_STORED: 1}),
 }
 """Kernels, and what is not noticed when one of their instructions is dropped, weakened or counts
-otherwise: docs/notes/mutations.md proves each of these redundant. The preprocessing kernels
+otherwise: docs/emulator/proof.md proves each of these redundant. The preprocessing kernels
 synchronise nothing."""
 
 _MOVED = pathlib.Path(__file__).with_name("moved_survivors.json")

@@ -2,7 +2,7 @@
 
 All changes of Hopper's forward and postprocessing; of the others some, at random, so that in time
 every one is tried. `python -m tests.emulator.mutation_score` takes all of all kernels;
-docs/notes/mutations.md has its result, and proves redundant what survives. About two and a half
+docs/emulator/proof.md has its result, and proves redundant what survives. About two and a half
 minutes of a core.
 """
 

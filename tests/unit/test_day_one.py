@@ -18,7 +18,7 @@ from benchmarks.day_one import constants, report, verdicts
 from benchmarks.day_one import parts as day_parts
 from benchmarks.day_one.__main__ import command
 from benchmarks.day_one.assumptions import ASSUMPTIONS, Assumption
-from benchmarks.day_one.note import note
+from benchmarks.day_one.note import note, summary
 from benchmarks.day_one.outcome import Finding, Verdict, read
 from benchmarks.day_one.parts import INJECTED, ROOT, Target, injections, parts, programs, selected
 from benchmarks.day_one.process import Part, Runner
@@ -333,8 +333,9 @@ def test_files_and_names_of_an_assumption_exist(assumption: Assumption):
         assert re.search(rf"\b{name}\b", sources), name
 
 
-def test_the_note_is_made_of_the_table():
-    assert (ROOT / "docs" / "notes" / "undecided.md").read_text() == note()
+def test_the_list_of_assumptions_is_made_of_the_table():
+    assert (ROOT / "benchmarks" / "results" / "assumptions.md").read_text() == note()
+    assert f"\n{summary()}\n" in (ROOT / "docs" / "emulator" / "rules.md").read_text()
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
