@@ -1,7 +1,7 @@
 """The attention of many scores: tile by tile, O(length) memory.
 
 One loop visits the pairs of blocks that meet, and adds each tile's part to arrays of all rows and
-keys: nested loops compute the same, but XLA compiles more kernels for them, and takes twice as long.
+keys. Nested loops compute the same, but XLA compiles more kernels for them.
 
 Online softmax: Milakov & Gimelshein 2018; blocks and recomputation: FlashAttention-2
 (Dao 2023, sections 2.3 and 3.1). The equations are in `fa4_jax.xla`.
@@ -149,13 +149,14 @@ def _add(x: Array, new: Array, axis: int, start: Array) -> Array:
     return _put(x, tiles.part(x, axis, start, new.shape[axis]) + new, axis, start)
 
 
-def _add_dense(total: Array, ds: Array, tile: Tile) -> Array:
+def _add_dense(total: Array, new: Products, tile: Tile) -> Array:
     """Adds a tile's ds to the gradient of a dense operand, summed over its broadcast axes."""
-    new = tiles.part_of(total, tile) + tiles.sum_to(ds, total.shape)
+    part = tiles.part_of(total, tile)
+    part += 0 if new.scores is None else tiles.sum_to(new.scores, total.shape)
     starts = [jnp.uint32(0)] * 5
     for axis, start in ((3, tile.row), (4, tile.key)):
         starts[axis] = starts[0] if total.shape[axis] == 1 else start.astype(jnp.uint32)
-    return lax.dynamic_update_slice(total, new, starts)
+    return lax.dynamic_update_slice(total, part, starts)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
@@ -208,7 +209,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             _add(sums.query, new.query, 1, tile.row),
             _add(sums.key, new.key, 1, tile.key),
             _add(sums.value, new.value, 1, tile.key),
-            None if sums.scores is None else _add_dense(sums.scores, new.scores, tile),
+            None if sums.scores is None else _add_dense(sums.scores, new, tile),
         )
 
     axes = mesh_types.union_varying((*operands, *cotangents))

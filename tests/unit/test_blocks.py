@@ -56,8 +56,8 @@ def test_blocks_of_a_batch_whose_offsets_are_arrays(
     extents = jnp.array([[t, s, offset, 0] for offset in offsets], jnp.int32)
     offset = jnp.int32(offsets[0]) if common else None
     operands = Operands(operand, operand, operand, extents, offset=offset)
-    steps = blockwise._blockwise(problem, operands)
-    rows, keys = steps.tiling.rows, steps.tiling.keys
+    grid = blockwise.make_grid(problem, operands)
+    rows, keys = grid.tiling.rows, grid.tiling.keys
     left, right = window
     distance = np.arange(keys.size * keys.count)[None, None] - np.array(offsets)[:, None, None]
     distance = distance - np.arange(rows.size * rows.count)[None, :, None]
@@ -68,8 +68,8 @@ def test_blocks_of_a_batch_whose_offsets_are_arrays(
     # [row block, key block]; the ranges do not know which columns of the last block are padding.
     needed, padded = (np.any(x, axis=(0, 2, 4)) for x in (real, seen))
     for ranges, needed_of, padded_of, side in (
-        ([steps.row_range(i) for i in range(rows.count)], needed, padded, keys),
-        ([steps.key_range(i) for i in range(keys.count)], needed.T, padded.T, rows),
+        ([grid.row_range(i) for i in range(rows.count)], needed, padded, keys),
+        ([grid.key_range(i) for i in range(keys.count)], needed.T, padded.T, rows),
     ):
         for i, found in enumerate(ranges):
             lo, hi = map(int, found)

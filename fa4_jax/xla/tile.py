@@ -1,0 +1,333 @@
+"""One tile of scores, rows x keys, all held at once: `dense` is one, `blockwise` visits many.
+
+XLA's CPU compiles every kernel of its own for about 14 ms, while products, sums and the chain
+maximum, subtraction, exponential come from its library. So masks act on scores alone, and nothing
+stands between the maximum and the exponential.
+
+Letters: b batch, k KV head, g query head of its group, t row, s key, h head dim, r (g, t).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fa4_jax.bands import UNBOUNDED
+from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.problem import Problem
+from fa4_jax.xla.products import clean, dot, poison
+
+Array = jax.Array
+
+
+class Tile(NamedTuple):
+    """Rows [row, row + rows) and keys [key, key + keys). The starts may be traced."""
+
+    row: Any
+    rows: int
+    key: Any
+    keys: int
+
+
+class Keys(NamedTuple):
+    """key and value [B, S, K, H]; the values' poison [B, S, K], or None where nothing is masked."""
+
+    key: Array
+    value: Array
+    poison: Array | None
+
+    def part(self, tile: Tile) -> Keys:
+        """Those of a tile: key and value [b, k, s, h], poison [b, k, 1, 1, s]."""
+        key, value = (part(x, 1, tile.key, tile.keys) for x in (self.key, self.value))
+        key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
+        if self.poison is None:
+            return Keys(key, value, None)
+        bad = part(self.poison, 1, tile.key, tile.keys).transpose(0, 2, 1)
+        return Keys(key, clean(value), bad[:, :, None, None, :])
+
+
+class Rows(NamedTuple):
+    """query and do [B, T, N, H]; shift and delta [B, N, T].
+
+    shift: log-sum-exp; +inf for rows that see nothing, whose weights exp(s - shift) are 0, and NaN
+      for those with an Inf or NaN in do.
+    """
+
+    query: Array
+    output_bar: Array
+    shift: Array
+    delta: Array
+
+    def part(self, tile: Tile, call: Call) -> Rows:
+        """Those of a tile: query and do [b, k, g, t, h], shift and delta [b, k, g, t, 1]."""
+        output_bar = call.rows_of(self.output_bar, tile)
+        return Rows(
+            call.rows_of(self.query, tile),
+            clean(output_bar) if call.is_masked else output_bar,
+            call.row_vector(self.shift, tile),
+            call.row_vector(self.delta, tile),
+        )
+
+
+class Softmax(NamedTuple):
+    """A tile's maxima and sums [b, k, g, t, 1], and weights exp(s - top) [b, k, g, t, s]."""
+
+    top: Array
+    total: Array
+    weights: Array
+
+
+class Products(NamedTuple):
+    """A tile's part of the gradients, in the type of sums, without the softmax scale.
+
+    query [B, t, N, H], key and value [B, s, K, H], scores [b, k, g, t, s]; the sums over all tiles
+    have scores in the shape of the bias, or None.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    scores: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the tiles of one call share.
+
+    Attributes:
+      rows, keys: lengths, padded to whole tiles.
+      extents: as of `Operands`; offset: query offsets, [b|1] int32.
+      scale: softmax scale, [], in the type of the sums.
+      bias, mask: [b|1, k|1, g|1, t|1, s|1].
+    """
+
+    problem: Problem
+    rows: Any
+    keys: Any
+    extents: Array
+    offset: Array
+    scale: Array
+    bias: Array | None
+    mask: Array | None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a pair may be masked that is not padding."""
+        return self.problem.band or self.problem.has_mask
+
+    @property
+    def pads_keys(self) -> bool:
+        """Whether a tile may hold keys that do not exist."""
+        return self.problem.has_lengths or self.keys != self.problem.key_length
+
+    def visible(self, tile: Tile) -> Array | None:
+        """Pairs that band, mask and key length allow, broadcasting to bool [b, k, g, t, s]."""
+        keys = tile.key + jnp.arange(tile.keys)
+        parts: list[Array] = []
+        if self.problem.band:
+            left, right = self.problem.window
+            rows = (tile.row + jnp.arange(tile.rows))[None, :, None] + self.offset[:, None, None]
+            distance = keys[None, None, :] - rows
+            parts += [distance <= right] if right < UNBOUNDED else []
+            parts += [distance >= -left] if left < UNBOUNDED else []
+            parts = [x[:, None, None] for x in parts]
+        if self.mask is not None:
+            parts.append(part_of(self.mask, tile))
+        if self.pads_keys:
+            parts.append((keys[None, :] < self.extents[:, 1:2])[:, None, None, None, :])
+        return functools.reduce(operator.and_, parts) if parts else None
+
+    def scores(self, query: Array, keys: Keys, tile: Tile) -> Array:
+        """Scores [b, k, g, t, s] of query [b, k, g, t, h]: -inf if masked, else NaN if poisoned."""
+        s = unmerged(dot("bkrh,bksh->bkrs", merged(query), keys.key), query) * self.scale
+        if self.bias is not None:
+            s += part_of(self.bias, tile).astype(s.dtype)
+        if keys.poison is not None:
+            s += keys.poison
+        visible = self.visible(tile)
+        return s if visible is None else jnp.where(visible, s, -jnp.inf)
+
+    def hide(self, x: Array, scores: Array, tile: Tile, fill: float) -> Array:
+        """x with `fill` for the pairs that are masked, whatever it holds there."""
+        seen = self.visible(tile) if self.bias is None else scores != -jnp.inf
+        return x if seen is None else jnp.where(seen, x, fill)
+
+    def rows_of(self, x: Array, tile: Tile) -> Array:
+        """A tile's rows of [B, T, N, H], [b, k, g, t, h]."""
+        x = part(x, 1, tile.row, tile.rows)
+        b, t, _, h = x.shape
+        x = x.reshape(b, t, self.problem.kv_heads, self.problem.group, h)
+        return x.transpose(0, 2, 3, 1, 4)
+
+    def row_vector(self, x: Array, tile: Tile) -> Array:
+        """A tile's rows of [B, N, T], [b, k, g, t, 1]."""
+        x = part(x, 2, tile.row, tile.rows)
+        return x.reshape(x.shape[0], self.problem.kv_heads, self.problem.group, tile.rows, 1)
+
+
+def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Call:
+    """The call, its lengths padded to `rows` and `keys`."""
+    scale = operands.scale
+    scale = jnp.asarray(problem.scale, problem.accumulator) if scale is None else scale
+    offset = operands.extents[:, 2] if operands.offset is None else operands.offset[None]
+
+    def grouped(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        heads = (1, 1) if x.shape[1] == 1 else (problem.kv_heads, problem.group)
+        x = x.reshape(x.shape[0], *heads, *x.shape[2:])
+        x = x if x.shape[3] == 1 else padded(x, 3, rows)
+        return x if x.shape[4] == 1 else padded(x, 4, keys)
+
+    bias, mask = grouped(operands.bias), grouped(operands.mask)
+    return Call(problem, rows, keys, operands.extents, offset, scale, bias, mask)
+
+
+def padded(x: Array, axis: int, length: Any) -> Array:
+    """x with zeros behind it along an axis, up to a length."""
+    if x.shape[axis] == length:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def part_of(x: Array, tile: Tile) -> Array:
+    """A tile's part of a dense [b|1, k|1, g|1, t|1, s|1]."""
+    if x.shape[3] != 1:
+        x = part(x, 3, tile.row, tile.rows)
+    return x if x.shape[4] == 1 else part(x, 4, tile.key, tile.keys)
+
+
+def part(x: Array, axis: int, start: Any, size: int) -> Array:
+    """[start, start + size) of an axis."""
+    if isinstance(start, int):
+        return x if size == x.shape[axis] else lax.slice_in_dim(x, start, start + size, axis=axis)
+    # An unsigned start cannot count from the end, so nothing is compiled for that.
+    return lax.dynamic_slice_in_dim(x, start.astype(jnp.uint32), size, axis)
+
+
+def merged(x: Array) -> Array:
+    """[b, k, g, t, h] -> [b, k, r, h]: the rows of a group side by side, one matrix a KV head."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def unmerged(x: Array, like: Array) -> Array:
+    """[b, k, r, s] -> [b, k, g, t, s]."""
+    return x.reshape(*like.shape[:4], x.shape[-1])
+
+
+def native_rows(x: Array) -> Array:
+    """[b, k, g, t, h] -> [B, T, N, H]."""
+    b, k, g, t, h = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
+
+
+def native_keys(x: Array) -> Array:
+    """[b, k, s, h] -> [B, S, K, H]."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def make_keys(call: Call, operands: Operands) -> Keys:
+    """The keys and values of a call, 0 past the key length."""
+    found = [operands.key, operands.value]
+    if call.problem.has_lengths:
+        below = jnp.arange(call.problem.key_length)[None, :] < call.extents[:, 1:2]
+        found = [jnp.where(below[:, :, None, None], x, 0) for x in found]
+    key, value = (padded(x, 1, call.keys) for x in found)
+    bad = padded(poison(operands.value), 1, call.keys) if call.is_masked else None
+    return Keys(key, value, bad)
+
+
+def known_rows(x: Array, call: Call) -> Array:
+    """[B, T, N, H] with 0 past the query length."""
+    if not call.problem.has_lengths:
+        return x
+    below = jnp.arange(call.problem.query_length)[None, :] < call.extents[:, 0:1]
+    return jnp.where(below[:, :, None, None], x, 0)
+
+
+def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
+    """What the backward knows of each row."""
+    query, output_bar = (known_rows(x, call) for x in (operands.query, cotangents.output_bar))
+    delta = dot("btnh,btnh->bnt", output_bar, cotangents.output) - cotangents.lse_bar
+    empty = cotangents.lse == -jnp.inf
+    delta = jnp.where(empty, 0, delta)
+    shift = jnp.where(empty, jnp.inf, cotangents.lse)
+    if call.is_masked:
+        shift, delta = shift + (delta - delta), clean(delta)
+    query, output_bar = (padded(x, 1, call.rows) for x in (query, output_bar))
+    shift, delta = (padded(x, 2, call.rows) for x in (shift, delta))
+    return Rows(query, output_bar, shift, delta)
+
+
+def softmax(scores: Array) -> Softmax:
+    """Softmax, not yet divided by the sums. A row whose scores are all -inf has weights of 0."""
+    # The least number, since -inf - -inf would be NaN; under the maximum, not after it, lest XLA's
+    # CPU compile the exponential anew.
+    top = jnp.maximum(scores, jnp.finfo(scores.dtype).min).max(-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    return Softmax(top, weights.sum(-1, keepdims=True), weights)
+
+
+def weighted(weights: Array, keys: Keys) -> Array:
+    """Sums of values [b, k, g, t, h]."""
+    acc = dot("bkrs,bksh->bkrh", merged(weights.astype(keys.value.dtype)), keys.value)
+    return unmerged(acc, weights)
+
+
+def finish(call: Call, top: Array, total: Array, acc: Array) -> tuple[Array, Array]:
+    """Output [b, k, g, t, h] and log-sum-exp [b, k, g, t, 1] of all rows, in the type of sums."""
+    empty = total == 0
+    if call.problem.has_lengths:
+        rows = jnp.arange(total.shape[3])
+        empty |= (rows[None, :] >= call.extents[:, 0:1])[:, None, None, :, None]
+    total = jnp.where(empty, 1, total)
+    return jnp.where(empty, 0, acc / total), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
+    """The products of the backward, from the weights p [b, k, g, t, s] of a tile."""
+    query, output_bar, key = merged(rows.query), merged(rows.output_bar), keys.key
+    dp = unmerged(dot("bkrh,bksh->bkrs", output_bar, keys.value), weights)
+    ds = weights * (dp - rows.delta)
+    if call.is_masked:
+        # A query or key that is cleaned has NaN in the weights of every pair that is seen.
+        query, key = clean(query), clean(key)
+    dv = dot("bkrs,bkrh->bksh", merged(weights.astype(output_bar.dtype)), output_bar)
+    narrow = merged(ds.astype(query.dtype))
+    dk = dot("bkrs,bkrh->bksh", narrow, query)
+    dq = dot("bkrs,bksh->bkrh", narrow, key)
+    return Products(native_rows(unmerged(dq, weights)), native_keys(dk), native_keys(dv), ds)
+
+
+def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gradients:
+    """Gradients of the operands from the sums over all tiles."""
+    t, s = call.problem.query_length, call.problem.key_length
+    query, key, value = sums.query[:, :t], sums.key[:, :s], sums.value[:, :s]
+    dtype = operands.query.dtype
+    dscale = None
+    if operands.scale is not None:
+        # The query of a row that sees nothing may hold anything.
+        seen = (rows.shift[:, :, :t] < jnp.inf).transpose(0, 2, 1)[..., None]
+        dscale = jnp.where(seen, query * operands.query.astype(query.dtype), 0).sum()
+    dbias = None
+    if operands.bias is not None and call.bias is not None and sums.scores is not None:
+        b, n, rows_of_bias, keys_of_bias = operands.bias.shape
+        dbias = sum_to(sums.scores, call.bias.shape)
+        dbias = dbias.reshape(b, n, *dbias.shape[3:])[:, :, :rows_of_bias, :keys_of_bias]
+        dbias = dbias.astype(operands.bias.dtype)
+    query, key = ((x * call.scale).astype(dtype) for x in (query, key))
+    return Gradients(query, key, value.astype(dtype), dbias, dscale)
+
+
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """x, summed over the axes where `shape` has 1."""
+    summed = tuple(axis for axis in range(5) if shape[axis] == 1 and x.shape[axis] != 1)
+    return x.sum(summed, keepdims=True)
