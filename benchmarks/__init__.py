@@ -1,1 +1,3 @@
-"""Speed, memory and host-side cost of `fa4_jax.attention` beside its peers in JAX."""
+"""The benchmarks measure speed, memory and host-side cost of `fa4_jax.attention` and its peers in
+JAX.
+"""

@@ -45,20 +45,20 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def wanted(name: str, only: list[str] | None) -> bool:
-    """Whether a part of the run was asked for."""
+    """Returns whether the command line asks for a part of the run."""
     return not only or any(text in name for text in only)
 
 
 def first_calls(quick: bool) -> dict[str, Any]:
-    """First calls in fresh processes, by implementation."""
+    """Measures first calls in fresh processes, by implementation."""
     case = shapes.FIRST_CALL_QUICK if quick else shapes.FIRST_CALL
-    has_gpu = clocks() is not None  # asked of the driver: JAX must not start here yet
+    has_gpu = clocks() is not None  # The driver is asked: JAX must not start here yet.
     callers = FIRST_CALLERS["gpu" if has_gpu else "cpu"]
     return {name: host_cost.first_call(name, case, 1 if quick else 3) for name in callers}
 
 
 def host_costs(quick: bool) -> dict[str, Any]:
-    """Dispatch and memory."""
+    """Measures dispatch and memory."""
     cases = shapes.MEMORY_QUICK if quick else shapes.MEMORY
     return {
         "dispatch_s": host_cost.dispatch(20 if quick else 2000),
@@ -67,7 +67,7 @@ def host_costs(quick: bool) -> dict[str, Any]:
 
 
 def line(record: dict[str, Any]) -> str:
-    """A case for the terminal: TFLOP/s of each contender, with our speed over a peer's."""
+    """Returns a line for the terminal: TFLOP/s of each contender, with our speed over a peer's."""
     cells = []
     for direction in DIRECTIONS:
         part = record[direction]
@@ -82,14 +82,16 @@ def line(record: dict[str, Any]) -> str:
 
 
 def file_name(device: str, options: argparse.Namespace) -> str:
-    """The device's name, and what keeps lesser runs from overwriting a whole one."""
+    """Returns the device's name, with a suffix so that a partial run does not overwrite a whole
+    one.
+    """
     stem = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     parts = [stem, *(["quick"] if options.quick else []), *(["partial"] if options.only else [])]
     return "-".join(parts) + ".json"
 
 
 def measure_safely(case: Case, protocol: Protocol) -> dict[str, Any]:
-    """`measure`, or a record of why the whole case failed."""
+    """Returns what `measure` returns, or a record of why the whole case failed."""
     try:
         return measure(case, protocol)
     except Exception as error:

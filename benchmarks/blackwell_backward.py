@@ -1,12 +1,12 @@
-"""What the Blackwell backward's main kernel is estimated to take, fast and deterministic.
+"""Estimates what the Blackwell backward's main kernel takes, fast and deterministic.
 
     python -m kernels.build --only "sm_100f_bwd_bf16_*"
     python -m benchmarks.blackwell_backward
 
 A step costs the difference of CTAs (or pairs) with 12 and 20 of them on one multiprocessor. The
 grid's CTAs then run on all multiprocessors as in `benchmarks.truth`: they share L2 and DRAM and,
-where dQ is added in order, wait for the key tile before. That grid has a CTA stand still until its
-additions have been made; this kernel goes on, so the price of the order is an upper bound.
+where dQ is added in order, wait for the key tile before. In that grid a CTA stands still until its
+additions are done; this kernel goes on, so the price of the order is an upper bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AHEAD = 2
 
 
 def cost_of(code: Code) -> Cost:
-    """Cycles of a CTA or pair that no other one keeps waiting."""
+    """Returns the cycles of a CTA or pair that no other one delays."""
 
     def cycles(steps: int) -> float:
         rows, keys = code.tile["m"] * steps, code.tile["n"]
@@ -42,7 +42,7 @@ def cost_of(code: Code) -> Cost:
 
 
 def of_takers(ctas: int) -> Rates:
-    """Rates of what runs a CTA, or of the multiprocessors that a pair takes."""
+    """Returns the rates of what runs a CTA, or of the multiprocessors that a pair occupies."""
     return dataclasses.replace(
         BLACKWELL,
         multiprocessors=BLACKWELL.multiprocessors // ctas,
@@ -54,7 +54,7 @@ def of_takers(ctas: int) -> Rates:
 
 
 def section_of(code: Code) -> int:
-    """KV heads whose key tiles are interleaved, as in the kernel's `assign`."""
+    """Returns how many KV heads' key tiles are interleaved, as in the kernel's `assign`."""
     key = code.key
     ordered_band = key.deterministic and key.band
     least = DETERMINISTIC_BAND_HEADS // code.launch.cluster[0] if ordered_band else 1
@@ -62,14 +62,14 @@ def section_of(code: Code) -> int:
 
 
 def teraflops(code: Code, cycles: float) -> float:
-    """Of a launch that takes so many cycles."""
+    """Returns the TFLOP/s of a launch of `cycles`."""
     pairs = SHAPE.heads * SHAPE.batch * SHAPE.length**2 / (2 if code.key.band else 1)
     flops = 2 * (3 * code.key.head_dim + 2 * code.key.value_dim) * pairs
     return flops / cycles * BLACKWELL.clock_ghz / 1e3
 
 
 def row(head_dims: tuple[int, int], is_causal: bool) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     figures, cells = [], []
     for deterministic in (False, True):
         head_dim, value_dim = head_dims
@@ -92,7 +92,7 @@ def row(head_dims: tuple[int, int], is_causal: bool) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

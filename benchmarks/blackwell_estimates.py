@@ -1,4 +1,4 @@
-"""What the Blackwell forward is estimated to take, beside its roofline.
+"""Estimates what the Blackwell forward takes, and its roofline.
 
     python -m kernels.build --only "sm_100f_fwd_bf16_*"
     python -m benchmarks.blackwell_estimates    # prints the table; writes a timeline of one CTA
@@ -27,12 +27,12 @@ _UNITS = ("tensor core", "special", "shared", "issue", "TMA load")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A key block of the query tiles of a CTA or pair.
+    """What a key block of a CTA's or pair's query tiles costs.
 
     Attributes:
-      cycles: of each block in the middle of a tile.
-      tile: what a tile takes beside its blocks.
-      busy: cycles of each unit.
+      cycles: what each block in the middle of a tile takes.
+      tile: what a tile takes in addition to its blocks.
+      busy: for how many cycles each unit is busy.
     """
 
     cycles: float
@@ -41,14 +41,16 @@ class Step:
 
 
 def timing_of(code: Code, tiles: int, blocks: int) -> Timing:
-    """A CTA or pair with so many tiles of query rows, of one head each, and key blocks."""
+    """Estimates a CTA or pair with `tiles` tiles of query rows, of one head each, and `blocks` key
+    blocks.
+    """
     m, keys = code.tile["m"], code.tile["n"] * blocks
     problem = Sizes(tiles, m, keys, max(keys - m, 0) if code.key.band else 0)
     return estimate(record(code, problem), BLACKWELL)
 
 
 def step_of(code: Code) -> Step:
-    """From CTAs of two and four tiles with 4 and 16 blocks each."""
+    """Returns the step of CTAs of two and four tiles with 4 and 16 blocks each."""
     few, many, more = (timing_of(code, *x) for x in ((2, _FEW), (2, _MANY), (4, _FEW)))
     blocks = 2 * (_MANY - _FEW)
     cycles = (many.cycles - few.cycles) / blocks
@@ -57,7 +59,7 @@ def step_of(code: Code) -> Step:
 
 
 def teraflops(code: Code, step: Step) -> float:
-    """Of all multiprocessors at LENGTH, each with many tiles."""
+    """Returns the TFLOP/s of all multiprocessors at LENGTH, each with many tiles."""
     m, n = code.tile["m"], code.tile["n"]
     tiles = LENGTH // m
     blocks = [-(-(tile + 1) * m // n) if code.key.band else LENGTH // n for tile in range(tiles)]
@@ -68,7 +70,7 @@ def teraflops(code: Code, step: Step) -> float:
 
 
 def row(key: KernelKey) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     code = built(key)
     step, m, n, d = step_of(code), code.tile["m"], code.tile["n"], key.head_dim
     ctas = code.launch.cluster[0]
@@ -87,7 +89,7 @@ def row(key: KernelKey) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """Prints the table and writes the timeline."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

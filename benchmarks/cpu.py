@@ -1,4 +1,4 @@
-"""Times `fa4_jax.attention` on a CPU beside `jax.nn.dot_product_attention`: compilation and calls.
+"""Times `fa4_jax.attention` and `jax.nn.dot_product_attention` on a CPU: compilation and calls.
 
     taskset -c 0,1 python -m benchmarks.cpu --name cpu              # everything; an hour
     python -m benchmarks.cpu --name try --only decode --loops 3     # cases with this in their names
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 OURS, PEER = "fa4_jax", "jax.nn"
 PASSES = ("forward", "gradient")
 BOUNDS = {"compile forward": 1.5, "compile gradient": 1.5, "forward": 1.1, "gradient": 1.2}
-"""Greatest ratios that the project allows itself."""
+"""The greatest ratios that the project allows itself."""
 
 Attend = Callable[..., jax.Array]
 
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Readable and unique, such as "self-f32-d64-causal-s512"."""
+        """Returns a readable and unique name, such as "self-f32-d64-causal-s512"."""
         parts = [self.kind, {"float32": "f32", "bfloat16": "bf16"}[self.dtype], f"d{self.head_dim}"]
         parts += ["causal"] if self.is_causal else []
         return "-".join([*parts, f"s{self.keys}"])
@@ -95,7 +95,7 @@ class Contender:
     output_bar: jax.Array
 
     def lower(self, direction: str) -> jax.stages.Lowered:
-        """The program of a pass, traced anew."""
+        """Lowers the program of a pass, traced anew."""
         if direction == "forward":
             return jax.jit(lambda *x: self.attend(*x)).lower(*self.operands)
 
@@ -109,12 +109,12 @@ class Contender:
         return jax.jit(gradient).lower(self.output_bar, *self.operands)
 
     def arguments(self, direction: str) -> tuple[jax.Array, ...]:
-        """Of the program of a pass."""
+        """Returns the arguments of the program of a pass."""
         return self.operands if direction == "forward" else (self.output_bar, *self.operands)
 
 
 def contenders(case: Case) -> dict[str, Contender]:
-    """Ours and `jax.nn`'s, on the same random operands."""
+    """Returns our contender and `jax.nn`'s, on the same random operands."""
     (n, k), h = case.heads, case.head_dim
     parts = jax.random.split(jax.random.key(0), 5)
     rows, keys = (1, case.rows, n, h), (1, case.keys, k, h)
@@ -154,7 +154,9 @@ def contenders(case: Case) -> dict[str, Contender]:
 def compilations(
     present: dict[str, Contender], direction: str, loops: int
 ) -> tuple[dict[str, list[float]], dict[str, jax.stages.Compiled]]:
-    """Seconds from the Python call to the executable, every time from nothing."""
+    """Returns the seconds from the Python call to the executable; every compilation starts from
+    nothing.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in present}
     programs: dict[str, jax.stages.Compiled] = {}
     for loop in range(loops):
@@ -167,7 +169,7 @@ def compilations(
 
 
 def _difference(programs: dict[str, Any], arguments: dict[str, Any]) -> float:
-    """Largest relative (Euclidean) difference of a result of ours from `jax.nn`'s."""
+    """Returns the largest relative (Euclidean) difference of a result of ours from `jax.nn`'s."""
     found, expected = (
         [x.astype(jnp.float32) for x in jax.tree.leaves(programs[name](*arguments[name]))]
         for name in (OURS, PEER)
@@ -179,7 +181,7 @@ def _difference(programs: dict[str, Any], arguments: dict[str, Any]) -> float:
 
 
 def measure(case: Case, protocol: Protocol, compile_loops: int) -> dict[str, Any]:
-    """The record of a case, as it goes into the JSON file.
+    """Returns the record of a case, as it goes into the JSON file.
 
     Per pass and contender: `compile_s`, `seconds` of each turn, `temp_bytes`. `ratios` by the names
     of BOUNDS; `difference` of the results.
@@ -218,7 +220,7 @@ def measure(case: Case, protocol: Protocol, compile_loops: int) -> dict[str, Any
 
 
 def line(record: dict[str, Any]) -> str:
-    """A case for the terminal."""
+    """Returns a line about a case for the terminal."""
     cells = [f"{name} {ratio:.2f}" for name, ratio in record["ratios"].items()]
     worst = max(record[direction]["difference"] for direction in PASSES)
     return f"{record['id']:32s} " + ", ".join(cells) + f" (differ by {worst:.1e})"
@@ -229,7 +231,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def table(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Markdown: every ratio before and after, with our milliseconds after."""
+    """Returns a Markdown table of every ratio before and after, with our milliseconds after."""
     old = {case["id"]: case for case in before["cases"]}
     columns = list(BOUNDS)
     heads = [f"{name} (<= {BOUNDS[name]})" for name in columns]
@@ -252,7 +254,7 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def markdown(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The report of two runs."""
+    """Returns the report of two runs."""
     env = after["environment"]
     over = {
         name: sum(case["ratios"][name] > bound for case in after["cases"])

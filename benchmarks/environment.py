@@ -1,4 +1,4 @@
-"""Where and with what the numbers were measured."""
+"""Where the numbers were measured, and with what."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 
 def answer(*command: str) -> str | None:
-    """Standard output of a program, or None where it is missing or fails."""
+    """Returns the standard output of a program, or None where the program is missing or fails."""
     try:
         done = subprocess.run(
             command,
@@ -29,7 +29,7 @@ def answer(*command: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Date, versions, device and commit. Starts JAX's backends."""
+    """Returns date, versions, device and commit. It starts JAX's backends."""
     device = jax.devices()[0]
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
     return {
@@ -46,6 +46,6 @@ def environment() -> dict[str, Any]:
 
 
 def clocks() -> str | None:
-    """Clock, power and temperature of the first GPU now, in nvidia-smi's words."""
+    """Returns clock, power and temperature of the first GPU now, in nvidia-smi's words."""
     fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
     return answer("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")

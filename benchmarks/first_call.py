@@ -1,9 +1,10 @@
-"""A fresh process that makes one attention call, and how long each step took, as JSON.
+"""Makes one attention call in a fresh process and prints how long each step took, as JSON.
 
     python -m benchmarks.first_call fa4_jax 4 8192 16 128
 
-Arguments: "fa4_jax" or an implementation of jax.nn.dot_product_attention; batch, length, heads,
-head dim. JAX itself, its devices and a first computation come before the clock of the call starts.
+The arguments are "fa4_jax" or an implementation of jax.nn.dot_product_attention, then batch,
+length, heads and head dim. JAX itself, its devices and a first computation come before the clock of
+the call starts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 
 
 class Clock:
-    """Seconds of the steps since it was made."""
+    """Measures the seconds of each step since it was created."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -28,7 +29,7 @@ class Clock:
 
 
 def main() -> None:
-    """Prints the steps. Its imports are among what is measured."""
+    """Prints the steps; the time of its imports is measured, too."""
     name, *sizes = sys.argv[1:]
     batch, length, heads, head_dim = map(int, sizes)
     clock = Clock()

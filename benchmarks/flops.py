@@ -1,4 +1,4 @@
-"""How many floating-point operations attention takes: only pairs of a row and a key it sees."""
+"""Counts the floating-point operations of attention: only pairs of a row and a key that it sees."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from fa4_jax import bands
 
 
 def visible_pairs(case: Case) -> int:
-    """Pairs (row, key) that enter one head of one batch element."""
+    """Returns the number of pairs (row, key) that enter one head of one batch element."""
     window = bands.CAUSAL if case.is_causal else bands.EVERYTHING
     band = bands.Band(case.query_length, case.key_length, case.query_offset, *window)
     return bands.visible_pairs(band)
 
 
 def flops(case: Case, direction: str) -> int:
-    """Multiplications and additions of the matrix products.
+    """Returns the number of multiplications and additions of the matrix products.
 
     Args:
       direction: "forward" (two products: q k^T, p v) or "backward" (five: q k^T again, do v^T, and

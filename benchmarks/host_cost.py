@@ -1,4 +1,4 @@
-"""What a call costs beside the kernels' time: first call, dispatch, memory."""
+"""Measures what a call costs in addition to the kernels' time: first call, dispatch, memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from benchmarks.shapes import Case
 from benchmarks.timing import burst
 
 CALL_STEPS = ("import", "trace", "compile", "run")
-"""What counts as the first call; `jax_import` and `jax_start` are JAX's own."""
+"""The steps that count as the first call; `jax_import` and `jax_start` are JAX's own."""
 
 
 def first_call(implementation: str, case: Case, processes: int) -> dict[str, Any]:
-    """Seconds of each step of a first call, from fresh processes one after the other.
+    """Returns the seconds of each step of a first call, from fresh processes one after the other.
 
     Call it before this process takes a GPU's memory.
 
@@ -64,7 +64,7 @@ def first_call(implementation: str, case: Case, processes: int) -> dict[str, Any
 
 
 def dispatch(calls: int) -> dict[str, Any]:
-    """Seconds per call of tiny jitted functions that are called back to back.
+    """Returns the seconds per call of tiny jitted functions that are called back to back.
 
     "jax floor" is the same with nothing but an addition: what JAX itself takes.
     """
@@ -93,7 +93,7 @@ def dispatch(calls: int) -> dict[str, Any]:
 
 
 def memory(case: Case) -> dict[str, Any]:
-    """Temporary bytes of our programs beside the theory's.
+    """Returns the temporary bytes of our programs, and those that the theory expects.
 
     Forward: the LSE, in float32. Gradient (whose results are dq, dk, dv): the output, the LSE, and
     a float32 workspace of dq's size.

@@ -1,4 +1,4 @@
-"""Cycles that each kernel takes on a GPU: what timing estimates are judged by.
+"""Measures the cycles of each kernel on a GPU, with which timing estimates are compared.
 
     ncu --csv --cache-control none --clock-control none -k regex:^fa4_ \\
         --metrics sm__cycles_elapsed.max,gpu__time_duration.sum \\
@@ -25,7 +25,7 @@ _WIDTH = 2048  # heads x head_dim
 
 
 def shapes() -> list[dict[str, Any]]:
-    """Shapes [B, S, N, H] with their masks, dtypes and kinds of backward."""
+    """Returns the shapes [B, S, N, H] with their masks, dtypes and kinds of backward."""
     return [
         {
             "dtype": dtype,
@@ -43,7 +43,7 @@ def shapes() -> list[dict[str, Any]]:
 
 
 def run() -> None:
-    """Runs every shape, each behind a line that names its kernels in launch order."""
+    """Runs every shape, each after a line that names its kernels in launch order."""
     import jax
     import jax.numpy as jnp
 
@@ -105,7 +105,7 @@ def collect(log: str, path: str) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Runs the shapes, or collects a log."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--collect", nargs=2, metavar=("LOG", "JSON"), help="join a log")
     arguments = parser.parse_args()

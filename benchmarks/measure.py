@@ -1,4 +1,4 @@
-"""One case: compile all contenders, compare what they compute, time them in turns."""
+"""Measures one case: compiles all contenders, compares their results, times them in turns."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Lower = Callable[[], jax.stages.Lowered]
 
 
 def describe(error: Exception) -> str:
-    """One line of an exception."""
+    """Describes an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}"
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Random query, key, value and output cotangent, on the device."""
+    """Makes random query, key, value and output cotangent, on the device."""
     (n, k), h = case.heads, case.head_dim
     rows, keys = (case.batch, case.query_length, n, h), (case.batch, case.key_length, k, h)
 
@@ -43,7 +43,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def compile_all(jobs: dict[str, Lower]) -> dict[str, jax.stages.Compiled | Exception]:
-    """Traces one after the other, compiles all at once; failures are values."""
+    """Traces one after the other, compiles all at once; failures are returned as values."""
     outcomes: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(jobs))) as pool:
         futures = {}
@@ -82,7 +82,7 @@ def _forwards(present: list[Contender], inputs: Inputs) -> dict[str, Pass | Exce
 
 
 def _backwards(present: list[Contender], inputs: Inputs) -> dict[str, Pass | Exception]:
-    """Each contender's vjp with its residuals as arguments, so that no forward is in it."""
+    """Makes each contender's vjp with its residuals as arguments, without any forward."""
     timed = [c for c in present if c.no_backward is None]
     arguments = {c.name: _arguments(c, inputs) for c in timed}
     programs = compile_all(
@@ -128,7 +128,7 @@ def _apply(tree: Any) -> Callable[..., Any]:
 
 @jax.jit
 def _difference(results: list[jax.Array], expected: list[jax.Array]) -> jax.Array:
-    """Largest |x - y| / |y| (Euclidean norms) of the pairs."""
+    """Returns the largest |x - y| / |y| (Euclidean norms) of the pairs."""
 
     def norm(x: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
@@ -181,7 +181,7 @@ def _record(outcome: Timing | Exception, operations: int) -> dict[str, Any]:
 
 
 def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
-    """The record of a case, as it goes into the JSON file.
+    """Returns the record of a case, as it goes into the JSON file.
 
     Per direction and contender: `seconds` of each burst, `median_s`, `tflops`, `temp_bytes`,
     `difference` from our results; or `error`, or `absent` with the reason. `ratios` are our speed

@@ -1,4 +1,4 @@
-"""Unit rates and latencies of the first GPU, as a timing model of attention kernels needs them.
+"""Measures unit rates and latencies of the first GPU for a timing model of attention kernels.
 
     python -m benchmarks.microbenchmarks --output FILE.json
     python -m benchmarks.microbenchmarks --only wgmma --output FILE.json   # names with this in them
@@ -41,11 +41,11 @@ from benchmarks.micro.program import Measurement
 GROUPS = (*(arithmetic, shared_memory, barriers, clusters, products, copies, global_memory, grids),)
 _LAUNCHES = 5
 _WARM_UP = 30
-"""Readings of the clock before it counts: about half a second of work."""
+"""The readings of the clock before it counts: about half a second of work."""
 
 
 def measurements() -> list[Measurement]:
-    """All of them."""
+    """Returns all measurements."""
     return [measurement for group in GROUPS for measurement in group.measurements()]
 
 
@@ -100,7 +100,7 @@ def run(chosen: list[Measurement], launches: int, output: Path) -> dict[str, Any
 
 
 def table(document: dict[str, Any]) -> Table:
-    """The document for a terminal."""
+    """Prints the document to a terminal."""
     environment = document["environment"]
     title = f"{environment['device']}, {environment['sm_clock_mhz']:.0f} MHz"
     found = Table("measurement", "value", "low", "high", "unit", title=title)
@@ -111,7 +111,7 @@ def table(document: dict[str, Any]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
+    """Parses the command line and runs the measurements."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.microbenchmarks",
         description=__doc__,

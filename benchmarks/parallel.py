@@ -6,9 +6,9 @@
     python -m benchmarks.parallel --quick            # does it all run? seconds, also on CPUs
     python -m benchmarks.parallel_report FILE.json   # the report again, from the numbers
 
-Forward and backward of causal self-attention, sequences in zig-zag order, against one GPU that has
-all of the work. Efficiency is the time of a GPU's share of the FLOPs at the speed of that one GPU,
-over the time measured: 1 where N GPUs are N times as fast.
+It compares forward and backward of causal self-attention, with sequences in zig-zag order, with one
+GPU that has all of the work. Efficiency is the time of a GPU's share of the FLOPs at the speed of
+that one GPU, over the time measured: 1 where N GPUs are N times as fast.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
-"""Of the compiler, for everything timed: transfers start early and end late, and up to four at a
-time: those of K, V, dK and dV (by default one, and the next begins when it has ended)."""
+"""The compiler options of everything that is timed: transfers start early and end late, and up to
+four run at a time: those of K, V, dK and dV (by default one runs, and the next begins when it has
+ended).
+"""
 
 COPY_ENGINES = {"xla_gpu_use_memcpy_local_p2p": True}
-"""Permutes by the GPUs' copy engines instead of NCCL's kernels, which occupy multiprocessors."""
+"""The option by which the GPUs' copy engines permute, instead of NCCL's kernels, which occupy
+multiprocessors.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,28 +68,28 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Readable name."""
+        """Returns a readable name."""
         n, k = self.heads
         tokens = f"{self.tokens // 1024}k" if self.tokens % 1024 == 0 else str(self.tokens)
         return f"{tokens}-h{n}over{k}-d{self.head_dim}"
 
     @property
     def flops(self) -> float:
-        """Of forward and backward: 3.5 times 4 per pair, head and feature."""
+        """Returns the FLOPs of forward and backward: 3.5 times 4 per pair, head and feature."""
         pairs = self.tokens * (self.tokens + 1) / 2
         return 3.5 * 4 * self.heads[0] * self.head_dim * pairs
 
 
 CASES = (Case(32 * 1024, (16, 2)), Case(128 * 1024, (16, 2)), Case(512 * 1024, (8, 1)))
 PROFILED = 128 * 1024
-"""Tokens of the case that is traced."""
+"""The tokens of the case that is traced."""
 
 QUICK = (Case(256, (8, 1), 16),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A scheme and the compiler's options for it. Scheme None: one GPU."""
+    """A scheme and the compiler's options for it; with scheme None it is one GPU."""
 
     scheme: parallel.Scheme | None
     options: tuple[tuple[str, Any], ...] = ()
@@ -102,7 +106,7 @@ CONTENDERS = {
 }
 
 USUAL = ("ring", "ring, copy engines", "all-gather", "Ulysses")
-"""What is timed where --schemes does not say."""
+"""The contenders that are timed unless --schemes names others."""
 
 Arrays = tuple[jax.Array, ...]
 
@@ -125,14 +129,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parsed_options(texts: list[str]) -> dict[str, Any]:
-    """The compiler's options of the command line, over the ones that are always set."""
+    """Returns the compiler's options of the command line, over those that are always set."""
     words = {"true": True, "false": False}
     pairs = (text.partition("=") for text in texts)
     return OPTIONS | {name: words.get(value.lower(), value) for name, _, value in pairs}
 
 
 def make_arrays(case: Case, mesh: Mesh, where: P) -> Arrays:
-    """Random query, key, value and output cotangent, made where they lie."""
+    """Makes random query, key, value and output cotangent, each on its devices."""
     (n, k), h = case.heads, case.head_dim
     shapes = [(1, case.tokens, heads, h) for heads in (n, k, k, n)]
     sharding = NamedSharding(mesh, where)
@@ -147,7 +151,7 @@ def make_arrays(case: Case, mesh: Mesh, where: P) -> Arrays:
 
 
 def make_call(contender: Contender, mesh: Mesh, where: P) -> Callable[..., Any]:
-    """Output and gradients of query, key, value and output cotangent."""
+    """Returns a function to output and gradients from query, key, value and output cotangent."""
     scheme = contender.scheme
     if scheme is None:
         attend = functools.partial(fa4_jax.attention, is_causal=True)
@@ -175,7 +179,9 @@ class Program:
 
     @property
     def bytes_per_gpu(self) -> dict[str, int]:
-        """Of operands, results and everything between, as the compiler allots them."""
+        """Returns the bytes of operands, results and everything between, as the compiler allots
+        them.
+        """
         found = self.compiled.memory_analysis()
         parts = {
             "operands": found.argument_size_in_bytes,
@@ -188,7 +194,7 @@ class Program:
 def build(
     case: Case, contender: Contender, devices: list[Any], options: dict[str, Any]
 ) -> tuple[Program, float]:
-    """The compiled program, and the seconds that compiling took."""
+    """Returns the compiled program, and the seconds that compiling took."""
     alone = contender.scheme is None
     used = devices[:1] if alone else devices
     mesh = jax.make_mesh((len(used),), ("seq",), (AxisType.Auto,), devices=used)
@@ -206,7 +212,7 @@ def build(
 def interleaved(
     programs: dict[str, Program], loops: int, turn_s: float
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of one call in each turn; contenders take turns in an order that rotates."""
+    """Returns the seconds of one call in each turn; the order of the contenders rotates."""
     repeats = {}
     for name, program in programs.items():
         jax.block_until_ready(program())
@@ -228,7 +234,7 @@ def interleaved(
 
 
 def disagreement(program: Program, alone: Program, order: int | None) -> float:
-    """Largest relative (Euclidean) difference of output and gradients from one GPU's.
+    """Returns the largest relative (Euclidean) difference of output and gradients from one GPU's.
 
     Args:
       order: shards of the zig-zag order that the program's arrays are in, or None.
@@ -250,7 +256,7 @@ def disagreement(program: Program, alone: Program, order: int | None) -> float:
 def measure(
     case: Case, names: Sequence[str], devices: list[Any], options: argparse.Namespace, check: bool
 ) -> tuple[dict[str, Any], dict[str, Program]]:
-    """One case: the record for the report, and its programs."""
+    """Measures one case; returns the record for the report, and its programs."""
     record: dict[str, Any] = {
         "id": case.id,
         **dataclasses.asdict(case),
@@ -289,7 +295,7 @@ def measure(
 
 
 def profile(programs: dict[str, Program], folder: Path, devices: int) -> dict[str, Any]:
-    """What the transfers of each scheme are hidden under, from a trace of one call each."""
+    """Traces one call of each scheme and returns how much of its transfers kernels hide."""
     found = {}
     for name, program in programs.items():
         if name != ONE:

@@ -15,14 +15,16 @@ PER_HOST = 8
 
 
 def cell(x: Estimate) -> str:
-    """Efficiency and memory, or that the scheme does not apply."""
+    """Returns efficiency and memory, or says that the scheme does not apply."""
     if x.scheme is None:
         return "not possible"
     return f"{x.efficiency:.2f}, {x.memory_bytes / 2**30:.1f} GiB"
 
 
 def table() -> str:
-    """A row for each number of GPUs and tokens; the time is that of the fastest scheme."""
+    """Returns a table with a row for each number of GPUs and tokens; its time is the fastest
+    scheme's.
+    """
     schemes = ("ring", "all-gather", "Ulysses", "ring x Ulysses 8")
     lines = [
         f"| GPUs | tokens | {' | '.join(schemes)} | fastest, ms |",

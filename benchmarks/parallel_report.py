@@ -1,4 +1,4 @@
-"""From the JSON file of `benchmarks.parallel` to a Markdown report and plots.
+"""Makes a Markdown report and plots from the JSON file of `benchmarks.parallel`.
 
 python -m benchmarks.parallel_report benchmarks/results/nvidia-h200-x4-parallel.json
 """
@@ -34,7 +34,7 @@ def write(path: Path) -> str:
 
 
 def markdown(run: Record, pictures: list[str]) -> str:
-    """The report."""
+    """Returns the report."""
     where = run["environment"]
     lines = [
         f"# Context parallelism on {run['devices']} x {where['device']}",
@@ -80,7 +80,7 @@ def markdown(run: Record, pictures: list[str]) -> str:
 
 
 def plot(run: Record, path: Path) -> None:
-    """Efficiency and memory by length, a line a scheme."""
+    """Plots efficiency and memory by length, with a line for each scheme."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     names = dict.fromkeys(name for case in run["cases"] for name in case["results"])
     for name in names:
@@ -111,7 +111,7 @@ def plot(run: Record, path: Path) -> None:
 
 
 def timelines(run: Record, path: Path) -> None:
-    """Kernels and transfers of the first GPU during one call of each scheme."""
+    """Plots kernels and transfers of the first GPU during one call of each scheme."""
     schemes = {k: v for k, v in run["profile"]["schemes"].items() if "timeline" in v}
     figure, axes = plt.subplots(
         len(schemes), 1, figsize=(11, 1.2 + 1.1 * len(schemes)), squeeze=False

@@ -1,4 +1,4 @@
-"""How much of the transfers' time a profile shows hidden under kernels.
+"""Computes from a profile how much of the transfers' time kernels hide.
 
 On each GPU, transfers are the time in which a collective's kernel or a copy from another GPU runs,
 and they are hidden while any other kernel runs too. What is left is exposed: the GPU waits.
@@ -18,14 +18,14 @@ import jax
 Interval = tuple[float, float]
 
 TRANSFER = re.compile(r"nccl|memcpyp2p|memcpy.*peer|collective|all-?gather|all-?to-?all", re.I)
-"""Names of events that are transfers: NCCL's kernels, and copies between GPUs."""
+"""The names of events that are transfers: NCCL's kernels, and copies between GPUs."""
 
 NO_WORK = re.compile(r"memcpy(h2d|d2h|d2d)|memset", re.I)
-"""Names of events that are neither transfers nor kernels."""
+"""The names of events that are neither transfers nor kernels."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, as disjoint intervals in order."""
+    """Returns the same time as disjoint intervals in order."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -36,12 +36,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Total of disjoint intervals."""
+    """Returns the total of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The time in both; each is disjoint and in order."""
+    """Returns the time in both; each is disjoint and in order."""
     result, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -55,7 +55,7 @@ def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def gpu_events(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Complete events of streams by the name of their GPU, from a trace in Chrome's format."""
+    """Returns streams' complete events by their GPU's name, from a trace in Chrome's format."""
     events = trace["traceEvents"]
     processes = {
         e["pid"]: e["args"]["name"]
@@ -77,7 +77,9 @@ def gpu_events(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def overlap(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one GPU, in microseconds: span, kernels, transfers, and what of these is hidden."""
+    """Returns one GPU's times in microseconds: span, kernels, transfers, and what of these is
+    hidden.
+    """
 
     def times(keep: Callable[[str], bool]) -> list[Interval]:
         return union((e["ts"], e["ts"] + e.get("dur", 0)) for e in events if keep(e["name"]))
@@ -96,7 +98,7 @@ def overlap(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def totals(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Number and microseconds of the events by name, the longest first."""
+    """Returns number and microseconds of the events by name, the longest first."""
     found: dict[str, list[float]] = {}
     for e in events:
         found.setdefault(e["name"][:120], []).append(e.get("dur", 0))
@@ -105,7 +107,7 @@ def totals(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def timeline(events: list[dict[str, Any]]) -> list[list[Any]]:
-    """[start, duration, is a transfer, name] in microseconds from the first, for a plot."""
+    """Returns [start, duration, is a transfer, name] in microseconds from the first, for a plot."""
     first = min(e["ts"] for e in events)
     return [
         [
@@ -120,7 +122,7 @@ def timeline(events: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def summarise(trace: dict[str, Any]) -> dict[str, Any]:
-    """Of all GPUs: the share of transfers that is hidden, and what ran.
+    """Returns, over all GPUs, the share of transfers that is hidden, and what ran.
 
     Raises:
       ValueError: no GPU was traced.

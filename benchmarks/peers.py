@@ -1,4 +1,4 @@
-"""Who is timed: fa4_jax and the other attentions that JAX has."""
+"""The contenders that are timed: fa4_jax and the other attentions that JAX has."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Contender:
     """An attention as a function of query, key and value.
 
     Attributes:
-      query_factor: the queries are multiplied by it beforehand, untimed (for one without a scale).
-      backward_only: its forward is another's.
-      no_backward: why it has none, else None.
+      query_factor: a factor of the queries, applied beforehand, untimed (for one without a scale).
+      backward_only: whether its forward is another contender's.
+      no_backward: why it has no backward, otherwise None.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Absent:
 
 
 def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]]:
-    """Who takes part in a case, ours first.
+    """Returns the contenders of a case, ours first.
 
     Args:
       platform: "gpu" (all peers; ours insists on its kernels) or "cpu" (ours and XLA's).
@@ -101,7 +101,7 @@ def _pallas(case: Case) -> Contender | Absent:
         from jax.experimental.pallas.ops.gpu import attention_mgpu
     except ImportError as error:
         return Absent(PALLAS, f"cannot be imported: {error}")
-    # Forward: what the module's own benchmark takes, the widest keys' block that fits in shared
+    # Forward: as in the module's own benchmark, the widest keys' block that fits in shared
     # memory. Backward: two warpgroups where both of their tiles fit.
     config = attention_mgpu.TuningConfig(
         block_q=64,

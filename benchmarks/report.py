@@ -1,4 +1,4 @@
-"""From the JSON file of a run to a Markdown report and a plot.
+"""Makes a Markdown report and a plot from the JSON file of a run.
 
 python -m benchmarks.report benchmarks/results/nvidia-h200.json
 """
@@ -26,7 +26,7 @@ FLOOR_LENGTH = 4096
 PEERS = (CUDNN, PALLAS, XLA)
 
 DISAGREEMENT = 0.03
-"""Contenders whose results differ by more (relative, Euclidean) compute something else."""
+"""Contenders whose results differ by more (relative, Euclidean) compute something different."""
 
 COLORS = {OURS: "C0", DETERMINISTIC: "C2", CUDNN: "C1", PALLAS: "C4", XLA: "C3"}
 
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 def save(run: Record, path: Path) -> None:
-    """Writes the JSON file so that a reader, or a kill, never meets half of one."""
+    """Writes the JSON file so that a reader, or a kill, never finds half of one."""
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(run, indent=1) + "\n")
     os.replace(temporary, path)
@@ -49,7 +49,7 @@ def write(path: Path) -> str:
 
 
 def ratio_summary(run: Record, direction: str, name: str) -> Record | None:
-    """Our speed over a contender's, in the grid's long cells.
+    """Returns our speed over a contender's, in the grid's long cells.
 
     Returns:
       `geometric_mean`, `worst`, `worst_case` and `cells`, or None where there are no such cells.
@@ -73,7 +73,7 @@ def ratio_summary(run: Record, direction: str, name: str) -> Record | None:
 
 
 def summary(run: Record) -> list[str]:
-    """Lines: the ratios that decide, what failed, and who disagrees."""
+    """Returns lines with the deciding ratios, what failed, and which contenders disagree."""
     lines = []
     for direction in DIRECTIONS:
         found = ratio_summary(run, direction, CUDNN)
@@ -91,7 +91,9 @@ def summary(run: Record) -> list[str]:
 
 
 def slowdown(run: Record) -> str | None:
-    """The deterministic backward's speed over the fast one's: the inverse of our ratio to it."""
+    """Returns the deterministic backward's speed over the fast one's: the inverse of our ratio to
+    it.
+    """
     ratios = {
         case["id"]: 1 / case["backward"]["ratios"][DETERMINISTIC]
         for case in run["cases"]
@@ -110,7 +112,7 @@ def slowdown(run: Record) -> str | None:
 
 
 def problems(run: Record) -> list[str]:
-    """Lines: errors, and results that disagree with ours."""
+    """Returns lines with the errors, and the results that disagree with ours."""
     lines = []
     for case in run["cases"]:
         for direction in DIRECTIONS:
@@ -126,7 +128,7 @@ def problems(run: Record) -> list[str]:
 
 
 def markdown(run: Record, plot_name: str) -> str:
-    """The whole report."""
+    """Returns the whole report."""
     env = run["environment"]
     parts = [f"# Attention on {env['device']}, {env['date']}"]
     versions = [f"JAX {env['jax']}, jaxlib {env['jaxlib']}", f"Python {env['python']}"]
@@ -157,7 +159,7 @@ def markdown(run: Record, plot_name: str) -> str:
 
 
 def table(cases: list[Record]) -> str:
-    """Cases as rows, contenders and directions as columns."""
+    """Returns a table with cases as rows, contenders and directions as columns."""
     columns = [
         (direction, name)
         for direction in DIRECTIONS
@@ -178,7 +180,7 @@ def table(cases: list[Record]) -> str:
 
 
 def cell(part: Record, name: str) -> str:
-    """TFLOP/s and ratio, or what there is instead."""
+    """Returns TFLOP/s and ratio, or what there is instead."""
     result = part["results"].get(name, {})
     if "tflops" not in result:
         return "error" if "error" in result else ""
@@ -187,7 +189,7 @@ def cell(part: Record, name: str) -> str:
 
 
 def host(costs: Record) -> list[str]:
-    """First call, dispatch and memory."""
+    """Returns the part about first call, dispatch and memory."""
     parts = []
     if "first_call" in costs:
         rows = ["| first call | import | trace | compile | run | together, s |", "|---" * 6 + "|"]
@@ -230,7 +232,7 @@ def host(costs: Record) -> list[str]:
 
 
 def absences(run: Record) -> list[str]:
-    """Who did not take part where, by reason."""
+    """Returns which contenders did not take part in which cases, by reason."""
     reasons: dict[tuple[str, str, str], int] = {}
     for case in run["cases"]:
         for direction in DIRECTIONS:
@@ -248,7 +250,9 @@ def absences(run: Record) -> list[str]:
 
 
 def plot(run: Record, path: Path) -> None:
-    """TFLOP/s over length: a column per head dim; rows forward and backward, dense and causal."""
+    """Plots TFLOP/s over length: a column per head dim; rows forward and backward, dense and
+    causal.
+    """
     grid = [case for case in run["cases"] if case["group"] in ("grid", "fp16") and "batch" in case]
     if not grid:
         return
@@ -282,7 +286,7 @@ def plot(run: Record, path: Path) -> None:
 
 
 def _lines(axis: Any, cases: list[Record], direction: str) -> list[tuple[str, Any]]:
-    """Draws each contender's line in bfloat16; float16 dashed, ours and its own peer's."""
+    """Draws each contender's line in bfloat16; float16 is dashed, for ours and its own peer."""
     drawn = []
     for group, names in (("grid", (OURS, DETERMINISTIC, CUDNN, XLA)), ("fp16", (OURS, PALLAS))):
         for name in names:

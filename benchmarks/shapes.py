@@ -1,4 +1,4 @@
-"""What is timed: a list of cases, as data."""
+"""The cases that are timed, as data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 
 TOKENS = 32768
-"""Batch times length of the grid's cases, so that all of them hold the same data."""
+"""Batch times length of the grid's cases; all of them hold the same amount of data."""
 
 WIDTH = 2048
 """Heads times head dim of the grid's cases."""
 
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (4096, 8192, 16384, 32768, 1024, 2048)
-"""Long ones first: a run that is cut short has them."""
+"""The lengths; long ones come first, so that a run that is cut short has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Case:
 
     Attributes:
       group: "grid", "gqa", "cross" or "fp16": the part of the report it belongs to.
-      heads: of the queries, and of keys and values.
+      heads: (query heads, KV heads).
       query_offset: position of query row 0 among the keys (causal only).
       dtype: "bfloat16" or "float16".
     """
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Readable and unique, such as "grid-d128-causal-b8-s4096"."""
+        """Returns a readable and unique name, such as "grid-d128-causal-b8-s4096"."""
         parts = [self.group, f"d{self.head_dim}", "causal" if self.is_causal else "dense"]
         parts.append(f"b{self.batch}")
         if self.heads[0] != self.heads[1]:
@@ -51,7 +51,7 @@ class Case:
 
 
 def self_attention(group: str, head_dim: int, length: int, is_causal: bool, dtype: str) -> Case:
-    """A case of the grid's size: TOKENS tokens of WIDTH features."""
+    """Makes a case of the grid's size: TOKENS tokens of WIDTH features."""
     heads = WIDTH // head_dim
     return Case(
         group,
@@ -89,7 +89,7 @@ FP16 = tuple(
     self_attention("fp16", head_dim, length, is_causal, "float16")
     for length, head_dim, is_causal in itertools.product((16384, 4096), HEAD_DIMS, (False, True))
 )
-"""For the peer that takes float16 alone."""
+"""The cases for the peer that accepts float16 alone."""
 
 ALL = (*GRID, *GQA, *CROSS, *FP16)
 
@@ -100,12 +100,12 @@ QUICK = (
     Case("cross", 1, 128, 256, (2, 2), 64, is_causal=True, query_offset=128),
     Case("fp16", 1, 256, 256, (2, 2), 64, dtype="float16"),
 )
-"""Shows in seconds, also on a CPU, that everything runs; its times say nothing."""
+"""These show in seconds, also on a CPU, that everything runs; their times mean nothing."""
 
 FIRST_CALL = self_attention("host", 128, 8192, True, "bfloat16")
 FIRST_CALL_QUICK = Case("host", 1, 256, 256, (2, 2), 64, is_causal=True)
 DISPATCH = Case("host", 1, 64, 64, (1, 1), 64, is_causal=True)
-"""So small that the host sets the pace."""
+"""These are so small that the host sets the pace."""
 
 MEMORY = tuple(self_attention("host", d, 8192, True, "bfloat16") for d in HEAD_DIMS)
 MEMORY_QUICK = (FIRST_CALL_QUICK,)

@@ -1,4 +1,4 @@
-"""The one timing protocol: bursts of back-to-back calls, contenders taking turns, medians.
+"""The one timing protocol: bursts of back-to-back calls, contenders in turns, medians.
 
 A burst is long against the dispatch of its first call and the wait for its last, and the device
 works without gaps in between. Contenders alternate burst by burst, in an order that rotates, so
@@ -24,9 +24,9 @@ class Protocol:
     """How long to time.
 
     Attributes:
-      loops: bursts of each contender.
+      loops: number of bursts of each contender.
       burst_s: how long a burst shall last, in seconds.
-      max_calls: in a burst, however short they are.
+      max_calls: most calls in a burst, however short they are.
     """
 
     loops: int = 5
@@ -43,12 +43,12 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Seconds of one call."""
+        """Returns the seconds of one call."""
         return statistics.median(self.seconds)
 
 
 def burst(call: Call, calls: int) -> float:
-    """Seconds that one of back-to-back calls takes; what ran before is over when they start."""
+    """Returns the seconds of one of back-to-back calls; earlier work is over when they start."""
     jax.block_until_ready(call())
     start = time.perf_counter()
     result = None
@@ -59,7 +59,7 @@ def burst(call: Call, calls: int) -> float:
 
 
 def interleave(calls: dict[str, Call], protocol: Protocol) -> dict[str, Timing | Exception]:
-    """Times every call; one that raises is reported and leaves the others alone."""
+    """Times every call; one that raises is reported and does not affect the others."""
     outcomes: dict[str, Timing | Exception] = {}
     repeats: dict[str, int] = {}
     for name, call in calls.items():

@@ -1,10 +1,10 @@
-"""Estimated beside measured cycles of every kernel of the project on an H200.
+"""Compares estimated with measured cycles of every kernel of the project on an H200.
 
     python -m kernels.build                # once; nothing here needs a GPU
     python -m benchmarks.timing_truth      # JSON, Markdown and a chart in benchmarks/results
 
-Measured: `benchmarks/kernel_cycles.py`. Estimated: `benchmarks.truth`. The estimates rest on
-`kernels.emulator.timing.rates`, whose numbers are microbenchmarks' or documented, none of them
+`benchmarks/kernel_cycles.py` measures, `benchmarks.truth` estimates. The estimates rest on
+`kernels.emulator.timing.rates`, whose numbers are microbenchmarks' or documented; none of them is
 fitted to these kernels. A kernel of fp16 runs the same instructions as the one of bf16, whose
 recording serves both.
 """
@@ -44,12 +44,12 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative: -0.1 is an estimate that is 10 % low."""
+        """Returns the relative error: -0.1 is an estimate that is 10 % low."""
         return self.estimated / self.measured - 1
 
 
 def key_of(row: dict[str, Any]) -> KernelKey:
-    """The kernel of a measured row."""
+    """Returns the kernel of a measured row."""
     match = re.fullmatch(r"sm_90a_(fwd|bwd_pre|bwd_post|bwd)_(bf16|fp16)_d(\d+)(.*)", row["kernel"])
     if match is None:
         raise ValueError(f"no kernel of sm_90a: {row['kernel']}")
@@ -65,7 +65,7 @@ def key_of(row: dict[str, Any]) -> KernelKey:
 
 
 def measured_rows() -> list[dict[str, Any]]:
-    """Rows of the file of measured cycles; those of one kernel and shape are averaged."""
+    """Reads the rows of the file of measured cycles; those of one kernel and shape are averaged."""
     same: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in json.loads(MEASURED.read_text()):
         same[row["kernel"], row["batch"], row["length"], row["is_causal"]].append(row)
@@ -80,7 +80,7 @@ def estimated(
     code_of: Callable[[KernelKey], Code] = built,
     estimator: Estimator | None = None,
 ) -> list[Row]:
-    """Estimates for measured rows."""
+    """Estimates the measured rows."""
     estimator = estimator or Estimator()
     found: dict[tuple[KernelKey, Shape], float] = {}
     results = []
@@ -103,7 +103,7 @@ def estimated(
 
 
 def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Number of rows, mean of the absolute errors, mean error and the worst, by family."""
+    """Returns number of rows, mean of the absolute errors, mean error and the worst, by family."""
     families: defaultdict[str, list[float]] = defaultdict(list)
     for row in rows:
         families[row.family].append(row.error)
@@ -120,7 +120,7 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Summary and table."""
+    """Returns summary and table."""
     lines = [
         "# Estimated and measured cycles, NVIDIA H200",
         "",
@@ -147,7 +147,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
-    """PNG of estimated over measured cycles, both logarithmic."""
+    """Writes a PNG of estimated over measured cycles, both logarithmic."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -170,7 +170,7 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Estimates all rows and writes JSON, Markdown and chart."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

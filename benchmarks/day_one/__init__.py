@@ -1,1 +1,1 @@
-"""The first day on a new GPU: one command that says what holds, what falls and what to change."""
+"""The first day on a new GPU: one command says what holds, what falls and what to change."""

@@ -64,7 +64,7 @@ def look(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
 
 
 def find_target(emulated: str | None, full: bool, seed: int) -> tuple[Target, str]:
-    """The target of the run and its name.
+    """Returns the target of the run and its name.
 
     Raises:
       ValueError: there is no such GPU, or no emulator.
@@ -85,7 +85,7 @@ def find_target(emulated: str | None, full: bool, seed: int) -> tuple[Target, st
 
 
 def command(target: Target, deed: Mapping[str, str], part: Part) -> list[str]:
-    """The command line of a part's process, without its record and items."""
+    """Returns the command line of a part's process, without its record and items."""
     words = [sys.executable, "-m", "benchmarks.day_one.child", part.name, "--arch", target.arch]
     words += ["--emulated"] * target.emulated + ["--full"] * target.full
     words += ["--seed", str(target.seed)]
@@ -130,7 +130,7 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Parses the command line and runs what it asks for; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.day_one",
         description=__doc__,

@@ -15,11 +15,12 @@ class Assumption:
 
     Attributes:
       relied: kernels and files that rely on it; empty where ours do not.
-      evidence: what the PTX ISA says and what kernels of others do, as facts.
+      evidence: what the PTX ISA says and what other people's kernels do, as facts.
       falls: what is wrong if the claim is.
       change: what to change first, by file and name.
       litmus: the programs of the first day that test it.
-      instead: what decides it where no program can, and the parts of the first day that it is.
+      instead: what decides the claim where no program can.
+      parts: the parts of the first day that do so.
     """
 
     id: str

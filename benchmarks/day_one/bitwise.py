@@ -1,7 +1,7 @@
-"""Bitwise runs: the same call many times over must give the same bits.
+"""Runs the same call many times over, which must give the same bits.
 
-Forwards always, backwards where they are deterministic. On the emulator every launch has another
-seed, so another schedule.
+Forwards always run so, backwards where they are deterministic. On the emulator every launch has
+another seed, and so another schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _HEAD_DIMS = (64, 128, 256)
 
 
 def cases(emulated: bool) -> tuple[Case, ...]:
-    """Long enough that many CTAs add to the same queries, causal, deterministic."""
+    """Returns cases that are long enough for many CTAs to add to the same queries, causal,
+    deterministic.
+    """
     length, heads, batch = (260, (1, 1), 1) if emulated else (2048, (8, 4), 2)
     dims = (64, 256) if emulated else _HEAD_DIMS
     return tuple(

@@ -1,4 +1,4 @@
-"""A part's own process: works through items and notes each beginning and end in a record.
+"""A part's own process works through items and notes each beginning and end in a record.
 
     python -m benchmarks.day_one.child PART --arch sm_100f --record FILE ITEM ...
 
@@ -25,7 +25,7 @@ Run = Callable[[str], Result]
 
 
 def runner(part: str, target: Target) -> Run:
-    """The function that runs an item of a part. Items share it, and what is slow to start."""
+    """Returns the function that runs a part's item. Items share it, and what is slow to start."""
     if part == "doctor":
         return lambda _: doctor(target)
     if part in ("litmus", "controls"):
@@ -50,8 +50,9 @@ def runner(part: str, target: Target) -> Run:
 
 
 def doctor(target: Target) -> Result:
-    """What `python -m fa4_jax doctor` says; its problems, why no kernel would run, and kernels of
-    the architecture that are not there."""
+    """Returns what `python -m fa4_jax doctor` says: its problems, why no kernel would run, and
+    kernels of the architecture that are missing.
+    """
     from fa4_jax import catalogue, runtime
     from fa4_jax.doctor import report
 
@@ -109,7 +110,7 @@ def _selftest(name: str, target: Target) -> Run:
 
 
 def inject(deed: str, target: Target) -> Result:
-    """Hangs or faults: by a kernel where there is a GPU, else by this process."""
+    """Hangs or faults: by a kernel where there is a GPU, otherwise by this process."""
     if not target.emulated:
         from benchmarks.day_one import gpu
 
@@ -122,7 +123,7 @@ def inject(deed: str, target: Target) -> Result:
 
 
 def blame(error: Exception) -> Verdict:
-    """What an exception says of the item that raised it."""
+    """Returns what an exception says of the item that raised it."""
     if isinstance(error, TimeoutError):
         return Verdict.HANG
     faults = ("GpuError", "JaxRuntimeError", "XlaRuntimeError")
@@ -153,7 +154,7 @@ def work(part: str, target: Target, items: list[str], record: Record, deed: str)
 
 
 def main() -> None:
-    """Entry point."""
+    """Works through the items of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -169,7 +170,7 @@ def main() -> None:
     target = Target(options.arch, options.emulated, options.full, options.seed)
     status = work(options.part, target, options.items, Record(options.record), options.deed)
     sys.stdout.flush()
-    # A kernel that never ends would hold an ordinary exit up.
+    # A kernel that never ends would block an ordinary exit.
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""The timing model's constants: which microbenchmarks measure each, and what they should be."""
+"""The timing model's constants: which microbenchmarks measure each, and what each should be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOCK = "clock"
 """The item that warms the GPU up and reads its clock."""
 
 TOLERANCE = 0.1
-"""A constant that is further from the table's than this is named in the report."""
+"""The report names a constant that is further from the table's than this."""
 
 Source = tuple[tuple[str, ...], Callable[..., float]]
 
@@ -28,7 +28,7 @@ _OF_BLACKWELL: Mapping[str, Source] = {
         ("tcgen05.mma/m128n256k16/throughput",),
         lambda cycles: 2 * 128 * 256 * 16 / cycles,
     ),
-    # The barrier's latency is counted by itself; election, issue, commit and branch take six slots.
+    # The barrier's latency counts separately; election, issue, commit and branch use six slots.
     "mma_latency": (
         (
             "tcgen05.mma/m128n64k16/latency",
@@ -44,22 +44,22 @@ _OF_BLACKWELL: Mapping[str, Source] = {
 }
 
 NOT_MEASURED: Mapping[str, str] = {}
-"""Assumed fields without a microbenchmark, and why there is none."""
+"""The assumed fields without a microbenchmark, and why there is none."""
 
 
 def table(arch: str) -> Rates:
-    """The rates that the timing model has of an architecture."""
+    """Returns the rates that the timing model has of an architecture."""
     return rates.RATES[arch]
 
 
 def sources(arch: str) -> dict[str, Source]:
-    """Field: the measurements that give it, and how."""
+    """Returns, for each field, the measurements that give it, and how."""
     found = dict(rates.SOURCES)
     return found | dict(_OF_BLACKWELL) if arch == BLACKWELL else found
 
 
 def measurements(arch: str) -> dict[str, Measurement]:
-    """The measurements that some field or shape of product needs, in the order of the list."""
+    """Returns the measurements that some field or product shape needs, in the list's order."""
     known = microbenchmarks.measurements()
     if arch == BLACKWELL:
         known = [*known, *tensor_memory.measurements()]
@@ -71,8 +71,9 @@ def measurements(arch: str) -> dict[str, Measurement]:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Cycles of a product of one shape: measured, and by the timing model, which counts its FLOPs
-    or the bytes that it reads of shared memory, whichever takes longer."""
+    """The cycles of a product of one shape: measured, and by the timing model, which counts its
+    FLOPs or the bytes that it reads from shared memory, whichever takes longer.
+    """
 
     name: str
     model: float
@@ -80,7 +81,7 @@ class Shape:
 
 
 def shapes(arch: str, values: Mapping[str, float]) -> list[Shape]:
-    """The shapes of products that were measured."""
+    """Returns the shapes of products that were measured."""
     if arch != BLACKWELL:
         return []
     own = table(arch)
@@ -97,10 +98,10 @@ def shapes(arch: str, values: Mapping[str, float]) -> list[Shape]:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A field of the rates beside what was measured.
+    """A field of the rates and its measured value.
 
     Attributes:
-      assumed: the table has no source for it.
+      assumed: whether the table has no source for it.
       measured: None if a measurement is missing; `why` says which.
     """
 
@@ -112,14 +113,14 @@ class Constant:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over the table's, None where either is 0 or unknown."""
+        """Returns measured over the table's value, or None where either is 0 or unknown."""
         if not self.measured or not self.value:
             return None
         return self.measured / self.value
 
 
 def constants(arch: str, values: Mapping[str, float]) -> list[Constant]:
-    """Every field that is assumed or has a source, from measurements by name."""
+    """Returns every field that is assumed or has a source, from measurements by name."""
     own, found = table(arch), []
     known = sources(arch)
     for field in sorted(own.assumed | known.keys()):
@@ -147,7 +148,7 @@ class Bench:
         self._device = Device()
 
     def run(self, item: str) -> Result:
-        """A measurement, or the clock."""
+        """Runs a measurement, or reads the clock."""
         if item == CLOCK:
             readings = [self._device.clock_mhz() for _ in range(30)]
             data = {"mhz": readings[-1], **self._device.describe()}

@@ -1,11 +1,11 @@
-"""What the timing model says of the cells that a first day times.
+"""Estimates the cells that a first day times, by the timing model.
 
     python -m kernels.build
     python -m benchmarks.day_one.estimates    # writes benchmarks/results/day-one-estimates.json
 
-Hopper: a forward's launch, a backward's three, on the grid of `benchmarks.truth`. Blackwell: the
-forward's tiles on all multiprocessors (`benchmarks.blackwell_estimates`), of the backward its main
-kernel alone (`benchmarks.blackwell_backward`).
+For Hopper these are a forward's launch and a backward's three, on the grid of `benchmarks.truth`.
+For Blackwell they are the forward's tiles on all multiprocessors (`benchmarks.blackwell_estimates`)
+and the backward's main kernel alone (`benchmarks.blackwell_backward`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _of_blackwell(case: Case) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Writes the estimates."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

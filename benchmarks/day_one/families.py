@@ -14,10 +14,10 @@ from fa4_jax.key import HEAD_DIM_TILES, backward_value_dim, head_dim_tile
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Cases that one kind of kernel runs.
+    """The cases that one kind of kernel runs.
 
     Attributes:
-      gradients: also run the backward.
+      gradients: whether the backward runs, too.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Family:
 
 
 def families(arch: str, emulated: bool, full: bool) -> tuple[Family, ...]:
-    """The families of an architecture, in the order in which they run.
+    """Returns the families of an architecture, in the order in which they run.
 
     Args:
       emulated: so small that a core needs seconds for a case.
@@ -53,7 +53,7 @@ def families(arch: str, emulated: bool, full: bool) -> tuple[Family, ...]:
 
 
 def _in_pairs(arch: str, case: Case, gradients: bool) -> bool:
-    """Whether a pair of CTAs runs the case's last kernel."""
+    """Returns whether a pair of CTAs runs the case's last kernel."""
     tile = head_dim_tile(max(case.head_dim, case.value_dim or 0))
     if arch != BLACKWELL or tile is None or tile <= 128:
         return False
@@ -62,7 +62,7 @@ def _in_pairs(arch: str, case: Case, gradients: bool) -> bool:
 
 
 def _quick() -> tuple[Case, ...]:
-    """Two for each head dim, dense and causal, with padding, grouped heads and several tiles."""
+    """Returns two cases per head dim, dense, causal, with padding, grouped heads, several tiles."""
     found = []
     for head_dim in HEAD_DIM_TILES:
         found.append(Case(head_dim=head_dim, heads=(4, 2), query_length=300, key_length=700))
@@ -80,7 +80,7 @@ def _quick() -> tuple[Case, ...]:
 
 
 def _emulated() -> tuple[Case, ...]:
-    """Two for each head dim, dense with grouped heads and causal with padding."""
+    """Returns two cases per head dim, dense with grouped heads and causal with padding."""
     found = []
     for head_dim in HEAD_DIM_TILES:
         sized = functools.partial(Case, batch=1, head_dim=head_dim, query_length=130)
@@ -103,7 +103,7 @@ def _full() -> tuple[Case, ...]:
 
 
 def run(case: Case, gradients: bool, seed: int) -> Result:
-    """Conformance of a case by kernels alone."""
+    """Runs the conformance of a case by kernels alone."""
     from fa4_jax.conformance.runner import run_case
 
     verdicts = run_case(case, seed, "kernel", gradients)

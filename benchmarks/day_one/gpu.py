@@ -1,4 +1,4 @@
-"""The first GPU through the driver API: PTX in, launches, a wait that does not wait for ever."""
+"""Runs PTX on the first GPU through the driver API, with a wait that has a limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ st.global.b32 [%d1], %r1;
 ret;
 }
 """
-"""A kernel that any GPU which still works gets right: word i becomes 3 i + 7."""
+"""A kernel that every working GPU gets right: word i becomes 3 i + 7."""
 
 HANG = """\
 .version 8.0
@@ -66,11 +66,11 @@ st.global.b64 [%d], %d;
 ret;
 }
 """
-"""A kernel that writes to an address which is nobody's."""
+"""A kernel that writes to an address that belongs to nothing."""
 
 
 class GpuError(RuntimeError):
-    """A driver call failed, in the driver's words."""
+    """A driver call failed; the message has the driver's words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Shape:
     """How a kernel is launched.
 
     Attributes:
-      cluster: CTAs of a cluster, as the kernel's text says.
-      programmatic: it may start while the launch before it still runs.
+      cluster: number of CTAs of a cluster, as the kernel's text says.
+      programmatic: whether it may start while the launch before it still runs.
     """
 
     grid: int = 1
@@ -98,7 +98,7 @@ class Gpu:
 
     def __init__(self) -> None:
         try:
-            # Compiled code without type stubs; only machines with a GPU have to have it.
+            # It is compiled code without type stubs, which only machines with a GPU need.
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
             self.call("cuInit", 0)
         except (ImportError, RuntimeError) as error:
@@ -110,7 +110,7 @@ class Gpu:
         self._kernels: dict[str, Any] = {}
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What a driver function returns beside its status.
+        """Returns what a driver function returns in addition to its status.
 
         Raises:
           GpuError: the call failed.
@@ -121,12 +121,12 @@ class Gpu:
         return values[0] if len(values) == 1 else tuple(values)
 
     def attribute(self, name: str) -> int:
-        """A device attribute, by its name after CU_DEVICE_ATTRIBUTE_."""
+        """Returns a device attribute, by its name after CU_DEVICE_ATTRIBUTE_."""
         attribute = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call("cuDeviceGetAttribute", attribute, self._device))
 
     def describe(self) -> dict[str, Any]:
-        """Name, compute capability, multiprocessors, the CUDA version of the driver."""
+        """Returns name, compute capability, multiprocessors and the CUDA version of the driver."""
         name = self.call("cuDeviceGetName", 96, self._device)
         major = self.attribute("COMPUTE_CAPABILITY_MAJOR")
         return {
@@ -137,18 +137,18 @@ class Gpu:
         }
 
     def load(self, image: bytes, name: str) -> Any:
-        """A kernel of a cubin or of PTX; the driver compiles the latter."""
+        """Loads a kernel of a cubin or of PTX; the driver compiles the latter."""
         library = self.call("cuLibraryLoadData", image, None, None, 0, None, None, 0)
         kernel = self.call("cuLibraryGetKernel", library, name.encode())
         return self.call("cuKernelGetFunction", kernel)
 
     def registers(self, function: Any) -> int:
-        """Registers of a thread of a loaded kernel, as it starts."""
+        """Returns the registers of a thread of a loaded kernel, as it starts."""
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
         return int(self.call("cuFuncGetAttribute", attribute, function))
 
     def buffer(self, data: np.ndarray) -> int:
-        """Address of a copy of the data on the device."""
+        """Returns the address of a copy of the data on the device."""
         address = int(self.call("cuMemAlloc", data.nbytes))
         self.write(address, data)
         return address
@@ -200,7 +200,7 @@ class Gpu:
 
 
 def works(gpu: Gpu) -> bool:
-    """Whether the GPU runs a tiny kernel and gives the right words."""
+    """Returns whether the GPU runs a tiny kernel and gives the right words."""
     words = np.zeros(32, np.uint32)
     address = gpu.buffer(words)
     gpu.launch(TINY, "tiny", Shape(), (address,))

@@ -1,4 +1,4 @@
-"""What a litmus program is, and the two machines that run it: a GPU, and the emulator.
+"""Defines litmus programs and the two machines that run them: a GPU, and the emulator.
 
 A litmus program repeats what a kernel of ours relies on, checks every result in the kernel, and
 counts. It has a broken variant, which the emulator distinguishes from the right one. On a GPU the
@@ -21,19 +21,20 @@ from benchmarks.day_one.outcome import Result, Verdict
 HOPPER, BLACKWELL = "sm_90a", "sm_100f"
 BOTH = (HOPPER, BLACKWELL)
 SHARED_BYTES = 120 * 1024
-"""Dynamic shared memory of a CTA of every program, so that a multiprocessor has one at a time: two
-of them, or two pairs, would wait for each other's tensor memory."""
+"""The dynamic shared memory of a CTA of every program, so that a multiprocessor has one at a time:
+two of them, or two pairs, would wait for each other's tensor memory.
+"""
 
 
 class Machine(Protocol):
-    """What runs programs."""
+    """A machine that runs programs."""
 
     arch: str
     emulated: bool
     multiprocessors: int
 
     def buffer(self, data: np.ndarray) -> int:
-        """Address of a copy of the data."""
+        """Returns the address of a copy of the data."""
         ...
 
     def launch(self, text: str, shape: Shape, values: Sequence[int]) -> None:
@@ -46,7 +47,7 @@ class Machine(Protocol):
 
 
 class OnGpu:
-    """The first GPU."""
+    """The first GPU as a machine."""
 
     emulated = False
 
@@ -67,7 +68,7 @@ class OnGpu:
 
 
 class Emulated:
-    """The emulator: it runs one launch after the other, each under the next seed."""
+    """The emulator as a machine: it runs one launch after the other, each under the next seed."""
 
     emulated = True
     multiprocessors = 2
@@ -77,7 +78,7 @@ class Emulated:
         self._memory: dict[int, np.ndarray] = {}
 
     def buffer(self, data: np.ndarray) -> int:
-        """Address of a copy of the data."""
+        """Returns the address of a copy of the data."""
         address = (1 << 20) * (1 + len(self._memory))
         self._memory[address] = np.ascontiguousarray(data).view(np.uint8).copy()
         return address
@@ -111,12 +112,12 @@ class Emulated:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What a run of a program counts.
+    """The counts of a run of a program.
 
     Attributes:
-      checks: comparisons made, of `expected`.
-      wrong: those that failed.
-      example: one of them.
+      checks: comparisons that took place, of `expected`.
+      wrong: comparisons that failed.
+      example: one that failed.
     """
 
     checks: int
@@ -126,7 +127,7 @@ class Count:
 
     @property
     def right(self) -> bool:
-        """Whether all was compared, and nothing was wrong."""
+        """Returns whether everything was compared, and nothing was wrong."""
         return self.wrong == 0 and self.checks == self.expected
 
     def __str__(self) -> str:
@@ -145,14 +146,14 @@ class Litmus:
     """A program for one assumption.
 
     Attributes:
-      play: runs it.
+      play: function that runs it.
       refuted: what outcome refutes the claim.
       broken: what its broken variant does: "without ..." or "with ...".
       noticed: how the emulator notices that: rules, or "wrong" for wrong results, in any
         combination joined by "|"; "" where it cannot, with the reason in `unnoticed`.
-      hangs: the broken variant may never end, so no GPU gets it.
-      archs: of the machines that can run it.
-      on_emulator: whether the emulator can.
+      hangs: whether the broken variant may never end, so that no GPU runs it.
+      archs: architectures of the machines that can run it.
+      on_emulator: whether the emulator can run it.
       informs: what a wrong result says, where it refutes nothing that our kernels rely on.
       rules: fields of the emulator's Policy that are off by default and matter here.
     """
@@ -172,14 +173,14 @@ class Litmus:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A litmus of one kernel that counts for itself.
+    """A litmus program of one kernel that counts for itself.
 
     Attributes:
-      text: the module for a target, right or broken.
-      threads: of a CTA.
+      text: function to the module for a target, right or broken.
+      threads: threads of a CTA.
       checks: comparisons of a repetition, by all threads of a CTA.
-      repeats, ctas: on a GPU and on the emulator.
-      cluster: CTAs of a cluster.
+      repeats, ctas: their numbers on a GPU and on the emulator.
+      cluster: number of CTAs of a cluster.
       data: the program's own words, after the results.
     """
 
@@ -202,7 +203,7 @@ class Kernel:
 
 
 def counted(words: np.ndarray, expected: int) -> Count:
-    """The count that a kernel left in the first words of its data."""
+    """Returns the count that a kernel left in the first words of its data."""
     wrong, checks, got, want = (int(word) for word in words[:4])
     # The kernel counts modulo 2^32.
     same = checks == expected % (1 << 32)
@@ -211,8 +212,9 @@ def counted(words: np.ndarray, expected: int) -> Count:
 
 
 def emulated(litmus: Litmus, seed: int, arch: str = "") -> list[Emulated]:
-    """Emulators for a program, of its last architecture by default: operations late, early and
-    either, with one warp starved, too."""
+    """Returns emulators for a program, of its last architecture by default: operations late, early
+    and random, and with one warp starved, too.
+    """
     from kernels.emulator import Policy
 
     rules: dict[str, Any] = dict.fromkeys(litmus.rules, True)
@@ -238,7 +240,7 @@ def judge(litmus: Litmus, machine: Machine) -> Result:
 
 
 def control(litmus: Litmus, machine: Machine) -> Result:
-    """Runs a program's broken variant: whether this machine lets one see a violation."""
+    """Runs a program's broken variant; returns whether this machine shows the violation."""
     if why := _why_not(litmus, machine):
         return Result(Verdict.NOT_RUN, why)
     if litmus.hangs:

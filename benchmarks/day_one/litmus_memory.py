@@ -29,8 +29,9 @@ _TARGET_AT, _COPY_AT = 2048, 4096
 
 
 def _remote_store_read(target: str, broken: bool) -> str:
-    """The odd CTA stores into the even one's memory, which there a bulk copy reads (the async
-    proxy, as a product does); broken: without the writer's proxy fence."""
+    """The odd CTA stores into the even one's memory, where a bulk copy reads it (through the async
+    proxy, as a product does); broken: without the writer's proxy fence.
+    """
     store = ptx.wait(_EMPTY, "%t13", ptx.CLUSTER) + ptx.jitter(1)
     store += "shl.b32 %t9, %thread, 2;\nadd.s32 %t9, %t9, %smem;\n"
     store += "mapa.shared::cluster.u32 %t9, %t9, 0;\nmad.lo.u32 %t10, %i, 1000, %thread;\n"
@@ -64,8 +65,9 @@ def _remote_store_read(target: str, broken: bool) -> str:
 
 
 def _reuse(target: str, broken: bool) -> str:
-    """A bulk copy over what has been read by ordinary loads, ordered by arrivals alone; broken:
-    warps arrive before they read."""
+    """A bulk copy overwrites what ordinary loads have read, ordered by arrivals alone; broken:
+    warps arrive before they read.
+    """
     load = ptx.wait(_EMPTY, "%t13") + "and.b32 %t9, %i, 7;\nmul.wide.u32 %d1, %t9, 512;\n"
     load += f"add.s64 %d1, %data, %d1;\nadd.s64 %d1, %d1, {ptx.OWN};\n"
     load += ptx.bulk_load(_TARGET_AT, "%d1", 512, _FULL)
@@ -83,8 +85,9 @@ _MIX = 33
 
 
 def _registers(target: str, broken: bool) -> str:
-    """Two warpgroups take 192 registers a thread and hold 160 values across a barrier; broken: the
-    other two do not give theirs up."""
+    """Two warpgroups raise their threads to 192 registers and hold 160 values across a barrier;
+    broken: the other two do not release theirs.
+    """
     values = "".join(f"ld.volatile.global.b32 %v{i}, [%d1+{4 * i}];\n" for i in range(_HELD))
     inc = "setmaxnreg.inc.sync.aligned.u32 192;\n"
     hold = f"add.s64 %d1, %data, {ptx.OWN};\n" + values + "bar.sync 1, 256;\nmov.b32 %t9, 0;\n"
@@ -92,7 +95,7 @@ def _registers(target: str, broken: bool) -> str:
         hold += f"mad.lo.u32 %t9, %t9, {_MIX}, %v{i};\n"
     hold += f"ld.volatile.global.b32 %t10, [%d1+{4 * _HELD}];\n" + ptx.check("%t9", "%t10")
     give = "" if broken else "setmaxnreg.dec.sync.aligned.u32 {};\n"
-    # Who gives registers up leaves at once: a common path would have ptxas spill for all.
+    # The warps that release registers leave at once: on a common path ptxas would spill for all.
     before = "".join(
         ptx.warps(first, 4, f"{give.format(count)}bra LEAVE;")
         for first, count in ((8, 80), (12, 48))
@@ -101,7 +104,7 @@ def _registers(target: str, broken: bool) -> str:
 
 
 def _held() -> np.ndarray:
-    """The values, and what the kernel makes of them."""
+    """Returns the values, and what the kernel computes from them."""
     values = np.random.default_rng(1).integers(0, 1 << 32, _HELD, np.uint32)
     mixed = 0
     for value in reversed(values.tolist()):
@@ -113,9 +116,9 @@ _STEPS, _COLUMNS = 8, 512
 
 
 def _ordered(target: str, broken: bool) -> str:
-    """CTAs take tickets; at each step the one with ticket t adds after t others have, in fp32,
-    where the order shows in the last bits. Warp 4 waits for the turn and releases it. Broken: no
-    turn.
+    """CTAs draw tickets; at each step the one with ticket t adds after t others have added, in
+    fp32, where the order shows in the last bits. Warp 4 waits for the turn and releases it. Broken:
+    it does not wait for the turn.
 
     The data: a ticket, then a counter and 512 sums of each step.
     """
@@ -143,7 +146,7 @@ def _ordered(target: str, broken: bool) -> str:
 
 
 def _play_ordered(machine: Machine, broken: bool) -> Count:
-    """Many more CTAs than there is room for; every sum must have the bits of the sequential one."""
+    """Runs many more CTAs than fit; every sum must have the bits of the sequential one."""
     ctas = 24 if machine.emulated else 8 * machine.multiprocessors
     steps, launches = (2, 1) if machine.emulated else (_STEPS, 20)
     tickets = np.arange(ctas, dtype=np.uint32)
@@ -170,7 +173,8 @@ def _play_ordered(machine: Machine, broken: bool) -> Count:
 
 def _storing(target: str, broken: bool) -> str:
     """A CTA fills 16 KB of shared memory, stores it by bulk and exits once it has been read;
-    broken: it changes the memory instead of waiting. Word w of CTA c is 65536 (seed + c) + w."""
+    broken: it changes the memory instead of waiting. Word w of CTA c is 65536 (seed + c) + w.
+    """
     fill = f"ld.global.b32 %t12, [%data+{ptx.OWN}];\nmov.u32 %t10, %ctaid.x;\n"
     fill += "add.s32 %t12, %t12, %t10;\nshl.b32 %t12, %t12, 16;\n"
     fill += "shl.b32 %t9, %thread, 2;\nadd.s32 %t9, %t9, %smem;\nadd.s32 %t12, %t12, %thread;\n"
@@ -203,7 +207,7 @@ def _looking(target: str, broken: bool) -> str:
 
 
 def _play_store_at_exit(machine: Machine, broken: bool) -> Count:
-    """Stores and looks, round by round, each with another seed in a buffer of its own."""
+    """Stores and checks, round by round, each with another seed in a buffer of its own."""
     ctas = 2 if machine.emulated else 4 * machine.multiprocessors
     rounds = 1 if machine.emulated else 20
     shape = Shape(ctas, 128, SHARED_BYTES)
@@ -260,7 +264,9 @@ def _third(target: str, broken: bool) -> str:
 
 
 def _play_dependent(machine: Machine, broken: bool) -> Count:
-    """An ordinary launch and two programmatic ones, as a backward's three, many times in a row."""
+    """Runs an ordinary launch and two programmatic ones, as a backward's three, many times in a
+    row.
+    """
     ctas = 2 if machine.emulated else 4 * machine.multiprocessors
     rounds = 1 if machine.emulated else 40
     texts = [part(machine.arch, broken) for part in (_first, _second, _third)]
@@ -284,8 +290,9 @@ CUBINS = Path(__file__).parents[2] / "fa4_jax" / "_cubins"
 
 
 def _play_cubins(machine: Machine, broken: bool) -> Count:
-    """Every kernel of the architecture is loaded; broken: those of the other one, which the driver
-    must refuse. A check: it is loaded, with the registers that the manifest says."""
+    """Loads every kernel of the architecture; broken: those of the other one, which the driver must
+    refuse. A check: the kernel is loaded, with the registers that the manifest says.
+    """
     assert isinstance(machine, OnGpu)
     arch = machine.arch if not broken else next(x for x in BOTH if x != machine.arch)
     kernels = [

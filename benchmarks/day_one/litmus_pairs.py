@@ -22,7 +22,7 @@ _A_COLUMN = 256
 
 
 def _setup(*arrivals: int, rows: int = 64) -> str:
-    """Tensor memory, barriers, and the CTA's rows of A: row r of the pair's holds r + 1.
+    """Makes tensor memory, barriers, and the CTA's rows of A: row r of the pair's A holds r + 1.
 
     %t13: the thread's row of the pair's A in a product with M = 128 (rows = 64), or M = 256.
     """
@@ -42,22 +42,22 @@ def _product(rows: int, columns: int, a: str = "%d4") -> str:
 
 
 def _of_even(body: str) -> str:
-    """The body for thread 0 of the even CTA."""
+    """Returns the body for thread 0 of the even CTA."""
     inside = "mad.lo.u32 %t0, %rank, 1024, %thread;\n"
     return inside + ptx.when("eq.u32 %mine, %t0, 0", body)
 
 
 _READER_FENCE = "fence.proxy.async.shared::cluster;\n"
-"""What the issuing thread could add after its wait, if the claims without it fall."""
+"""The fence that the issuing thread could add after its wait, if the claims without it fall."""
 
 
 def _fenced(text: Callable[..., str]) -> Callable[[str, bool], str]:
-    """The program in which the issuing thread fences, too; broken: nobody does."""
+    """Makes the program in which the issuing thread fences, too; broken: no thread fences."""
     return lambda target, broken: text(target, broken, "" if broken else _READER_FENCE)
 
 
 def _remote_operand(target: str, broken: bool, reader_fence: str = "") -> str:
-    """Each CTA's B is stored by the other one; broken: without the writer's proxy fence.
+    """The other CTA stores each CTA's B; broken: without the writer's proxy fence.
 
     Row n of B holds (i * 7 + n) % 64 + 1.
     """
@@ -80,7 +80,7 @@ def _remote_operand(target: str, broken: bool, reader_fence: str = "") -> str:
 
 
 def _compare(columns: int, mask: int) -> str:
-    """%v0 .. against 16 * (row + 1) * (((%t9 + j) & mask) + 1)."""
+    """Compares %v0 .. with 16 * (row + 1) * (((%t9 + j) & mask) + 1)."""
     body = "add.s32 %t10, %t13, 1;\nshl.b32 %t10, %t10, 4;\n"
     for j in range(columns):
         body += f"add.s32 %t11, %t9, {j};\nand.b32 %t11, %t11, {mask};\nadd.s32 %t11, %t11, 1;\n"
@@ -90,7 +90,7 @@ def _compare(columns: int, mask: int) -> str:
 
 
 def _layout(rows: int, columns: int, a_in_tensor: bool):
-    """Where D lies; broken: the CTAs' halves of B exchanged. Row n of B holds n + 1."""
+    """Checks where D lies; broken: the CTAs' halves of B exchanged. Row n of B holds n + 1."""
 
     def text(target: str, broken: bool) -> str:
         before = _setup(8, 1, rows=rows // 2)
@@ -123,8 +123,10 @@ def _layout(rows: int, columns: int, a_in_tensor: bool):
 
 
 def _relayed_load(target: str, broken: bool, reader_fence: str = "") -> str:
-    """Each CTA's B comes by bulk copy to its own barrier; a warp that waits for that arrives for it
-    at the even CTA. Broken: it does not wait. Row n of B holds ((i & 7) * 8 + n) % 64 + 1."""
+    """Each CTA's B arrives by bulk copy on the CTA's own barrier; a warp that waits for it relays
+    the arrival to the even CTA. Broken: it does not wait. Row n of B holds ((i & 7) * 8 + n) % 64 +
+    1.
+    """
     load = "and.b32 %t9, %i, 7;\nmul.lo.u32 %t9, %t9, 64;\nmad.lo.u32 %t9, %rank, 32, %t9;\n"
     load += f"mul.wide.u32 %d1, %t9, 32;\nadd.s64 %d1, %d1, %data;\nadd.s64 %d1, %d1, {ptx.OWN};\n"
     body = ptx.jitter(5) + ptx.one(0, load + ptx.bulk_load(_B_AT, "%d1", 1024, _LOADED))
@@ -135,13 +137,13 @@ def _relayed_load(target: str, broken: bool, reader_fence: str = "") -> str:
     body += ptx.load(0, 32, 0) + ptx.WAIT_LD
     body += "shr.u32 %t9, %thread, 6;\nshl.b32 %t9, %t9, 5;\nand.b32 %t10, %i, 7;\n"
     body += "mad.lo.u32 %t9, %t10, 8, %t9;\n" + _compare(32, 63)
-    # The broken one's copies are over before the next, too.
+    # The broken variant's copies are complete before the next ones start, too.
     body += ptx.one(0, ptx.wait(_LOADED))
     return ptx.module(target, body, 128, before=_setup(8, 1, 1), after=ptx.free(2), cluster=2)
 
 
 def _sources() -> np.ndarray:
-    """B's rows of eight repetitions: sixteen bf16 each."""
+    """Returns B's rows of eight repetitions: sixteen bf16 each."""
     variant, row = np.arange(8)[:, None], np.arange(64)
     value = ((variant * 8 + row) % 64 + 1).astype(np.float32).view(np.uint32) >> 16
     words = (value | value << 16).astype(np.uint32)
@@ -152,16 +154,17 @@ _Q_FULL, _S_FULL, _DS_FULL, _Q_EMPTY, _RELAYED = 0, 8, 16, 24, 32
 
 
 def _commit_carries_pair(target: str, broken: bool) -> str:
-    """Row statistics by bulk copy in each CTA; the odd one's are relayed to the even one's MMA
-    warp, whose commit arrives in both, where a wait of the CTA's own scope is all that lies before
-    the reads. Broken: a relaying warp waits for the copy before."""
+    """Row statistics arrive by bulk copy in each CTA. The odd CTA's are relayed to the even one's
+    MMA warp, whose commit arrives in both; only a wait of the CTA's own scope comes between it and
+    the reads. Broken: a relaying warp waits for the copy before.
+    """
     load = ptx.wait(_Q_EMPTY, "%t13") + (
         "and.b32 %t9, %i, 7;\nmul.wide.u32 %d1, %t9, 512;\n"
         f"add.s64 %d1, %data, %d1;\nadd.s64 %d1, %d1, {ptx.OWN};\n"
     )
     load += ptx.bulk_load(_STATISTICS_AT, "%d1", 512, _Q_FULL)
     body = "xor.b32 %t13, %parity, 1;\n" + ptx.warps(0, 1, ptx.jitter(1) + ptx.one(0, load))
-    # Warp 1 of both waits for its own CTA's copy and relays.
+    # Warp 1 of both CTAs waits for its own CTA's copy and relays its arrival.
     relay = ptx.wait(_Q_FULL, "%t13" if broken else "%parity", ptx.CLUSTER)
     body += ptx.warps(1, 1, relay + ptx.arrive_at_even(_RELAYED))
     multiply = ptx.wait(_RELAYED, scope=ptx.CLUSTER) + ptx.operand("%d4", _A_AT)

@@ -13,12 +13,12 @@ _VARIANTS = 8
 
 
 def _tensor_base(target: str, broken: bool) -> str:
-    """All 512 columns begin at address 0; broken: the second half of them is asked for."""
+    """Checks that all 512 columns begin at 0; broken: it checks the second of two halves."""
     half = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%t1], 256;\n"
     text = ptx.allocate()
     release = ptx.free()
     if broken:
-        # Two allocations of half of the columns: the second is at another address.
+        # It makes two allocations of half of the columns: the second has another address.
         text = text.replace("[%t1], 512;\n", "[%t1], 256;\n" + half)
         free = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t15, 256;"
         other = f"sub.s32 %t2, %t15, 256;\n{free.replace('%t15', '%t2')}"
@@ -33,8 +33,10 @@ def _tensor_base(target: str, broken: bool) -> str:
 
 
 def _load_wait(target: str, broken: bool) -> str:
-    """Columns are stored, loaded by two instructions, used after one wait, as in our kernels."""
-    value = "mad.lo.u32 %t9, %i, 2654435769, %thread;\n"  # another word in each repetition and lane
+    """Stores columns, loads them by two instructions, uses them after one wait, as kernels do."""
+    value = (
+        "mad.lo.u32 %t9, %i, 2654435769, %thread;\n"  # each repetition and lane has another word
+    )
     stored = "".join(f"add.s32 %v{i}, %t9, {i * 4096};\n" for i in range(32))
     again = "".join(f"add.s32 %v{i}, %t9, {(32 + i) * 4096};\n" for i in range(32))
     body = value + stored + ptx.store(0, 32, 0) + ptx.WAIT_ST
@@ -49,8 +51,9 @@ def _load_wait(target: str, broken: bool) -> str:
 
 
 def _products_setup() -> str:
-    """Tensor memory, a barrier for commits, A's and B's rows: row r of A holds r + 1, of B 2 r + 1;
-    of B2, 32 rows, 3."""
+    """Makes tensor memory, a barrier for commits, A's and B's rows: row r of A holds r + 1, of B 2
+    r + 1; B2 has 32 rows, all 3.
+    """
     text = ptx.allocate() + ptx.barriers(1, 1) + ptx.lane_base()
     text += f"shl.b32 %t9, %thread, 5;\nadd.s32 %t9, %t9, %smem;\nadd.s32 %t10, %t9, {_A_AT};\n"
     text += "add.s32 %t11, %thread, 1;\n" + ptx.row_of("%t11", "%t10")
@@ -65,8 +68,8 @@ _STEPS, _P_COLUMN = 8, 256
 
 
 def _product_order(target: str, broken: bool) -> str:
-    """D (columns 0 to 255) = P B with P in columns 256 to 319, then at once another product of
-    another shape over P's columns, as S over P; broken: that product comes first.
+    """Computes D (columns 0 to 255) = P B with P in columns 256 to 319, then at once another
+    product of another shape over P's columns, as S over P; broken: that product comes first.
 
     P's lane l holds (i & 3) + 1 in all 128 places along K, so D is 128 p b.
     """
@@ -98,8 +101,9 @@ def _product_order(target: str, broken: bool) -> str:
 
 
 def _commit_order(target: str, broken: bool) -> str:
-    """A long product and its commit, a short one and its: when the second has arrived, has the
-    first? Broken: the other way round, so that the answer may be no."""
+    """Issues a long product and its commit, then a short one and its commit: when the second has
+    arrived, has the first? Broken: the other way round, so that the answer may be no.
+    """
     long = "".join(ptx.mma(128, 256, 0, "%d4", "%d5", step > 0) for step in range(_STEPS))
     short = ptx.mma(128, 64, _P_COLUMN, "%d4", "%d6", False)
     operands = ptx.operand("%d4", _A_AT) + ptx.operand("%d5", _B_AT) + ptx.operand("%d6", _B2_AT)
@@ -121,9 +125,10 @@ _Q_FULL, _Q_EMPTY, _S_FULL, _DS_FULL = 0, 8, 16, 24
 
 
 def _commit_carries(target: str, broken: bool) -> str:
-    """Row statistics by bulk copy; the MMA warp alone waits for them, and its commit's arrival is
-    all that the compute warps wait for; what reads them arrives at the MMA warp, whose next commit
-    is all that the copy over them waits for. Broken: the MMA warp does not wait for the copy."""
+    """Row statistics arrive by bulk copy. The MMA warp alone waits for them, and the compute warps
+    wait for its commit's arrival alone. The readers arrive at the MMA warp, and the copy over the
+    statistics waits for its next commit alone. Broken: the MMA warp does not wait for the copy.
+    """
     load = ptx.wait(_Q_EMPTY, "%t13") + (
         f"and.b32 %t9, %i, {_VARIANTS - 1};\nmul.wide.u32 %d1, %t9, 512;\n"
         f"add.s64 %d1, %data, %d1;\nadd.s64 %d1, %d1, {ptx.OWN};\n"
@@ -146,7 +151,7 @@ def _commit_carries(target: str, broken: bool) -> str:
     body += ptx.warps(_LOAD, 1, ptx.jitter(1) + ptx.when(lane, load))
     body += ptx.warps(_MMA, 1, ptx.when(lane, multiply))
     body += ptx.warps(0, 4, compute)
-    # The last copy, product and commit are waited for, so that nothing is in flight at the end.
+    # It waits for the last copy, product and commit, so that nothing is in flight at the end.
     last = "sub.s32 %t13, %repeats, 1;\nand.b32 %t13, %t13, 1;\n"
     after = last + ptx.wait(_Q_FULL, "%t13") + ptx.wait(_Q_EMPTY, "%t13") + ptx.FENCE_AFTER
     before = ptx.allocate() + ptx.barriers(1, 1, 1, 4) + ptx.lane_base()
@@ -155,7 +160,7 @@ def _commit_carries(target: str, broken: bool) -> str:
 
 
 def _rows() -> str:
-    """A's and B's rows, all ones."""
+    """Returns A's and B's rows, all ones."""
     text = "mov.b32 %t11, 1;\nshl.b32 %t9, %thread, 5;\nadd.s32 %t9, %t9, %smem;\n"
     for at in (_A_AT, _B_AT):
         text += f"add.s32 %t10, %t9, {at};\n" + ptx.row_of("%t11", "%t10")
@@ -163,7 +168,7 @@ def _rows() -> str:
 
 
 def statistics() -> np.ndarray:
-    """The copies' sources: word t of variant v is 1000 v + t."""
+    """Returns the copies' sources: word t of variant v is 1000 v + t."""
     return (1000 * np.arange(_VARIANTS)[:, None] + np.arange(128)).astype(np.uint32).reshape(-1)
 
 

@@ -11,7 +11,7 @@ import itertools
 
 ENTRY = "litmus"
 OWN = 64
-"""Bytes of the results: mismatches, comparisons, a value that was read, what it should be."""
+"""The bytes of the results: mismatches, comparisons, a value that was read, its expected value."""
 
 FREE_AT = 1024
 """Where a program's own data begins in shared memory, after barriers and addresses."""
@@ -77,7 +77,7 @@ def module(
     values: int = 64,
     registers: int = 0,
 ) -> str:
-    """A module with one kernel that repeats `body`.
+    """Returns a module with one kernel that repeats `body`.
 
     Args:
       values: registers %v.
@@ -100,24 +100,24 @@ def module(
 
 WARP_MEETS = "bar.warp.sync -1;\n"
 MEET = f"{WARP_MEETS}bar.sync 0;\n"
-"""The CTA meets. Lanes that come out of a loop one by one meet first, as `.aligned` asks for."""
+"""A barrier of the CTA. Lanes that leave a loop one by one meet first, as `.aligned` asks for."""
 
 MEET_PAIR = f"{WARP_MEETS}barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
 
 
 def label(name: str) -> str:
-    """A label that no other place of a text has."""
+    """Returns a label that no other place of a text has."""
     return f"{name}_{next(_labels)}"
 
 
 def when(condition: str, body: str) -> str:
-    """The body for threads with a condition, the words of a setp.b32; then the warp meets."""
+    """Returns the body for threads with a condition (words of a setp.b32); then the warp meets."""
     end = label("END")
     return f"setp.{condition};\n@!%mine bra {end};\n{body}\n{end}:\nbar.warp.sync -1;\n"
 
 
 def warps(first: int, count: int, body: str) -> str:
-    """The body for some warps; afterwards nobody waits for them."""
+    """Returns the body for some warps; afterwards no thread waits for them."""
     end = label("END")
     return (
         f"sub.u32 %t0, %warp, {first};\nsetp.ge.u32 %p0, %t0, {count};\n@%p0 bra {end};\n"
@@ -126,12 +126,12 @@ def warps(first: int, count: int, body: str) -> str:
 
 
 def one(thread: int, body: str) -> str:
-    """The body for one thread."""
+    """Returns the body for one thread."""
     return when(f"eq.u32 %mine, %thread, {thread}", body)
 
 
 def barriers(*arrivals: int, cluster: bool = False) -> str:
-    """mbarriers at [%smem], [%smem+8], ... by thread 0; then the CTA or the cluster meets."""
+    """Makes mbarriers at [%smem], [%smem+8], ... by thread 0; then the CTA or the cluster meets."""
     inits = "\n".join(
         f"mbarrier.init.shared::cta.b64 [%smem+{8 * i}], {count};"
         for i, count in enumerate(arrivals)
@@ -150,17 +150,17 @@ def wait(barrier: int, parity: str = "%parity", scope: str = "") -> str:
 
 
 CLUSTER = ".acquire.cluster"
-"""For `wait`: also what another CTA did before it arrived."""
+"""For `wait`: it also orders what another CTA did before it arrived."""
 
 
 def arrive(barrier: int) -> str:
-    """One arrival of each warp, ordered after what its lanes did."""
+    """Arrives once for each warp, ordered after what its lanes did."""
     text = f"mbarrier.arrive.shared::cta.b64 _, [%smem+{barrier}];"
     return WARP_MEETS + when("eq.u32 %mine, %lane, 0", text)
 
 
 def arrive_at_even(barrier: int) -> str:
-    """One arrival of each warp at the barrier of the pair's even CTA."""
+    """Arrives once for each warp at the barrier of the pair's even CTA."""
     text = (
         f"add.s32 %t1, %smem, {barrier};\nmapa.shared::cluster.u32 %t1, %t1, 0;\n"
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%t1];"
@@ -169,12 +169,12 @@ def arrive_at_even(barrier: int) -> str:
 
 
 def expect(barrier: int, num_bytes: int) -> str:
-    """An arrival that announces bytes."""
+    """Arrives and announces bytes."""
     return f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%smem+{barrier}], {num_bytes};\n"
 
 
 def bulk_load(at: int, source: str, num_bytes: int, barrier: int) -> str:
-    """cp.async.bulk from global memory to [%smem + at], counted on a barrier; one thread."""
+    """Issues cp.async.bulk from global memory to [%smem + at], counted on a barrier; one thread."""
     return (
         f"{expect(barrier, num_bytes)}add.s32 %t2, %smem, {at};\nadd.s32 %t3, %smem, {barrier};\n"
         "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes "
@@ -183,7 +183,7 @@ def bulk_load(at: int, source: str, num_bytes: int, barrier: int) -> str:
 
 
 def jitter(salt: int) -> str:
-    """A sleep of up to half a microsecond, another for every repetition, CTA and warp."""
+    """Sleeps for up to half a microsecond, another time in every repetition, CTA and warp."""
     return (
         f"mad.lo.u32 %t0, %i, 40503, {salt};\nmov.u32 %t1, %ctaid.x;\n"
         "mad.lo.u32 %t1, %t1, 16, %warp;\nmad.lo.u32 %t0, %t1, 9973, %t0;\n"
@@ -201,12 +201,12 @@ def check(got: str, want: str) -> str:
 
 
 def vector(first: int, count: int) -> str:
-    """{%v.., ...}"""
+    """Returns {%v.., ...}."""
     return "{" + ", ".join(f"%v{first + i}" for i in range(count)) + "}"
 
 
 def row_of(value: str, address: str, space: str = "shared::cta") -> str:
-    """32 bytes at an address: sixteen bf16 of one small integer, whatever the swizzle."""
+    """Stores 32 bytes at an address: sixteen bf16 of one small integer, whatever the swizzle."""
     words = "{%t4, %t4, %t4, %t4}"
     return (
         f"cvt.rn.f32.u32 %f0, {value};\ncvt.rn.bf16x2.f32 %t4, %f0, %f0;\n"
@@ -214,13 +214,13 @@ def row_of(value: str, address: str, space: str = "shared::cta") -> str:
     )
 
 
-# Tensor memory and its products (sm_100f).
+# The rest is for tensor memory and its products (sm_100f).
 COLUMNS_AT = 64
-"""Where in shared memory tcgen05.alloc leaves the address."""
+"""The place in shared memory where tcgen05.alloc leaves the address."""
 
 
 def allocate(ctas: int = 1) -> str:
-    """All columns to warp 0 of each CTA; a meeting and `lane_base` must follow."""
+    """Allocates all columns by warp 0 of each CTA; a barrier and `lane_base` must follow."""
     group = f"cta_group::{ctas}.sync.aligned"
     return warps(
         0,
@@ -232,7 +232,9 @@ def allocate(ctas: int = 1) -> str:
 
 
 def lane_base() -> str:
-    """%t15: the address of the columns; %t14: of the first lane that the warp reaches."""
+    """Computes %t15, the address of the columns, and %t14, that of the first lane that the warp
+    reaches.
+    """
     return (
         f"ld.shared::cta.b32 %t15, [%smem+{COLUMNS_AT}];\nand.b32 %t14, %warp, 3;\n"
         "shl.b32 %t14, %t14, 21;\nadd.s32 %t14, %t14, %t15;\n"
@@ -240,7 +242,7 @@ def lane_base() -> str:
 
 
 def free(ctas: int = 1) -> str:
-    """Gives all columns back, after the CTA or the pair has met."""
+    """Releases all columns, after the CTA or the pair has met."""
     return (MEET if ctas == 1 else MEET_PAIR) + warps(
         0, 1, f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 %t15, 512;"
     )
@@ -251,11 +253,11 @@ FENCE_AFTER = "tcgen05.fence::after_thread_sync;\n"
 WAIT_LD = "tcgen05.wait::ld.sync.aligned;\n"
 WAIT_ST = "tcgen05.wait::st.sync.aligned;\n"
 _HIGH = 256 >> 4 | 1 << 14 | 6 << 29
-"""Rows of 32 bytes, eight of them 256 bytes, swizzled by 32."""
+"""The layout of rows of 32 bytes, eight of them 256 bytes, swizzled by 32."""
 
 
 def operand(register: str, at: int) -> str:
-    """The descriptor of rows of 32 bytes at [%smem + at] into a 64-bit register."""
+    """Writes the descriptor of rows of 32 bytes at [%smem + at] to a 64-bit register."""
     return (
         f"add.s32 %t5, %smem, {at};\nshr.u32 %t5, %t5, 4;\nand.b32 %t5, %t5, 16383;\n"
         f"or.b32 %t5, %t5, 65536;\nmov.b64 {register}, {{%t5, {_HIGH}}};\n"
@@ -263,7 +265,9 @@ def operand(register: str, at: int) -> str:
 
 
 def mma(rows: int, columns: int, d: int, a: str, b: str, accumulate: bool, ctas: int = 1) -> str:
-    """A product of depth 16 into columns from d on; a: a descriptor, or an address in brackets."""
+    """Issues a product of depth 16 into columns from d on; a: a descriptor, or an address in
+    brackets.
+    """
     descriptor = 1 << 4 | 1 << 7 | 1 << 10 | columns // 8 << 17 | rows // 16 << 24
     return (
         f"add.s32 %t6, %t15, {d};\nsetp.eq.u32 %p1, 0, {int(not accumulate)};\n"
@@ -272,7 +276,7 @@ def mma(rows: int, columns: int, d: int, a: str, b: str, accumulate: bool, ctas:
 
 
 def commit(barrier: int, ctas: int = 1) -> str:
-    """An arrival, in both CTAs of a pair, once the thread's products are complete."""
+    """Arrives, in both CTAs of a pair, once the thread's products are complete."""
     name = f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster"
     address = f"add.s32 %t7, %smem, {barrier};\n"
     if ctas == 1:
@@ -281,7 +285,7 @@ def commit(barrier: int, ctas: int = 1) -> str:
 
 
 def load(first: int, count: int, column: int) -> str:
-    """tcgen05.ld of columns of the thread's lane into %v, without the wait for it."""
+    """Issues tcgen05.ld of columns of the thread's lane into %v, without the wait for it."""
     return (
         f"{WARP_MEETS}add.s32 %t8, %t14, {column};\n"
         f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {vector(first, count)}, [%t8];\n"
@@ -289,7 +293,7 @@ def load(first: int, count: int, column: int) -> str:
 
 
 def store(first: int, count: int, column: int) -> str:
-    """tcgen05.st of %v to columns of the thread's lane, without the wait for it."""
+    """Issues tcgen05.st of %v to columns of the thread's lane, without the wait for it."""
     return (
         f"{WARP_MEETS}add.s32 %t8, %t14, {column};\n"
         f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [%t8], {vector(first, count)};\n"
@@ -297,5 +301,5 @@ def store(first: int, count: int, column: int) -> str:
 
 
 def as_float(value: str, target: str) -> str:
-    """The bits of a whole number as a float."""
+    """Returns the bits of a whole number as a float."""
     return f"cvt.rn.f32.u32 %f1, {value};\nmov.b32 {target}, %f1;\n"

@@ -1,4 +1,4 @@
-"""The list of assumptions, made from their table and from the litmus programs."""
+"""Makes the list of assumptions from their table and from the litmus programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.day_one.parts import programs
 
 
 def note() -> str:
-    """The text of benchmarks/results/assumptions.md."""
+    """Returns the text of benchmarks/results/assumptions.md."""
     known = programs()
     lines = [
         "# What no emulator can decide",
@@ -52,7 +52,7 @@ def note() -> str:
 
 
 def summary() -> str:
-    """The table of docs/emulator/rules.md: each assumption, its claim, what depends on it."""
+    """Returns the table of docs/emulator/rules.md: assumptions, claims, what depends on them."""
     lines = ["| assumption | claim | what falls if it is wrong |", "|---|---|---|"]
     for x in ASSUMPTIONS:
         link = f"[{x.id}](../../benchmarks/results/assumptions.md#{x.id})"

@@ -1,4 +1,6 @@
-"""What a part of the first day finds: one finding an item, as lines of JSON between processes."""
+"""What a part of the first day finds: one finding per item, sent between processes as lines of
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 
 class Verdict(enum.StrEnum):
-    """What became of an item; of an assumption PARTLY, if some of its programs did not run."""
+    """The outcome of an item; an assumption has PARTLY if some of its programs did not run."""
 
     HOLDS = "holds"
     PARTLY = "holds in part"
@@ -23,12 +25,12 @@ class Verdict(enum.StrEnum):
 
 
 BAD = (Verdict.FALLS, Verdict.HANG, Verdict.FAULT, Verdict.ERROR)
-"""What a person has to look at."""
+"""The verdicts at which a person has to look."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What became of one item of a part.
+    """The outcome of one item of a part.
 
     Attributes:
       text: one line for a reader.
@@ -54,7 +56,7 @@ class Result:
 
 
 class Record:
-    """The file in which a part's process notes how far it is, for the process that watches it."""
+    """The file in which a part's process notes its progress, for the process that watches it."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -78,9 +80,9 @@ class Progress:
     """What a record says so far.
 
     Attributes:
-      findings: of the items that have ended.
+      findings: the findings of the items that have ended.
       running: the item that has begun and not ended, or None.
-      garbage: lines that are no record's.
+      garbage: lines that belong to no record.
     """
 
     findings: tuple[Finding, ...]
@@ -89,7 +91,7 @@ class Progress:
 
 
 def read(path: Path, part: str, items: tuple[str, ...]) -> Progress:
-    """Reads a record of a part; a last line without its end is not there yet."""
+    """Reads a record of a part; it skips a last line that has no end yet."""
     text = path.read_text(errors="replace") if path.exists() else ""
     findings: list[Finding] = []
     running: str | None = None

@@ -24,20 +24,20 @@ STAND_IN = ROOT / "build" / "emulated"
 """What `make emulated` leaves: a stand-in for libcuda and the kernels' PTX."""
 
 INJECTED = "injected on purpose"
-"""The item that hangs or faults where `--inject` says so."""
+"""The item that hangs or faults where `--inject` asks for it."""
 
 _NO_GPU = "it needs hardware; this is the emulator"
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a first day runs on.
+    """The machine on which a first day runs.
 
     Attributes:
       arch: "sm_90a" or "sm_100f".
-      emulated: on the emulator.
-      full: all conformance cases, not two for each head dim.
-      seed: of random inputs and of the emulator's schedules.
+      emulated: whether it is the emulator.
+      full: whether all conformance cases run, not two for each head dim.
+      seed: the seed of random inputs and of the emulator's schedules.
     """
 
     arch: str
@@ -46,9 +46,9 @@ class Target:
     seed: int = 0
 
     def environment(self) -> Mapping[str, str]:
-        """Environment of a part's process."""
+        """Returns the environment of a part's process."""
         found = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
-        # Several processes after each other on one GPU, beside other libraries than JAX.
+        # Several processes run one after the other on one GPU, with other libraries than JAX.
         found.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if self.emulated:
             found |= {
@@ -63,18 +63,18 @@ class Target:
 
     @property
     def capability(self) -> str:
-        """Compute capability that the emulator pretends to."""
+        """Returns the compute capability that the emulator reports."""
         return {"sm_90a": "9.0", "sm_100f": "10.0"}[self.arch]
 
 
 def programs() -> dict[str, Litmus]:
-    """All litmus programs by name: those that need least first."""
+    """Returns all litmus programs by name, those with the fewest requirements first."""
     groups = (litmus_memory, litmus_tensor, litmus_pairs)
     return {litmus.name: litmus for group in groups for litmus in group.PROGRAMS}
 
 
 def parts(target: Target) -> list[Part]:
-    """The parts; those that cannot run say why."""
+    """Returns the parts; those that cannot run say why."""
     arch, emulated = target.arch, target.emulated
     slow = 600.0 if emulated else 90.0
     litmus = tuple(programs())
@@ -90,13 +90,13 @@ def parts(target: Target) -> list[Part]:
         Part("bitwise", tuple(case.id for case in bitwise.cases(emulated)), slow, 900),
         Part("constants", measured, limit_s=60, total_s=240, reason=hardware),
         Part("speed", tuple(c.id for c in speed.CELLS), limit_s=180, total_s=600, reason=hardware),
-        # Last, since what is broken on purpose may do anything.
+        # These come last, since what is broken on purpose may do anything.
         Part("controls", litmus, limit_s=40, total_s=240, reason=hardware),
     ]
 
 
 def selected(found: list[Part], only: list[str]) -> list[Part]:
-    """The parts whose names contain one of some texts; all where there is none.
+    """Returns the parts whose names contain one of some texts; all where there is no text.
 
     Raises:
       ValueError: a text names no part.
@@ -109,7 +109,7 @@ def selected(found: list[Part], only: list[str]) -> list[Part]:
 
 
 def injections(text: str, found: list[Part]) -> dict[str, str]:
-    """Part: "hang" or "fault", from words such as "hang:litmus,fault:bitwise".
+    """Returns part: "hang" or "fault", from words such as "hang:litmus,fault:bitwise".
 
     Raises:
       ValueError: a word names no part or another deed.
@@ -125,7 +125,7 @@ def injections(text: str, found: list[Part]) -> dict[str, str]:
 
 
 def with_injected(part: Part, deed: str | None) -> Part:
-    """The part, with an item before its own that hangs or faults."""
+    """Returns the part, with an item before its own that hangs or faults."""
     if deed is None:
         return part
     return dataclasses.replace(part, items=(INJECTED, *part.items))

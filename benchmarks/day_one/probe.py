@@ -1,4 +1,4 @@
-"""`python -m benchmarks.day_one.probe`: whether the GPU works and what it is, as JSON."""
+"""`python -m benchmarks.day_one.probe` prints whether the GPU works and what it is, as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs parts, each in processes of its own, and survives whatever becomes of them.
+"""Runs parts, each in processes of its own, and survives whatever happens to them.
 
 A part is a list of items. Its process works through them and notes in a record when each begins and
 ends. When it hangs, faults or dies, the item that was running is to blame; the GPU is probed from a
@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.day_one.outcome import Finding, Progress, Verdict, read
 
 RESTART = 3
-"""Exit status of a process that has recorded its last item; the next needs a fresh process."""
+"""The exit status of a process that has recorded its last item; the next needs a fresh process."""
 
 _POLL_S = 0.05
 _REAP_S = 20.0
@@ -33,11 +33,11 @@ class Part:
     """A step of the first day.
 
     Attributes:
-      items: what is found out, in this order.
+      items: the names of what it finds out, in this order.
       limit_s: seconds without progress after which an item hangs; a process's start counts to its
         first item.
-      total_s: seconds after which the items that are left are not begun any more.
-      reason: why the part is not run at all, or empty.
+      total_s: seconds after which no further item begins.
+      reason: why the part does not run at all, or empty.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Runner:
         self._processes = 0
 
     def run(self, part: Part) -> list[Finding]:
-        """The findings of a part: exactly one for each item, in order, and one for garbage."""
+        """Returns a part's findings: exactly one for each item, in order, and one for garbage."""
         found: dict[str, Finding] = {}
         strange: list[Finding] = []
         end = time.monotonic() + part.total_s
@@ -157,7 +157,7 @@ class Runner:
         end: float,
         found: dict[str, Finding],
     ) -> tuple[int | None, bool]:
-        """Until the process ends by itself or an item's or the part's time is over."""
+        """Waits until the process ends by itself or an item's or the part's time is over."""
         seen, moved = 0, time.monotonic()
         while process.poll() is None:
             now = time.monotonic()
@@ -185,7 +185,7 @@ class Runner:
         items: list[str],
         found: dict[str, Finding],
     ) -> Finding | None:
-        """The finding of the item that ended the process, if it has none yet."""
+        """Returns the finding of the item that ended the process, if it has none yet."""
         item = progress.running
         if item is None:
             item = next((x for x in items if x not in found), None)
@@ -212,7 +212,7 @@ def _print(text: str) -> None:
 
 
 def _strange(part: Part, progress: Progress, ending: Ending) -> list[Finding]:
-    """What is wrong with a process beside its items: garbage in its record, a death after them."""
+    """Returns what is wrong besides the items: garbage in the record, a death after them."""
     found = []
     if progress.garbage:
         text = f"its record has {len(progress.garbage)} lines of garbage: {progress.garbage[0]}"
@@ -237,6 +237,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends a process and all that it has started, which are a session of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    # A process that a broken driver holds cannot be waited for: it stays.
+    # A process that a broken driver blocks cannot be waited for: it stays.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_REAP_S)

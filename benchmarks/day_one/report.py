@@ -1,4 +1,4 @@
-"""The report of a first day, as Markdown and as JSON, from its findings."""
+"""Makes the report of a first day, as Markdown and as JSON, from its findings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.peers import CUDNN, DETERMINISTIC, OURS
 
 @dataclasses.dataclass(frozen=True)
 class Day:
-    """What was run, on what, and what was found.
+    """The runs of a day, their device, and what they found.
 
     Attributes:
       device: the GPU's name, or the emulator's.
-      unusable: since when the GPU could not be used any more, or None.
+      unusable: the moment from which the GPU could not be used any more, or None.
     """
 
     arch: str
@@ -35,7 +35,7 @@ class Day:
 
 
 def to_json(day: Day) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Returns everything, for programs."""
     return {
         **{name: getattr(day, name) for name in ("arch", "emulated", "device", "date", "commit")},
         "seed": day.seed,
@@ -65,7 +65,7 @@ def to_json(day: Day) -> dict[str, Any]:
 
 
 def markdown(day: Day) -> str:
-    """Everything, for a person."""
+    """Returns everything, for a person."""
     sections = [
         _head(day),
         _first(day),
@@ -265,5 +265,5 @@ def _bold(text: str, bold: bool | None = None) -> str:
 
 
 def bad(findings: Sequence[Finding]) -> list[Finding]:
-    """What a person has to look at, but what was injected on purpose."""
+    """Returns what a person has to look at, except what was injected on purpose."""
     return [x for x in verdicts.own(findings) if x.verdict in BAD]

@@ -1,4 +1,4 @@
-"""Speed of a few cells beside cuDNN, and what the timing model says of the same cells."""
+"""Compares the speed of a few cells with cuDNN's, and with the timing model's estimates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from benchmarks.peers import CUDNN, DETERMINISTIC, OURS
 from benchmarks.shapes import Case, self_attention
 
 ESTIMATES = Path(__file__).parents[1] / "results" / "day-one-estimates.json"
-"""TFLOP/s by architecture, cell, direction and contender; `benchmarks.day_one.estimates` writes it,
-since estimates need the kernels' PTX and a GPU's machine has no CuTe-DSL."""
+"""TFLOP/s by architecture, cell, direction and contender. `benchmarks.day_one.estimates` writes it,
+since estimates need the kernels' PTX and a GPU's machine has no CuTe-DSL.
+"""
 
 CELLS = tuple(
     self_attention("grid", head_dim, 8192, is_causal, "bfloat16")
@@ -22,7 +23,7 @@ CELLS = tuple(
 
 
 def estimates(arch: str) -> Mapping[str, Any]:
-    """TFLOP/s by cell, direction and contender; empty where nothing was estimated."""
+    """Returns TFLOP/s by cell, direction and contender; empty where nothing was estimated."""
     if not ESTIMATES.exists():
         return {}
     return json.loads(ESTIMATES.read_text()).get(arch, {}).get("cells", {})
@@ -55,7 +56,7 @@ def run(case: Case) -> Result:
 
 
 def ratio(rows: Mapping[str, Any], direction: str) -> float | None:
-    """Our speed over cuDNN's."""
+    """Returns our speed over cuDNN's."""
     of_direction = rows.get(direction, {})
     ours, theirs = of_direction.get(OURS), of_direction.get(CUDNN)
     return ours / theirs if ours and theirs else None

@@ -1,4 +1,6 @@
-"""What the findings of a first day say of assumptions and constants; what to change first."""
+"""Decides what the findings of a first day say of assumptions and constants, and what to change
+first.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from benchmarks.day_one.parts import INJECTED
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What became of one assumption.
+    """The verdict on one assumption.
 
     Attributes:
       verdict: HOLDS, PARTLY, FALLS, ERROR, MEASURED (where nothing of ours rests on it) or
         NOT_RUN.
-      why: in one line.
+      why: the reason in one line.
     """
 
     assumption: Assumption
@@ -35,17 +37,17 @@ class Judgement:
 
 
 def own(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings but of what was injected on purpose."""
+    """Returns the findings except those that were injected on purpose."""
     return [finding for finding in findings if finding.item != INJECTED]
 
 
 def of_part(findings: Iterable[Finding], part: str) -> list[Finding]:
-    """Findings of the parts that begin with a word."""
+    """Returns the findings of the parts that begin with a word."""
     return [finding for finding in own(findings) if finding.part.split(":")[0] == part]
 
 
 def judgements(findings: Sequence[Finding]) -> list[Judgement]:
-    """One for each assumption."""
+    """Returns one judgement for each assumption."""
     return [_judge(assumption, findings) for assumption in ASSUMPTIONS]
 
 
@@ -80,7 +82,7 @@ def _list(findings: Sequence[Finding]) -> str:
 
 
 def measurements(findings: Sequence[Finding]) -> dict[str, float]:
-    """Values of the microbenchmarks by name."""
+    """Returns the values of the microbenchmarks by name."""
     return {
         x.item: float(x.data["value"])
         for x in of_part(findings, "constants")
@@ -89,24 +91,24 @@ def measurements(findings: Sequence[Finding]) -> dict[str, float]:
 
 
 def measured_constants(arch: str, findings: Sequence[Finding]) -> list[Constant]:
-    """The constants, as far as they were measured."""
+    """Returns the constants, as far as they were measured."""
     return constants(arch, measurements(findings))
 
 
 def slow_shapes(arch: str, findings: Sequence[Finding]) -> list[Shape]:
-    """Shapes of products that take longer than the model says."""
+    """Returns the shapes of products that take longer than the model says."""
     found = shapes(arch, measurements(findings))
     return [x for x in found if x.measured > (1 + TOLERANCE) * x.model]
 
 
 def is_off(constant: Constant) -> bool:
-    """Whether the measured value is further from the table's than it should be."""
+    """Returns whether the measured value is further from the table's than it should be."""
     ratio = constant.ratio
     return ratio is not None and abs(ratio - 1) > TOLERANCE
 
 
 def changes(arch: str, findings: Sequence[Finding]) -> list[str]:
-    """What to change first: what breaks results before what breaks estimates."""
+    """Returns what to change first: what breaks results before what breaks estimates."""
     lines = [
         f"{x.part}, {x.item} ({x.verdict}): {x.text}"
         for x in own(findings)
@@ -141,7 +143,7 @@ def changes(arch: str, findings: Sequence[Finding]) -> list[str]:
 
 
 def clock_line(arch: str, findings: Sequence[Finding]) -> str:
-    """The clock beside the table's, or nothing."""
+    """Returns the clock beside the table's, or nothing."""
     for x in of_part(findings, "constants"):
         if "mhz" in x.data:
             return f"Clock {x.data['mhz']:.0f} MHz; the table has {table(arch).clock_ghz} GHz."

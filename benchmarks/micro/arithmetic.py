@@ -1,4 +1,4 @@
-"""Latency and throughput of arithmetic, by instruction."""
+"""Measures latency and throughput of arithmetic, by instruction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REGISTERS = """\
 .reg .b32 %a<8>, %b<8>, %c<8>;
 .reg .pred %q<8>;"""
 
-# Operands that ptxas knows nothing of, near 1.0 as floats.
+# Operands whose values ptxas does not know, near 1.0 as floats.
 _SETUP = "\n".join(
     [
         *(f"mad.lo.s32 %a{i}, %thread, 24, {0x3F800000 + i};" for i in range(8)),
@@ -30,14 +30,14 @@ _SETUP = "\n".join(
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An instruction of which the next depends on the one before.
+    """An instruction that is measured in chains, each link of which depends on the one before.
 
     Attributes:
-      mnemonic: its own.
+      mnemonic: the instruction's mnemonic.
       write: PTX of link `copy` of chain `chain`. Operands change from link to link where ptxas
         could otherwise shorten the chain.
-      label: where it is not the mnemonic.
-      chains: independent ones for throughput; predicates allow four.
+      label: the name, where it is not the mnemonic.
+      chains: number of independent chains for throughput; predicates allow four.
       sinks_predicates: the chains run through %q instead of %a.
     """
 
@@ -49,12 +49,12 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """As in the list of measurements."""
+        """Returns its name in the list of measurements."""
         return self.label or self.mnemonic
 
 
 def _reciprocal(chain: int, copy: int) -> str:
-    # Alone, a reciprocal's reciprocal would be left out.
+    # ptxas would leave out a reciprocal's reciprocal that has nothing else in its chain.
     a = f"%a{chain}"
     return f"rcp.approx.ftz.f32 {a}, {a};\nadd.f32 {a}, {a}, %b{copy % 8};"
 
@@ -99,7 +99,7 @@ OPERATIONS = (
 _BY_NAME = {operation.mnemonic: operation for operation in OPERATIONS}
 
 MIXES = {
-    # Do two kinds of arithmetic overlap, or does the issue of instructions bind?
+    # The question is whether two kinds of arithmetic overlap, or the issue of instructions binds.
     "fma+lop3": ("fma.rn.f32", "lop3.b32") * 4,
     "ex2+3 fma": ("ex2.approx.ftz.f32", *("fma.rn.f32",) * 3) * 2,
     "ex2+7 fma": ("ex2.approx.ftz.f32", *("fma.rn.f32",) * 7),
@@ -109,7 +109,7 @@ MIXES = {
 
 
 def _program(kinds: tuple[Operation, ...], copies: int) -> Program:
-    """Chains side by side, chain i made of instruction kinds[i]."""
+    """Runs chains side by side; chain i consists of instruction kinds[i]."""
     finish, sinks = "", [f"%a{i}" for i in range(8)] + [f"%c{i}" for i in range(8)]
     if kinds[0].sinks_predicates:
         finish = "\n".join(f"selp.b32 %b{i}, 1, 0, %q{i};" for i in range(len(kinds)))
@@ -129,7 +129,7 @@ def _program(kinds: tuple[Operation, ...], copies: int) -> Program:
 
 
 def _select_after_compare() -> Program:
-    """A comparison and the selection that it decides, by turns: one chain."""
+    """Alternates a comparison and the selection that it decides, in one chain."""
 
     def copy(k: int) -> str:
         compare = f"setp.lt.f32 %q5, %a0, %b{k % 8};"
@@ -146,7 +146,7 @@ def _select_after_compare() -> Program:
 
 
 def _moves() -> Program:
-    """Registers handed round in a ring: the only moves that ptxas cannot leave out."""
+    """Rotates registers in a ring: the only moves that ptxas cannot leave out."""
     ring = 2 * 2 * _CHAINS
 
     def body(copies: int) -> str:
@@ -177,7 +177,7 @@ def _throughputs(name: str, program: Program) -> list[Measurement]:
 
 
 def measurements() -> list[Measurement]:
-    """Latency of each operation in one warp, and what 1 to 16 warps get through."""
+    """Measures the latency of each operation in one warp, and the throughput of 1 to 16 warps."""
     one_warp = Launch(threads=32, repeats=_REPEATS)
     found = []
     for operation in OPERATIONS:

@@ -1,4 +1,4 @@
-"""Barriers: named ones among a CTA's warps, and mbarriers."""
+"""Measures barriers: named ones among a CTA's warps, and mbarriers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ bar.sync 0;""",
 
 
 def _wait_for_what_is_over() -> Program:
-    """Waits of which each one succeeds at once: the phase before the first is over."""
+    """Waits many times, each time with success at once: the phase before the first is complete."""
 
     def body(copies: int) -> str:
         return "\n".join(wait("%shared", 1, f"WAIT_{copies}_{k}") for k in range(copies))
@@ -66,7 +66,7 @@ def _wait_for_what_is_over() -> Program:
 
 
 def _arrivals() -> Program:
-    """Arrivals of one lane, each of which completes a phase."""
+    """Arrives by one lane, and completes a phase each time."""
     mnemonic = "mbarrier.arrive.shared.b64"
     return Program(
         body=each(lambda _: elected(f"{mnemonic} %state, [%shared];")),
@@ -78,7 +78,7 @@ def _arrivals() -> Program:
 
 
 def measurements() -> list[Measurement]:
-    """Cycles of a barrier, of a handover from warp to warp, of a wait that need not wait."""
+    """Measures cycles of a barrier, of a handover between warps, of a wait that need not wait."""
 
     def launch(threads: int) -> Launch:
         return Launch(threads=threads, repeats=_REPEATS, shared_bytes=_SHARED_BYTES)

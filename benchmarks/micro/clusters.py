@@ -1,4 +1,4 @@
-"""Pairs of CTAs: a token through each other's mbarriers, and copies into each other's memory."""
+"""Measures pairs of CTAs: a token through their mbarriers, copies into each other's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (4096, 16384)
 _STAGES = 4
 _COPIES = 4
 _REPEATS = 64
-_TILES = 1024  # where tiles start in shared memory, behind the barriers
+_TILES = 1024  # where tiles start in shared memory, after the barriers
 _REGISTERS = """\
 .reg .b32 %rank, %peer, %theirs, %target;
 .reg .b64 %state;"""
@@ -59,7 +59,7 @@ setp.eq.and.b32 %looping, %rank, 0, %leader;
 
 
 def _stream(size: int) -> Program:
-    """Each CTA sends to the other as soon as the stage has come from there. A copy is a round.
+    """Each CTA sends to the other as soon as that one's data are in the stage. A copy is a round.
 
     Nothing says that the other is done with the stage: what is there does not matter.
     """
@@ -89,7 +89,7 @@ def _stream(size: int) -> Program:
         copies=_COPIES,
         counts={mnemonic: _STAGES},
         registers=_REGISTERS,
-        # What is sent does not matter; it lies behind where the other CTA writes.
+        # The content does not matter; the source lies after the region that the other CTA writes.
         setup=f"{init_barriers(_STAGES)}\n{_PEER}\n{_TOGETHER}\n"
         f"add.s32 %target, %shared, {_STAGES * size};\n{first}",
         finish="\n".join([*(wait_for(stage, 0, "END") for stage in range(_STAGES)), _TOGETHER]),
@@ -98,7 +98,9 @@ def _stream(size: int) -> Program:
 
 
 def measurements() -> list[Measurement]:
-    """Cycles of a handover from SM to SM, and bytes that each sends, one pair or all at a time."""
+    """Measures cycles of a handover from SM to SM, and bytes that each sends, one pair or all at a
+    time.
+    """
     found = [
         latency(
             "cluster/arrive to wait",

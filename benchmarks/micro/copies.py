@@ -1,4 +1,4 @@
-"""TMA: latency of one tile, and bandwidth with several in flight; bulk copies of a row."""
+"""Measures TMA: latency of one tile, bandwidth with several in flight; bulk copies of a row."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from benchmarks.micro.program import (
 )
 
 COLUMNS = 64
-"""Of a tile: 128 bytes of bf16, one span of the swizzle."""
+"""The width of a tile: 128 bytes of bf16, one span of the swizzle."""
 ROW_BYTES = 2 * COLUMNS
 DATA_BYTES = 1 << 30
 _HEADS, _HEAD_DIM, _LENGTH = 16, 128, 32768
 _ROWS_OF_CTA = 32768
-_ROWS_IN_L2 = 1024  # 128 KB a CTA: 17 MB of 132, which L2 keeps even if both its halves do
-_TILES = 1024  # where tiles start in shared memory, behind the barriers
+_ROWS_IN_L2 = 1024  # 128 KB a CTA are 17 MB of 132 CTAs, which L2 keeps even if both its halves do
+_TILES = 1024  # where tiles start in shared memory, after the barriers
 _STREAM_COPIES = 2
 _LATENCY_COPIES = 4
 
@@ -43,11 +43,11 @@ class Tiles:
     """Tiles [rows, 64] of bf16, and the memory that they come from.
 
     Attributes:
-      rows: of a tile.
-      rank: 2: [rows, 64], row behind row. 4: [batch, length, head, head_dim], as attention has it;
-        CTAs take the heads and halves of head_dim in turn.
-      in_l2: else the tiles come from DRAM.
-      every_sm: all multiprocessors at once, each with rows of its own; else one alone.
+      rows: rows of a tile.
+      rank: 2 is [rows, 64], row after row; 4 is [batch, length, head, head_dim], as in attention,
+        where CTAs process the heads and halves of head_dim in turn.
+      in_l2: whether the tiles come from L2; otherwise they come from DRAM.
+      every_sm: whether all multiprocessors run at once, each with rows of its own, or one alone.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class Tiles:
 
     @property
     def tensor(self) -> Tensor:
-        """For the tensor map."""
+        """Returns what the tensor map describes."""
         if self.rank == 2:
             return Tensor((COLUMNS, DATA_BYTES // ROW_BYTES), (ROW_BYTES,), (COLUMNS, self.rows))
         pitch = 2 * _HEADS * _HEAD_DIM
@@ -69,16 +69,16 @@ class Tiles:
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile."""
+        """Returns the bytes of a tile."""
         return self.tensor.tile_bytes
 
     @property
     def place(self) -> str:
-        """For a measurement's name."""
+        """Returns the part of a measurement's name that says where the tiles come from."""
         return f"{'L2' if self.in_l2 else 'DRAM'}/{'all SMs' if self.every_sm else '1 SM'}"
 
     def setup(self) -> str:
-        """PTX of a CTA's first coordinates."""
+        """Returns PTX of a CTA's first coordinates."""
         if self.rank == 2:
             places = [f"mul.lo.s32 %first_row, %cta, {_ROWS_OF_CTA};", "mov.b32 %x, 0;"]
         else:
@@ -93,9 +93,9 @@ class Tiles:
         return "\n".join([*places, "mov.b32 %row, 0;"])
 
     def next(self) -> str:
-        """PTX of the next tile's coordinates."""
+        """Returns PTX of the next tile's coordinates."""
         within = _ROWS_IN_L2 if self.in_l2 else _ROWS_OF_CTA
-        alone = not self.in_l2 and not self.every_sm  # must not meet the same rows again
+        alone = not self.in_l2 and not self.every_sm  # they must not reach the same rows again
         if alone and self.rank == 2:
             within = DATA_BYTES // ROW_BYTES
         lines = [
@@ -108,12 +108,12 @@ class Tiles:
 
     @property
     def coordinates(self) -> str:
-        """Operands."""
+        """Returns the operands."""
         return "{%x, %y}" if self.rank == 2 else "{%x, %y, %head, %batch}"
 
     @property
     def load_mnemonic(self) -> str:
-        """The instruction that fetches a tile."""
+        """Returns the instruction that fetches a tile."""
         return (
             f"cp.async.bulk.tensor.{self.rank}d.shared::cta.global.tile"
             ".mbarrier::complete_tx::bytes"
@@ -121,11 +121,11 @@ class Tiles:
 
     @property
     def store_mnemonic(self) -> str:
-        """The instruction that writes a tile."""
+        """Returns the instruction that writes a tile."""
         return f"cp.async.bulk.tensor.{self.rank}d.global.shared::cta.tile.bulk_group"
 
     def load(self, stage: int) -> str:
-        """PTX that fetches the next tile into a stage."""
+        """Returns PTX that fetches the next tile into a stage."""
         barrier, target = f"[%shared+{8 * stage}]", f"[%shared+{_TILES + stage * self.tile_bytes}]"
         issue = elected(
             f"mbarrier.arrive.expect_tx.shared.b64 %state, {barrier}, {self.tile_bytes};",
@@ -134,7 +134,7 @@ class Tiles:
         return f"{self.next()}\n{issue}"
 
     def store(self, stage: int) -> str:
-        """PTX that writes a stage's tile, in a group of its own."""
+        """Returns PTX that writes a stage's tile, in a group of its own."""
         source = f"[%shared+{_TILES + stage * self.tile_bytes}]"
         issue = elected(
             f"{self.store_mnemonic} [%map, {self.coordinates}], {source};",
@@ -143,7 +143,7 @@ class Tiles:
         return f"{self.next()}\n{issue}"
 
     def launch(self, repeats: int, stages: int) -> Launch:
-        """How a program with these tiles runs."""
+        """Returns how a program with these tiles runs."""
         return Launch(
             threads=32,
             repeats=repeats,
@@ -155,7 +155,7 @@ class Tiles:
 
 
 def _one_load(tiles: Tiles) -> Program:
-    """Fetch a tile, wait for it, fetch the next."""
+    """Fetches a tile, waits for it, fetches the next."""
 
     def body(copies: int) -> str:
         return "\n".join(
@@ -173,7 +173,9 @@ def _one_load(tiles: Tiles) -> Program:
 
 
 def _load_stream(tiles: Tiles, stages: int) -> Program:
-    """A ring of stages; as soon as one is full, it fetches the next tile. A copy is one round."""
+    """Keeps a ring of stages full: as soon as one is full, it fetches the next tile. A copy is one
+    round.
+    """
 
     def wait_for(stage: int, parity: int, label: str) -> str:
         return wait(f"%shared+{8 * stage}", parity, f"WAIT_{label}_{stage}")
@@ -198,7 +200,7 @@ def _load_stream(tiles: Tiles, stages: int) -> Program:
 
 
 def _one_store(tiles: Tiles, read_only: bool) -> Program:
-    """Write a tile and wait until it is written, or until its shared memory has been read."""
+    """Writes a tile and waits until it is written, or until its shared memory has been read."""
     end = elected(f"cp.async.bulk.wait_group{'.read' if read_only else ''} 0;")
     return Program(
         body=each(lambda _: f"{tiles.store(0)}\n{end}"),
@@ -211,7 +213,7 @@ def _one_store(tiles: Tiles, read_only: bool) -> Program:
 
 
 def _store_stream(tiles: Tiles, stages: int) -> Program:
-    """Tiles written from a ring of stages, each of which is free again once it has been read."""
+    """Writes tiles from a ring of stages, each of which is free again once it has been read."""
     free = elected(f"cp.async.bulk.wait_group.read {stages - 1};")
 
     def body(copies: int) -> str:
@@ -231,7 +233,7 @@ def _store_stream(tiles: Tiles, stages: int) -> Program:
 
 
 def _row_load(size: int) -> Program:
-    """A bulk copy of one contiguous row, such as a tile's statistics."""
+    """Copies one contiguous row by bulk, such as a tile's statistics."""
     mnemonic = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
 
     def body(copies: int) -> str:
@@ -315,5 +317,5 @@ def _stores() -> list[Measurement]:
 
 
 def measurements() -> list[Measurement]:
-    """Cycles from issue to completion, and bytes per cycle and multiprocessor."""
+    """Measures cycles from issue to completion, and bytes per cycle and multiprocessor."""
     return [*_load_latencies(), *_load_bandwidths(), *_stores()]

@@ -24,19 +24,19 @@ from benchmarks.micro.program import (
     result_bytes,
 )
 
-# Compiled code without type stubs; only machines with a GPU have to have it.
+# It is compiled code without type stubs, which only machines with a GPU need.
 driver: Any = importlib.import_module("cuda.bindings.driver")
 
 _RESULT_BYTES = 1 << 23
 _ZEROS_BYTES = 1 << 16
-_COLD_BYTES = 1 << 28  # several times the L2
+_COLD_BYTES = 1 << 28  # This is several times the L2.
 _PATIENCE_S = 10.0
 _ANY_TENSOR = Tensor((COLUMNS, 64), (ROW_BYTES,), (COLUMNS, 64))
 _CLOCK_CYCLES = 20_000_000
 
 
 def check(answer: tuple[Any, ...]) -> Any:
-    """What a driver call returns beside its status.
+    """Returns what a driver call returns in addition to its status.
 
     Raises:
       RuntimeError: the call failed.
@@ -48,7 +48,7 @@ def check(answer: tuple[Any, ...]) -> Any:
 
 
 class Device:
-    """One GPU with the memory that the programs use. Modules are kept by their text."""
+    """One GPU with the memory that the programs use. It keeps modules by their text."""
 
     def __init__(self, ordinal: int = 0):
         check(driver.cuInit(0))
@@ -67,7 +67,7 @@ class Device:
         self._l2_bytes = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
 
     def describe(self) -> dict[str, Any]:
-        """Name, driver API version, multiprocessors, L2 bytes."""
+        """Returns name, driver API version, multiprocessors, L2 bytes."""
         name = check(driver.cuDeviceGetName(96, self._device))
         return {
             "device": name.split(b"\0")[0].decode(),
@@ -77,7 +77,9 @@ class Device:
         }
 
     def clock_mhz(self) -> float:
-        """Clock of the multiprocessors: cycles that a kernel counts over the time that it takes."""
+        """Returns the multiprocessors' clock: cycles that a kernel counts over the time that it
+        takes.
+        """
         launch = Launch(threads=32, repeats=_CLOCK_CYCLES, ctas=PER_SM)
         function = self._function(Spin().ptx(self.target), 0)
         begin, end = (check(driver.cuEventCreate(0)) for _ in range(2))
@@ -92,7 +94,7 @@ class Device:
         return _CLOCK_CYCLES / milliseconds / 1e3
 
     def measure(self, measurement: Measurement, launches: int) -> list[float]:
-        """The constant, once for each launch; one more launch goes before them."""
+        """Returns the constant, once for each launch; one more launch goes before them."""
         launch = measurement.launch
         function = self._function(measurement.program.ptx(self.target), launch.shared_bytes)
         self._prepare(launch.chase)
@@ -125,7 +127,7 @@ class Device:
         check(driver.cuMemcpyHtoD(self._data, words, words.nbytes))
 
     def _run(self, function: Any, launch: Launch) -> np.ndarray:
-        """Words that the warps leave: [launches in a row, CTAs, warps, FIELDS]."""
+        """Returns the words that the warps leave: [launches in a row, CTAs, warps, FIELDS]."""
         ctas = self.multiprocessors if launch.ctas == PER_SM else launch.ctas
         warps = launch.threads // 32
         one_launch = result_bytes(ctas, launch.threads)
@@ -163,7 +165,7 @@ class Device:
         )
 
     def _wait(self) -> None:
-        """Waits for the stream, but not for ever: a broken program must not hold the GPU."""
+        """Waits for the stream, with a limit: a broken program must not occupy the GPU."""
         end = time.monotonic() + _PATIENCE_S
         while True:
             (status,) = driver.cuStreamQuery(self._stream)

@@ -1,4 +1,4 @@
-"""Global memory from ordinary instructions: loads, reductions, signals between multiprocessors."""
+"""Measures ordinary instructions on global memory: loads, reductions, signals between SMs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _COPIES = 8
 _REPEATS = 16
 _REDUCING_THREADS = (128, 256, 384)
 _BYTES_OF_CTA = 1 << 17
-_STREAM_BYTES_OF_CTA = 1 << 22  # a ring that is read, and one that is written: 1 GB of 132 CTAs
-_STREAM_PITCH = 31 << 17  # from the one to the other, so that all fit
+_STREAM_BYTES_OF_CTA = 1 << 22  # one ring is read, one is written: 1 GB of 132 CTAs
+_STREAM_PITCH = 31 << 17  # the distance from the one to the other, so that all fit
 _STREAM_THREADS = 512
 _STREAM_LOADS = 4
 _POINTER = ".reg .b64 %pointer;\n.reg .b32 %low;"
@@ -29,7 +29,7 @@ _STREAM = ".reg .b64 %begin;\n.reg .b32 %offset, %sum, %w<16>;"
 
 
 def _pointer_chase(mnemonic: str) -> Program:
-    """Every load's result is the next one's address."""
+    """Loads, each time from the address that the load before returned."""
     return Program(
         body=each(lambda _: f"{mnemonic} %pointer, [%pointer];"),
         copies=_COPIES,
@@ -42,7 +42,7 @@ def _pointer_chase(mnemonic: str) -> Program:
 
 
 def _acquire_poll() -> Program:
-    """Loads with acquire of one word, one behind the other."""
+    """Loads one word with acquire, one load after the other."""
     return Program(
         body=each(
             lambda _: "ld.acquire.gpu.global.b32 %seen, [%data];\nxor.b32 %sum, %sum, %seen;"
@@ -56,7 +56,7 @@ def _acquire_poll() -> Program:
 
 
 def _reductions(words: int, every_sm: bool, sharing: int = 1) -> Program:
-    """Float additions into 128 KB, which stay in L2, of so many CTAs at a time."""
+    """Adds floats into 128 KB, which stay in L2, from a number of CTAs at a time."""
     mnemonic = f"red.relaxed.gpu.global.add.{'v4.' if words == 4 else ''}f32"
     threads = max(_REDUCING_THREADS)
     values = "{%one, %one, %one, %one}" if words == 4 else "%one"
@@ -82,7 +82,7 @@ add.s64 %pointer, %pointer, %data;""",
 
 
 def _loads() -> list[str]:
-    """A thread's loads of a copy."""
+    """Returns a thread's loads of a copy."""
     return [
         f"ld.global.cg.v4.b32 {{%w{4 * k}, %w{4 * k + 1}, %w{4 * k + 2}, %w{4 * k + 3}}}, "
         f"[%pointer+{k * 16 * _STREAM_THREADS}];"
@@ -128,7 +128,7 @@ mov.b32 %sum, %thread;""",
 
 
 def _region(megabytes: int, readers: int) -> Program:
-    """Every CTA reads its part of a region again and again; so many CTAs have the same part."""
+    """Every CTA reads its part of a region again and again; several CTAs may have the same part."""
     pitch = 16 * _STREAM_THREADS * _STREAM_LOADS
     part = (megabytes << 20) * readers // (132 * pitch) * pitch
     loads = _loads()
@@ -162,7 +162,7 @@ mov.b32 %sum, %thread;""",
 
 
 def _signal(send: str) -> Program:
-    """Two CTAs pass a token through global memory; a copy is there and back.
+    """Two CTAs pass a token through global memory; a copy is a round trip.
 
     Flags are 4 KB apart. Each CTA waits until its own has grown, then makes the other's grow; CTA 0
     begins, so its flag is one ahead.
@@ -204,7 +204,7 @@ setp.eq.b32 %again, %word, 0;
 
 
 def measurements() -> list[Measurement]:
-    """Latencies in cycles; reductions in bytes per cycle and multiprocessor."""
+    """Measures latencies in cycles, and reductions in bytes per cycle and multiprocessor."""
     chases = {
         "ld.global/latency/L1": ("ld.global.ca.b64", Chase(128, 1 << 13), False),
         "ld.global/latency/L2": ("ld.global.cg.b64", Chase(4224, 1 << 21), False),

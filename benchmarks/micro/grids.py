@@ -1,4 +1,4 @@
-"""From the end of one grid or CTA to the start of the next on the same multiprocessor."""
+"""Measures the time from the end of a grid or CTA to the next start on the same multiprocessor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.micro.program import (
 SPIN_CYCLES = 2000
 _LAUNCHES = 12
 _HEAD_START = 1000
-_CTAS = 1056  # eight of each of an H200's 132 multiprocessors
+_CTAS = 1056  # This gives eight to each of an H200's 132 multiprocessors.
 _SM = FIELDS - 1
 
 _FRAME = """\
@@ -74,12 +74,12 @@ class Spin:
     """A kernel that waits `repeats` cycles and leaves its first and last clock."""
 
     def ptx(self, target: str = HOPPER) -> str:
-        """The module's text for an architecture."""
+        """Returns the module's text for an architecture."""
         return _FRAME.format(entry=ENTRY, target=target, bytes=8 * FIELDS, sm=8 * _SM)
 
 
 def between_grids(words: np.ndarray, launch: Launch) -> float:
-    """Cycles from a CTA's end to the start of the next launch's CTA on its multiprocessor.
+    """Returns cycles from a CTA's end to the start of the next launch's CTA on its multiprocessor.
 
     The median over multiprocessors and launches, the one with the head start left out.
     """
@@ -92,7 +92,9 @@ def between_grids(words: np.ndarray, launch: Launch) -> float:
 
 
 def between_ctas(words: np.ndarray, launch: Launch) -> float:
-    """Cycles from a CTA's end to the next one's start, where one at a time fits; the median."""
+    """Returns cycles from a CTA's end to the next one's start, where one at a time fits; the
+    median.
+    """
     ctas = words[0, :, 0]
     gaps: list[int] = []
     for sm in np.unique(ctas[:, _SM]):
@@ -103,7 +105,7 @@ def between_ctas(words: np.ndarray, launch: Launch) -> float:
 
 
 def measurements() -> list[Measurement]:
-    """Cycles that a multiprocessor stands still between grids and between CTAs."""
+    """Measures cycles that a multiprocessor stands still between grids and between CTAs."""
     found = []
     for threads in (128, 384):
         alone = Launch(

@@ -1,4 +1,4 @@
-"""Warpgroup products m64nNk16 of bf16 into float32."""
+"""Measures warpgroup products m64nNk16 of bf16 into float32."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SWIZZLE_128 = 1 << 62
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """D [64, n] += A [64, 16] B [16, n].
+    """The product D [64, n] += A [64, 16] B [16, n].
 
     Attributes:
       n: width.
-      a_in_registers: else in shared memory, K-major.
-      b_transposed: B is N-major, else K-major.
+      a_in_registers: whether A is in registers; otherwise it is in shared memory, K-major.
+      b_transposed: whether B is N-major; otherwise it is K-major.
     """
 
     n: int
@@ -42,24 +42,26 @@ class Product:
 
     @property
     def name(self) -> str:
-        """As in the list of measurements."""
+        """Returns its name in the list of measurements."""
         kind = "rs" if self.a_in_registers else "ss"
         return f"wgmma/m64n{self.n}k16/{kind}{' n-major b' if self.b_transposed else ''}"
 
     @property
     def mnemonic(self) -> str:
-        """The instruction."""
+        """Returns the instruction."""
         return f"wgmma.mma_async.sync.aligned.m64n{self.n}k16.f32.bf16.bf16"
 
     @property
     def b_bytes(self) -> int:
-        """Shared memory of B, 64 deep: four steps of 16."""
+        """Returns the bytes of B in shared memory, 64 deep: four steps of 16."""
         return -(-self.n // 64) * 64 * 128
 
     def setup(self) -> str:
-        """PTX that makes the descriptors of the four steps along K."""
+        """Returns PTX that makes the descriptors of the four steps along K."""
         eight_rows = 1024 // 16 << 32
-        columns = 64 * 128 // 16 << 16  # from one span of 64 columns to the next, where N-major
+        columns = (
+            64 * 128 // 16 << 16
+        )  # the distance from one span of 64 columns to the next, where N-major
         a_layout, b_layout = _SWIZZLE_128 | eight_rows | 1 << 16, _SWIZZLE_128 | eight_rows
         b_layout |= columns if self.b_transposed else 1 << 16
         b_step = 16 * 128 if self.b_transposed else 32
@@ -76,14 +78,14 @@ class Product:
                     "cvt.u64.u32 %wide, %word;",
                     f"or.b64 %{name}{step}, %wide, {layout};",
                 ]
-        # Loaded, since ptxas makes constants anew for every product, in registers that it lacks.
+        # They are loaded: ptxas makes constants anew for every product, in registers that it lacks.
         lines.append("bar.sync 0;")
         lines += [f"ld.shared.b32 %f{i}, [%shared+{4 * i}];" for i in range(4)]
         lines += [f"mov.f32 %d{i}, 0f00000000;" for i in range(self.n // 2)]
         return "\n".join([*lines, "mov.b32 %word, 1;", "setp.ne.b32 %accumulate, %word, 0;"])
 
     def instruction(self, step: int) -> str:
-        """PTX of one product."""
+        """Returns PTX of one product."""
         d = "{" + ", ".join(f"%d{i}" for i in range(self.n // 2)) + "}"
         a = "{%f0, %f1, %f2, %f3}" if self.a_in_registers else f"%a{step}"
         transposes = f"{int(self.b_transposed)}" if self.a_in_registers else "0, "
@@ -92,11 +94,11 @@ class Product:
         return f"{self.mnemonic} {d}, {a}, %b{step}, %accumulate, 1, 1, {transposes};"
 
     def program(self, copies: int, alone: bool, stores: int = 0) -> Program:
-        """Products in one group, or each in a group of its own that is waited for.
+        """Issues products in one group, or each in a group of its own that is waited for.
 
         Behind each, every thread stores 16 bytes `stores` times, to memory that is no operand.
         """
-        own = _A_BYTES + self.b_bytes  # where each thread's stores go
+        own = _A_BYTES + self.b_bytes  # the address of each thread's stores
         begin = "wgmma.fence.sync.aligned;"
         end = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
 
@@ -145,7 +147,7 @@ def _launch(warpgroups: int) -> Launch:
 
 
 def products() -> list[Product]:
-    """What is measured."""
+    """Returns the products that are measured."""
     return [
         *(Product(n, in_registers) for n in WIDTHS for in_registers in (False, True)),
         *(Product(n, b_transposed=True) for n in TRANSPOSED_WIDTHS),
@@ -153,13 +155,15 @@ def products() -> list[Product]:
 
 
 def measurements() -> list[Measurement]:
-    """Cycles of the tensor cores per product, and of one product from its fence to its wait."""
+    """Measures cycles of the tensor cores per product, and of one product from its fence to its
+    wait.
+    """
     found = []
     for product in products():
         found += [_rate(product, warpgroups) for warpgroups in WARPGROUPS]
         single = product.program(2, alone=True)
         found.append(latency(f"{product.name}/latency", single, _launch(1)))
-    # Do the products' operands and stores share one port?
+    # The question is whether the products' operands and stores share one port.
     found += [
         _rate(Product(n, in_registers), 1, stores)
         for n, in_registers in ((64, False), (128, False), (128, True))

@@ -1,4 +1,4 @@
-"""What a measurement is: a PTX program with two timed loops, its launch, what is made of both.
+"""Defines a measurement: a PTX program with two timed loops, its launch, its constant.
 
 Both loops of a program run `repeats` times. One iteration holds `copies` copies of what is measured
 in the first loop and twice as many in the second, so the difference of their times is that of
@@ -18,11 +18,11 @@ ENTRY = "microbenchmark"
 HOPPER, BLACKWELL = "sm_90a", "sm_100f"
 PASSES = 2
 FIELDS = 5
-"""Words of 64 bits that a warp leaves: clock before and after both loops, multiprocessor."""
+"""The words of 64 bits that a warp leaves: clock before and after both loops, multiprocessor."""
 PER_SM = 0
 """For `Launch.ctas`: one CTA on each multiprocessor."""
 ALONE_BYTES = 120 * 1024
-"""Shared memory of which a multiprocessor has room for one CTA only."""
+"""The shared memory of which a multiprocessor has room for one CTA only."""
 
 _FRAME = """\
 .version 8.8
@@ -127,14 +127,14 @@ mul.lo.s32 %count, %count, %ctas;
 cvt.u64.u32 %meeting, %count;
 add.s64 %meeting, %meeting, %results;
 mov.b32 %expected, 0;"""
-"""A counter behind what the warps leave (`result_bytes`)."""
+"""A counter after the words that the warps leave (`result_bytes`)."""
 
 
 class Source(Protocol):
-    """What makes a module's text."""
+    """A maker of a module's text."""
 
     def ptx(self, target: str = HOPPER) -> str:
-        """The text for an architecture."""
+        """Returns the text for an architecture."""
         ...
 
 
@@ -144,16 +144,16 @@ class Program:
 
     Attributes:
       body: PTX of this many copies of what is measured; called for each of the two loops.
-      copies: of the first loop; the second has twice as many.
+      copies: number of copies in the first loop; the second has twice as many.
       counts: instructions of one copy, by mnemonic: what a warp issues.
-      registers: declarations beside the frame's.
-      setup: before everything.
-      drain: between a loop's last iteration and the clock read behind it.
-      finish: after the loops.
+      registers: declarations in addition to the frame's.
+      setup: PTX before everything.
+      drain: PTX between a loop's last iteration and the clock read after it.
+      finish: PTX after the loops.
       sinks: 32-bit registers whose values leave the kernel, so that nothing is dead code.
-      most_threads: of a CTA.
-      together: all CTAs, which must fit on the device at a time, begin each loop together.
-      cluster: CTAs of a cluster.
+      most_threads: the most threads of a CTA.
+      together: whether all CTAs, which must fit on the device at a time, begin each loop together.
+      cluster: number of CTAs of a cluster.
     """
 
     body: Callable[[int], str]
@@ -170,11 +170,11 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """Warp instructions of one copy that are counted."""
+        """Returns the warp instructions of one copy that are counted."""
         return sum(self.counts.values())
 
     def ptx(self, target: str = HOPPER) -> str:
-        """The module's text for an architecture."""
+        """Returns the module's text for an architecture."""
         loops = "\n".join(
             _LOOP.format(
                 before=2 * i,
@@ -202,18 +202,18 @@ class Program:
 
 
 def each(copy: Callable[[int], str]) -> Callable[[int], str]:
-    """A program's body from the PTX of each copy."""
+    """Makes a program's body from the PTX of each copy."""
     return lambda copies: "\n".join(copy(i) for i in range(copies))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What a TMA program's tensor map describes: bf16, contiguous dimension first.
+    """The description of a TMA program's tensor map: bf16, contiguous dimension first.
 
     Attributes:
-      sizes: elements.
-      byte_strides: of every dimension but the first.
-      box: elements of a tile.
+      sizes: elements of each dimension.
+      byte_strides: bytes between neighbours along every dimension but the first.
+      box: elements of a tile, by dimension.
     """
 
     sizes: tuple[int, ...]
@@ -222,7 +222,7 @@ class Tensor:
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile."""
+        """Returns the bytes of a tile."""
         return 2 * int(np.prod(self.box))
 
 
@@ -234,7 +234,7 @@ class Chase:
     region_bytes: int
 
     def words(self, address: int) -> np.ndarray:
-        """The region's contents, in words of 64 bits, where it starts at this address."""
+        """Returns the region's contents, in words of 64 bits, where it starts at this address."""
         count = self.region_bytes // self.stride_bytes
         places = address + self.stride_bytes * np.arange(count, dtype=np.uint64)
         ring = np.concatenate([[0], 1 + np.random.default_rng(0).permutation(count - 1)])
@@ -248,15 +248,15 @@ class Launch:
     """How a program runs.
 
     Attributes:
-      threads: of a CTA.
+      threads: threads of a CTA.
       repeats: iterations of either loop.
-      ctas: PER_SM, or a number.
-      shared_bytes: dynamic shared memory.
+      ctas: number of CTAs, or PER_SM.
+      shared_bytes: bytes of dynamic shared memory.
       tensor: what the tensor map describes.
       chase: what `data` starts with; 64 KB of zeros otherwise.
-      cold: L2 is filled with other data before each launch.
-      in_a_row: launches back to back, of which the first runs `head_start` times as many repeats,
-        so that the others wait in the stream before it ends.
+      cold: whether L2 is filled with other data before each launch.
+      in_a_row: number of launches back to back, of which the first runs `head_start` times as many
+        repeats, so that the others wait in the stream before it ends.
     """
 
     threads: int
@@ -276,10 +276,10 @@ class Measurement:
 
     Attributes:
       name: parts separated by slashes.
-      unit: of the constant.
+      unit: unit of the constant.
       program: what runs.
       launch: how it runs.
-      constant: the constant from the words that the launches leave, of shape
+      constant: function to the constant from the words that the launches leave, of shape
         [launches in a row, CTAs, warps, FIELDS], and the launch.
     """
 
@@ -291,12 +291,14 @@ class Measurement:
 
 
 def result_bytes(ctas: int, threads: int) -> int:
-    """What the warps of a grid leave: their words, then 32 bits per thread; and its counter."""
+    """Returns the bytes of what a grid's warps leave (words, then 32 bits per thread), and its
+    counter.
+    """
     return ctas * threads // 32 * (8 * FIELDS + 4 * 32) + 8
 
 
 def cycles_of_copy(words: np.ndarray, launch: Launch, copies: int) -> float:
-    """Cycles that the slowest CTA takes for one copy, its slowest warp counting.
+    """Returns the cycles that the slowest CTA takes for one copy, its slowest warp counting.
 
     Not the median of the CTAs: where they share something, the fast ones would leave it to the
     others, and what all get together would be overstated.
@@ -307,7 +309,7 @@ def cycles_of_copy(words: np.ndarray, launch: Launch, copies: int) -> float:
 
 
 def latency(name: str, program: Program, launch: Launch, events: float = 1.0) -> Measurement:
-    """Cycles of an event; a copy has `events` of them, one after the other."""
+    """Returns the cycles of an event; a copy has `events` of them, one after the other."""
 
     def constant(words: np.ndarray, launch: Launch) -> float:
         return cycles_of_copy(words, launch, program.copies) / events
@@ -318,7 +320,7 @@ def latency(name: str, program: Program, launch: Launch, events: float = 1.0) ->
 def rate(
     name: str, unit: str, program: Program, launch: Launch, per_instruction: float
 ) -> Measurement:
-    """What a multiprocessor does in a cycle, given what each warp instruction does."""
+    """Returns what a multiprocessor does in a cycle, given what each warp instruction does."""
 
     def constant(words: np.ndarray, launch: Launch) -> float:
         amount = per_instruction * program.instructions * launch.threads / 32
@@ -328,7 +330,9 @@ def rate(
 
 
 def fill_shared(size: int) -> str:
-    """PTX that fills shared memory with bf16 ones, for both proxies; a CTA barrier must follow."""
+    """Returns PTX that fills shared memory with bf16 ones, for both proxies; a CTA barrier must
+    follow.
+    """
     return f"""\
 shl.b32 %word, %thread, 4;
 FILL:
@@ -346,7 +350,7 @@ fence.proxy.async.shared::cta;"""
 
 
 def init_barriers(count: int, arrivals: int = 1) -> str:
-    """PTX that makes mbarriers at the start of shared memory."""
+    """Returns PTX that makes mbarriers at the start of shared memory."""
     inits = "\n".join(
         f"@%leader mbarrier.init.shared.b64 [%shared+{8 * i}], {arrivals};" for i in range(count)
     )
@@ -354,14 +358,14 @@ def init_barriers(count: int, arrivals: int = 1) -> str:
 
 
 def elected(*instructions: str) -> str:
-    """PTX of instructions that one lane of each warp executes, the way that kernels choose it."""
+    """Returns PTX of instructions that one lane of each warp executes, elected as in kernels."""
     return "\n".join(
         ["elect.sync %chosen|%elected, -1;", *(f"@%elected {text}" for text in instructions)]
     )
 
 
 def wait(barrier: str, parity: int, label: str) -> str:
-    """PTX that waits for a phase of an mbarrier."""
+    """Returns PTX that waits for a phase of an mbarrier."""
     return (
         f"{label}:\n"
         f"mbarrier.try_wait.parity.shared.b64 %done, [{barrier}], {parity};\n"

@@ -1,4 +1,4 @@
-"""Shared memory through loads, stores and stmatrix; cost of the proxy fence."""
+"""Measures shared memory through loads, stores and stmatrix, and the cost of the proxy fence."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _setup(bytes_per_thread: int) -> str:
 
 
 def _turn(body: str, size: int) -> str:
-    """Neighbouring lanes change places in each iteration: no load is the same as one before."""
+    """Neighbouring lanes exchange places in each iteration: no load is the same as one before."""
     return f"xor.b32 %at, %at, {size};\n{body}"
 
 
 def _loads(words: int) -> Program:
-    """Loads without bank conflicts, every word of which is used."""
+    """Loads without bank conflicts, and uses every word."""
     size, mnemonic = 4 * words, f"ld.shared.{_VECTORS[words]}"
 
     def copy(k: int) -> str:
@@ -71,7 +71,7 @@ def _stores(words: int) -> Program:
 
 
 def _stmatrix() -> Program:
-    """Four 8x8 matrices of 16 bits, rows one behind the other: no bank conflicts."""
+    """Stores four 8x8 matrices of 16 bits, rows one after the other: no bank conflicts."""
     mnemonic = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
 
     def copy(k: int) -> str:
@@ -88,15 +88,15 @@ def _stmatrix() -> Program:
 
 
 def _conflicting_loads(ways: int) -> Program:
-    """Loads of a word of which `ways` lanes of a warp hit the same bank."""
+    """Loads a word of which `ways` lanes of a warp hit the same bank."""
     program = _loads(1)
-    # Lanes of a warp 4 * ways bytes apart; warps read the same words.
+    # The lanes of a warp are 4 * ways bytes apart; warps read the same words.
     setup = f"{_setup(4)}\nmad.lo.s32 %at, %lane, {4 * ways}, %shared;"
     return dataclasses.replace(program, setup=setup)
 
 
 def _loads_of_one_address(words: int) -> Program:
-    """Loads of which all lanes of a warp ask for the same words."""
+    """Loads the same words by all lanes of a warp."""
     program = _loads(words)
     setup = f"{_setup(4 * words)}\nmad.lo.s32 %at, %warp, {4 * words}, %shared;"
     return dataclasses.replace(program, setup=setup)
@@ -124,7 +124,7 @@ def _pointer_chase(words: int) -> Program:
 
 
 def _store_then_load() -> Program:
-    """A word stored and loaded again, which is what is stored next."""
+    """Stores a word and loads it again; the loaded value is stored next."""
 
     def copy(_: int) -> str:
         return "st.volatile.shared.b32 [%at], %s0;\nld.volatile.shared.b32 %s0, [%at];"
@@ -141,7 +141,7 @@ def _store_then_load() -> Program:
 
 
 def _store_then_fence() -> Program:
-    """What a warp waits in a fence towards the asynchronous proxy behind one store."""
+    """Measures how long a warp waits in a fence towards the async proxy after one store."""
 
     def copy(k: int) -> str:
         offset = k * _MOST_THREADS * 16
@@ -158,7 +158,7 @@ def _store_then_fence() -> Program:
 
 
 def measurements() -> list[Measurement]:
-    """Bytes per cycle with 1 to 16 warps, and latencies of one warp."""
+    """Measures bytes per cycle with 1 to 16 warps, and latencies of one warp."""
 
     def launch(warps: int) -> Launch:
         return Launch(threads=32 * warps, repeats=_REPEATS, shared_bytes=_BYTES)

@@ -1,4 +1,4 @@
-"""Tensor memory and tcgen05 products of one CTA (sm_100f alone)."""
+"""Measures tensor memory and tcgen05 products of one CTA (sm_100f alone)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS = 128
 _A_BYTES, _B_BYTES = _ROWS * 128, 256 * 128
 _TILES = 1024  # where operands start in shared memory, after barrier and address
 _LAYOUT = 1 << 62 | 1 << 46 | 1024 // 16 << 32 | 1 << 16
-"""Rows of 128 bytes, swizzled: all operands are ones, wherever they lie."""
+"""The layout of rows of 128 bytes, swizzled: all operands are ones, wherever they lie."""
 
 _ALLOCATE = """\
 setp.eq.b32 %first, %warp, 0;
@@ -50,9 +50,10 @@ def _load(columns: int, first: int) -> str:
 
 
 def _loads(columns: int, of_one_wait: int, copies: int, chained: bool) -> Program:
-    """A copy is some loads, the wait for them, and a use of all values, or ptxas drops the loads:
-    each address is that before it and the value found there, which is 0, or stores that are
-    jumped over."""
+    """A copy consists of some loads, the wait for them, and a use of all values, or ptxas drops the
+    loads: each address is the one before it plus the value found there, which is 0, or stores that
+    are jumped over.
+    """
     values = columns * of_one_wait
     zeros = ", ".join(["%zero"] * columns)
     fill = "\n".join(
@@ -96,7 +97,9 @@ def _throughput() -> Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """D [m, n] (+)= A [m, 16] B [16, n], operands in shared memory, by one CTA or a pair."""
+    """The product D [m, n] (+)= A [m, 16] B [16, n], operands in shared memory, by one CTA or a
+    pair.
+    """
 
     m: int
     n: int
@@ -104,21 +107,21 @@ class Product:
 
     @property
     def name(self) -> str:
-        """As in the list of measurements."""
+        """Returns its name in the list of measurements."""
         return f"tcgen05.mma/{'pair/' if self.ctas == 2 else ''}m{self.m}n{self.n}k16"
 
     @property
     def flops(self) -> int:
-        """Of one instruction."""
+        """Returns the FLOPs of one instruction."""
         return 2 * self.m * self.n * 16
 
     @property
     def shared_bytes(self) -> int:
-        """That one instruction reads of shared memory."""
+        """Returns the bytes that one instruction reads from shared memory."""
         return (self.m + self.n) * 16 * 2
 
     def instruction(self, k: int) -> str:
-        """PTX of one product."""
+        """Returns PTX of one product."""
         descriptor = 1 << 4 | 1 << 7 | 1 << 10 | self.n // 8 << 17 | self.m // 16 << 24
         return (
             f"tcgen05.mma.cta_group::{self.ctas}.kind::f16 [%tensor], %a{k % 4}, %b{k % 4}, "
@@ -126,12 +129,14 @@ class Product:
         )
 
     def commit(self) -> str:
-        """PTX of an arrival when products are complete; a pair's even CTA alone waits for it."""
+        """Returns PTX of an arrival when products are complete; a pair's even CTA alone waits for
+        it.
+        """
         name = f"tcgen05.commit.cta_group::{self.ctas}.mbarrier::arrive::one.shared::cluster"
         return f"{name}.b64 [%shared];"
 
     def program(self, alone: bool, copies: int) -> Program:
-        """Products one after the other, or each with a commit that is waited for."""
+        """Issues products one after the other, or each with a commit that is waited for."""
         return Program(
             body=self._alone if alone else self._together,
             copies=copies,
@@ -143,7 +148,7 @@ class Product:
         )
 
     def _setup(self) -> str:
-        # The operands are filled from the start of shared memory, before anything else lies there.
+        # The operands are filled from the start of shared memory, before anything else is there.
         lines = [fill_shared(_TILES + _A_BYTES + _B_BYTES), "bar.sync 0;"]
         lines += [_of(_ALLOCATE, self.ctas), init_barriers(1)]
         lines += ["mov.u32 %word, %cluster_ctarank;", "setp.eq.b32 %even, %word, 0;"]
@@ -168,7 +173,7 @@ class Product:
         )
 
     def _together(self, copies: int) -> str:
-        """Two commits and waits an iteration in either loop, so that the parities are constants.
+        """Commits and waits twice an iteration in either loop, so that the parities are constants.
 
         The odd CTA of a pair has nothing to do: it would miss phases that the even one passes.
         """
@@ -183,7 +188,7 @@ class Product:
 
 
 def _of(text: str, ctas: int) -> str:
-    """The allocation, or its end, of a CTA or of a pair."""
+    """Allocates or releases for a CTA or for a pair."""
     if ctas == 1:
         return text
     together = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
@@ -191,13 +196,13 @@ def _of(text: str, ctas: int) -> str:
 
 
 def products() -> list[Product]:
-    """The shapes that our kernels use."""
+    """Returns the shapes that our kernels use."""
     single = [Product(128, n) for n in WIDTHS]
     return single + [Product(m, n, 2) for m in (128, 256) for n in PAIR_WIDTHS]
 
 
 def measurements() -> list[Measurement]:
-    """What of Blackwell no Hopper could be asked about."""
+    """Measures what of Blackwell could not be measured on a Hopper GPU."""
     launch = Launch(threads=32, repeats=_REPEATS, shared_bytes=ALONE_BYTES)
     chain = _loads(1, 1, 8, chained=True)
     found = [_throughput(), latency("tcgen05.ld/x1/latency", chain, launch)]

@@ -1,1 +1,1 @@
-"""Estimated against measured cycles of the project's kernels."""
+"""Estimates cycles of the project's kernels, for comparison with measured ones."""

@@ -1,4 +1,4 @@
-"""Estimated cycles of one launch: recorded CTAs replayed, then composed to the grid."""
+"""Estimates cycles of one launch: replays recorded CTAs, then composes them to the grid."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kernels.sm90.tiles import (
 )
 
 _FEW, _MANY = 4, 16
-"""Steps of the two CTAs that a step's cycles are the difference of."""
+"""The steps of the two CTAs whose difference gives a step's cycles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Attention with as many key heads as query heads, and as many keys as queries."""
+    """The sizes of attention with as many key heads as query heads, and as many keys as queries."""
 
     batch: int
     length: int
@@ -33,7 +33,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Cycles of a CTA: `start`, then `tile` for every tile and `step` for each of its steps."""
+    """The cycles of a CTA: `start`, then `tile` for every tile and `step` for each of its steps."""
 
     start: float
     tile: float
@@ -41,14 +41,14 @@ class Cost:
 
 
 class Estimator:
-    """Estimates launches of sm_90a; what a CTA costs is found once for each kernel."""
+    """Estimates launches of sm_90a; it finds what a CTA costs once for each kernel."""
 
     def __init__(self, rates: Rates = HOPPER):
         self.rates = rates
         self.costs: dict[KernelKey, Cost] = {}
 
     def cycles(self, code: Code, shape: Shape) -> float:
-        """Cycles of a launch, from the end of what came before it."""
+        """Returns the cycles of a launch, from the end of what came before it."""
         run: Callable[[Code, Shape], float] = {
             Pass.FORWARD: self._forward,
             Pass.BACKWARD: self._backward,
@@ -56,7 +56,7 @@ class Estimator:
         return self.rates.grid_latency + run(code, shape)
 
     def cost(self, code: Code) -> Cost:
-        """Cost of a forward's or backward's CTA."""
+        """Returns the cost of a forward's or backward's CTA."""
         if code.key not in self.costs:
             find = _persistent_cost if code.launch.persistent else _cost
             self.costs[code.key] = find(code, self.rates.alone())
@@ -96,7 +96,9 @@ class Estimator:
         return Grid(self.rates, BACKWARD_TILES[d].stages).run(ctas)
 
     def _stream(self, code: Code, shape: Shape) -> float:
-        """Kernels around the backward: what they move, or what CTAs of an SM get through."""
+        """Estimates a kernel around the backward: the bytes that it moves, or what the CTAs of an
+        SM compute.
+        """
         resident, rates = resident_ctas(code), self.rates
         ctas = shape.batch * shape.heads * -(-shape.length // code.tile["m"])
 
@@ -108,7 +110,7 @@ class Estimator:
         first, second = cycles(1), cycles(2)
         waves = ctas / (resident * rates.multiprocessors)
         elements = shape.batch * shape.heads * shape.length * code.key.head_dim
-        # O, dO in, dQ's accumulators out; or those in, dQ out.
+        # These read O and dO and write dQ's accumulators; or read those and write dQ.
         moved = elements * (2 + 2 + 4 if code.key.kernel == Pass.BACKWARD_PRE else 4 + 2)
         streamed = moved / (rates.dram_bytes * rates.multiprocessors)
         beginning = rates.global_latency + rates.dram_latency
@@ -116,7 +118,9 @@ class Estimator:
 
 
 def backward_tiles(code: Code, cost: Cost, shape: Shape, section: int) -> list[list[Work]]:
-    """The steps of every key tile of a backward, in the order of the grid, by sections of heads."""
+    """Lists the steps of every key tile of a backward, in the order of the grid, by sections of
+    heads.
+    """
     key, length = code.key, shape.length
     m, n, d, dv = code.tile["m"], code.tile["n"], key.head_dim, key.value_dim
     window = 0 if key.band else bands.UNBOUNDED
@@ -148,7 +152,7 @@ def backward_tiles(code: Code, cost: Cost, shape: Shape, section: int) -> list[l
 
 
 def _persistent_cost(code: Code, rates: Rates) -> Cost:
-    """From CTAs of two and four tiles, of 4 and 16 key blocks each."""
+    """Returns the cost from CTAs of two and four tiles, of 4 and 16 key blocks each."""
     few, many, more = (_forward_cycles(code, rates, *x) for x in ((2, _FEW), (2, _MANY), (4, _FEW)))
     step = (many - few) / (2 * (_MANY - _FEW))
     tile = (more - few) / 2 - _FEW * step
@@ -156,7 +160,7 @@ def _persistent_cost(code: Code, rates: Rates) -> Cost:
 
 
 def _cost(code: Code, rates: Rates) -> Cost:
-    """From CTAs of one tile with 4 and 16 steps."""
+    """Returns the cost from CTAs of one tile with 4 and 16 steps."""
     if code.key.kernel == Pass.FORWARD:
         few, many = (_forward_cycles(code, rates, 1, blocks) for blocks in (_FEW, _MANY))
     else:

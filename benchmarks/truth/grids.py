@@ -1,4 +1,4 @@
-"""From the time of CTAs to that of a grid: which run where and when, and the memory they share.
+"""Computes a grid's time from that of CTAs: which run where and when, and the memory they share.
 
 A CTA is a list of steps (a key block of a forward tile, a query block of a backward one), each with
 the cycles that it takes on a multiprocessor that has its operands, and with what it reads of global
@@ -20,11 +20,11 @@ from kernels.emulator.timing.rates import Rates
 _REGISTERS, _WARPS, _SHARED_BYTES, _MOST_CTAS = 65536, 64, 227 * 1024, 32
 _RESERVED_SHARED_BYTES = 1024
 _REGISTER_UNIT = 8
-"""CUDA C++ Programming Guide, technical specifications, compute capability 9.0."""
+"""Source: CUDA C++ Programming Guide, technical specifications, compute capability 9.0."""
 
 
 def resident_ctas(code: Code) -> int:
-    """How many CTAs of a kernel fit on a multiprocessor of compute capability 9.0."""
+    """Returns how many CTAs of a kernel fit on a multiprocessor of compute capability 9.0."""
     warps = -(-code.launch.block[0] // 32)
     registers = -(-code.registers // _REGISTER_UNIT) * _REGISTER_UNIT * 32 * warps
     shared = code.launch.dynamic_smem_bytes + _RESERVED_SHARED_BYTES
@@ -33,7 +33,7 @@ def resident_ctas(code: Code) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Bytes of global memory, by a name that says which."""
+    """Bytes of global memory, with a name that identifies them."""
 
     name: Hashable
     size: int
@@ -44,11 +44,12 @@ class Work:
     """One step of a CTA.
 
     Attributes:
-      cycles: with all operands there.
-      reads: fetched ahead.
-      writes: stored at its end; nobody waits.
-      adds: reduced at its end.
-      behind: its additions follow those of the step of this name; its own name is `turn`.
+      cycles: what it takes when all operands are available.
+      reads: what is prefetched for it.
+      writes: what it stores at its end; nothing waits for that.
+      adds: what it reduces at its end.
+      turn: its name in the order of additions.
+      behind: the name of the step after whose additions its own are ordered.
     """
 
     cycles: float
@@ -81,7 +82,7 @@ class Grid:
         self.order = itertools.count()
 
     def run(self, ctas: Iterable[list[Work]]) -> float:
-        """Cycles until the last CTA ends; each starts, in order, where one has ended."""
+        """Returns the cycles until the last CTA ends; each starts, in order, where one ended."""
         pending = iter(ctas)
         for steps in itertools.islice(pending, self.rates.multiprocessors):
             self._start(steps, 0.0)
@@ -108,7 +109,9 @@ class Grid:
         self._push(cta, time)
 
     def _fetch(self, step: Work, time: float) -> float:
-        """When a step's operands are there, the latency of L2, which `cycles` has, left out."""
+        """Returns when a step's operands are available, without the latency of L2, which `cycles`
+        includes.
+        """
         return max((self._read(access, time) for access in step.reads), default=time)
 
     def _read(self, access: Access, time: float) -> float:
@@ -117,7 +120,7 @@ class Grid:
         return max(self.l2_free, self._touch(access, time))
 
     def _touch(self, access: Access, time: float, known: bool = True) -> float:
-        """When L2 has the bytes; `known` if their old values are needed."""
+        """Returns when L2 has the bytes; `known` if their old values are needed."""
         if access.name in self.l2:
             self.l2.move_to_end(access.name)
             return self.l2[access.name][1]
@@ -139,7 +142,7 @@ class Grid:
         return bytes_of_one * self.rates.multiprocessors
 
     def _begin(self, cta: _Cta, time: float) -> None:
-        """Starts a step; its operands may not be there yet."""
+        """Starts a step; its operands may not be available yet."""
         if cta.done and cta.done - 1 + self.ahead < len(cta.steps):
             cta.arrivals.append(self._fetch(cta.steps[cta.done - 1 + self.ahead], time))
         step = cta.steps[cta.done]
@@ -147,7 +150,7 @@ class Grid:
         self._push(cta, max(time, cta.arrivals.popleft()) + step.cycles - self._adding(step))
 
     def _finish(self, cta: _Cta, time: float) -> None:
-        """A step's last part: its additions, once it is its turn, and what it stores."""
+        """Ends a step: performs its additions, once it is its turn, and its stores."""
         step, rates = cta.steps[cta.done], self.rates
         if step.behind is not None:
             if step.behind not in self.turns:
@@ -161,7 +164,7 @@ class Grid:
         for access in step.adds:
             self.adds_free = max(self.adds_free, time) + access.size / self._all(rates.reduce_bytes)
             if access.name not in self.l2:
-                self._dram(access.size, time)  # what falls out of L2 for it is written back
+                self._dram(access.size, time)  # L2 writes back what it evicts for it.
             self._touch(access, time)
             end = max(end, self.adds_free)
         for access in step.writes:
@@ -186,7 +189,9 @@ class Grid:
 
 
 def to_and_fro(tiles: list[list[Work]], ctas: int) -> list[list[Work]]:
-    """Steps of each CTA of a persistent grid: tiles in rounds, every other one in reverse."""
+    """Returns the steps of each CTA of a persistent grid: tiles in rounds, every other one in
+    reverse.
+    """
     hands: list[list[Work]] = [[] for _ in range(ctas)]
     for index, steps in enumerate(tiles):
         turn, place = divmod(index, ctas)
@@ -195,7 +200,9 @@ def to_and_fro(tiles: list[list[Work]], ctas: int) -> list[list[Work]]:
 
 
 def by_tile(heads: int, tiles: int, section: int) -> list[tuple[int, int]]:
-    """(tile, head) in the order of the kernels' `nth_tile`: within sections of heads, by tile."""
+    """Lists (tile, head) in the order of the kernels' `nth_tile`: within sections of heads, by
+    tile.
+    """
     order = []
     for first in range(0, heads, section):
         here = range(first, min(first + section, heads))

@@ -1,4 +1,4 @@
-"""One CTA of a kernel of the project on the emulator, recorded for a timing estimate."""
+"""Records one CTA of a kernel of the project on the emulator, for a timing estimate."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ROWS_OF_BACKWARD = 64
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What of a compiled kernel an estimate needs.
+    """What an estimate needs of a compiled kernel.
 
     Attributes:
-      registers: per thread, as the CTA starts.
+      registers: registers of a thread, as the CTA starts.
       tile: sizes by name, as in the manifest.
     """
 
@@ -41,10 +41,10 @@ class Code:
 
 
 def built(key: KernelKey) -> Code:
-    """A kernel that `python -m kernels.build` has compiled.
+    """Returns a kernel that `python -m kernels.build` has compiled.
 
     Raises:
-      FileNotFoundError: it has not, or not from the present sources.
+      FileNotFoundError: it has not compiled it, or from older sources.
     """
     entry = cache.find(key)
     if entry is None:
@@ -55,10 +55,10 @@ def built(key: KernelKey) -> Code:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Attention of one batch element with as many key heads as query heads.
+    """The sizes of attention of one batch element with as many key heads as query heads.
 
     Attributes:
-      offset: of the first query, where the mask is causal.
+      offset: position of the first query among the keys, where the mask is causal.
     """
 
     heads: int
@@ -68,7 +68,7 @@ class Sizes:
 
 
 def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
-    """The attention whose part a kernel computes: its types, head dims and kind of mask."""
+    """Returns the attention whose part a kernel computes: its types, head dims and kind of mask."""
     return Problem(
         batch=1,
         query_length=sizes.query_length,
@@ -85,7 +85,7 @@ def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
 
 
 def operands(key: KernelKey, problem: Problem, offset: int) -> dict[str, np.ndarray]:
-    """What a kernel reads: given operands are normal, intermediate ones zero."""
+    """Makes the operands of a kernel: given ones are normal, intermediate ones zero."""
     rng, shapes = np.random.default_rng(0), given_shapes(problem)
     arrays: dict[str, np.ndarray] = {
         name: rng.normal(size=shapes[name]).astype(DTYPES[problem.dtype])
