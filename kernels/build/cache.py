@@ -90,18 +90,20 @@ def store(entry: Entry) -> None:
 def _digest(module: str) -> str:
     """Returns the digest of what the kernels of a module are compiled from."""
     digest = hashlib.sha256(json.dumps(toolchain()).encode())
-    for name in sorted(_closure({module, *_ALWAYS})):
+    for name in sorted(sources_of(module)):
         digest.update(name.encode() + b"\0" + _file(name).read_bytes())
     return digest.hexdigest()
 
 
-def _closure(modules: set[str]) -> set[str]:
-    """Returns the modules and all of this repository's that they import at their top level.
+def sources_of(module: str) -> set[str]:
+    """Returns the modules that the kernels of a module are compiled from.
 
-    kernels.sources imports the kernel families inside its function, so that one family's change
-    leaves the others as they are.
+    They are all of this repository's that it and the compiler import at their top level, directly
+    or not. kernels.sources imports the kernel families inside its function, so that one family's
+    change leaves the others as they are.
     """
     seen: set[str] = set()
+    modules = {module, *_ALWAYS}
     while modules:
         name = modules.pop()
         seen.add(name)
@@ -110,12 +112,17 @@ def _closure(modules: set[str]) -> set[str]:
 
 
 def _imports(module: str) -> set[str]:
+    """Returns what a module imports at its top level, without the packages that contain it.
+
+    `from fa4_jax import bands` needs that module, not what the package's users import by it.
+    """
     names: set[str] = set()
     for node in ast.parse(_file(module).read_text()).body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if _file(name).is_file() else node.module for name in inside}
     ours = {name for name in names if name.split(".")[0] in ("kernels", "fa4_jax")}
     return {name for name in ours if _file(name).is_file()}
 

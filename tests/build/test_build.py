@@ -139,6 +139,17 @@ def test_cache_finds_what_it_stored(
     assert cache.find(entry.cubin.key) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["sm90.forward", "sm90.backward", "sm100.forward", "sm100.backward"]
+)
+def test_kernels_are_compiled_from_little_of_the_library(name: str) -> None:
+    """A change elsewhere in it leaves what was compiled as it is."""
+    sources = cache.sources_of(f"kernels.{name}")
+    assert {"kernels.common.ring", "kernels.description", "kernels.build.compile"} <= sources
+    of_the_library = {source for source in sources if source.split(".")[0] == "fa4_jax"}
+    assert of_the_library == {"fa4_jax.bands", "fa4_jax.key", "fa4_jax.manifest"}
+
+
 def test_cache_passes_over_records_of_another_form(
     compiler_process: ProcessPoolExecutor,
     tmp_path: pathlib.Path,
