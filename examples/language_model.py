@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over bytes in Flax NNX; its attention is the caller's choice."""
+"""A small decoder-only transformer over bytes in Flax NNX; the caller chooses its attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the model; width is shared out among the heads."""
+    """The sizes of the model; its width is divided among the heads."""
 
     layers: int
     width: int
@@ -27,12 +27,12 @@ class Sizes:
 
     @property
     def head_dim(self) -> int:
-        """Features of one head."""
+        """Returns the features of one head."""
         return self.width // self.heads
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding of x [B, T, heads, head_dim] at positions [T]."""
+    """Applies rotary position embedding to x [B, T, heads, head_dim] at positions [T]."""
     features = x.shape[-1]
     frequencies = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
     angles = positions[:, None] * frequencies[None, :]  # [T, head_dim / 2]
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         batch, length, width = x.shape
-        # Head by head, so that a part of the columns is a part of the heads.
+        # The layout is head by head, so that a part of the columns is a part of the heads.
         heads = (batch, length, self.sizes.heads, 3, self.sizes.head_dim)
         q, k, v = jnp.moveaxis(self.project_in(x).reshape(heads), 3, 0)
         rotated = rotate(q, positions), rotate(k, positions)
@@ -77,7 +77,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Logits [B, T, 256] of the byte that follows each of tokens [B, T] at positions [T]."""
+    """Computes logits [B, T, 256] of the byte after each of tokens [B, T] at positions [T]."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, sizes.width, rngs=rngs)
@@ -99,7 +99,7 @@ def loss(
     order: np.ndarray | None = None,
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """Mean cross-entropy, in nats per byte, of the bytes 1..T of windows [B, T + 1].
+    """Returns the mean cross-entropy, in nats per byte, of the bytes 1..T of windows [B, T + 1].
 
     Args:
       order: positions [T] in the order that attend takes them in; by default 0, 1, ...
@@ -119,7 +119,7 @@ def loss(
 def attention_operands(
     model: LanguageModel, window: jax.Array, attend: Attend, layer: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What one layer's attention meets in training, each [B, T, heads, head_dim] bf16.
+    """Computes what one layer's attention receives in training, each [B, T, heads, head_dim] bf16.
 
     Returns:
       Its query, key and value on the windows, and the gradient of the loss by its output.

@@ -1,4 +1,4 @@
-"""How train_lm.py shares its work out among devices: the processes, the mesh, and what lies where.
+"""Distributes train_lm.py's work among devices: the processes, the mesh, and what lies where.
 
 data     the windows of a batch
 seq      their bytes, in the order of the scheme's layout; attention is `fa4_jax.parallel`'s
@@ -24,26 +24,26 @@ from fa4_jax.parallel.layout import Layout
 from language_model import Attend
 
 AXES = ("data", "seq", "tensor")
-"""Major first: neighbours along the last have the fastest links."""
+"""The axes, major first: neighbours along the last have the fastest links."""
 
 VIRTUAL_DEVICES = 8
-"""CPU devices of all processes together, where there is no GPU."""
+"""The CPU devices of all processes together, where there is no GPU."""
 
 SCHEMES = {"ring": parallel.Ring, "all-gather": parallel.AllGather, "ulysses": parallel.Ulysses}
 
 COLUMNS, ROWS = P(None, "tensor"), P("tensor", None)
 KERNELS = {"project_in": COLUMNS, "project_out": ROWS, "widen": COLUMNS, "narrow": ROWS}
-"""How the weights [in, out] of layers with these names lie along the tensor axis."""
+"""The axis of the weights [in, out] of layers with these names that is sharded along tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """Of one training run; each calls `start` before anything else of JAX.
+    """The processes of one training run; each calls `start` before anything else of JAX.
 
     Attributes:
       coordinator: host and port of process 0, "host:port".
-      count: of all processes.
-      index: of this one.
+      count: number of all processes.
+      index: number of this one.
     """
 
     coordinator: str | None = None
@@ -51,7 +51,7 @@ class Processes:
     index: int = 0
 
     def start(self) -> None:
-        """Joins the others, and makes virtual devices for the case that there is no GPU."""
+        """Joins the other processes, and makes virtual devices in case there is no GPU."""
         flagged = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
         if not flagged and jax.config.values["jax_num_cpu_devices"] < 1:
             jax.config.update("jax_num_cpu_devices", max(1, VIRTUAL_DEVICES // self.count))
@@ -61,7 +61,7 @@ class Processes:
 
 
 def make_mesh(text: str) -> Mesh:
-    """A mesh from its description, "data=2,seq=4".
+    """Makes a mesh from its description, "data=2,seq=4".
 
     Raises:
       ValueError: it is none, or there are too few devices.
@@ -85,14 +85,14 @@ def make_mesh(text: str) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """A mesh and how sequences are shared out on it."""
+    """A mesh, and how sequences are sharded on it."""
 
     mesh: Mesh
     scheme: str = "ring"
     layout: Layout = "zigzag"
 
     def check(self, batch: int, length: int, heads: int) -> None:
-        """Raises ValueError where a size cannot be shared out."""
+        """Raises ValueError where a size cannot be sharded."""
         chunks = self.size("seq") * (2 if self.layout == "zigzag" else 1)
         for name, value, parts in (
             ("--batch", batch, self.size("data")),
@@ -103,26 +103,26 @@ class Sharing:
                 raise ValueError(f"{name} {value} is no multiple of {parts}")
 
     def size(self, axis: str) -> int:
-        """Devices along an axis; 1 if the mesh has none of this name."""
+        """Returns the number of devices along an axis; 1 if the mesh has none of this name."""
         return self.mesh.shape.get(axis, 1)
 
     def spec(self, *axes: str | None) -> P:
-        """Of those axes that the mesh has."""
+        """Returns the spec of those axes that the mesh has."""
         return P(*(axis if axis in self.mesh.shape else None for axis in axes))
 
     @property
     def tokens(self) -> NamedSharding:
-        """Of [B, T]."""
+        """Returns the sharding of [B, T]."""
         return NamedSharding(self.mesh, self.spec("data", "seq"))
 
     def order(self, length: int) -> np.ndarray | None:
-        """Positions of a window's bytes in the order in which devices hold them."""
+        """Returns the positions of a window's bytes in the order in which devices hold them."""
         if "seq" not in self.mesh.shape or self.layout == "contiguous":
             return None
         return np.asarray(parallel.to_zigzag(jax.numpy.arange(length), self.size("seq"), axis=0))
 
     def attend(self, implementation: Any) -> Attend:
-        """Causal attention of [B, T, heads, head_dim] on the mesh."""
+        """Computes causal attention of [B, T, heads, head_dim] on the mesh."""
         if "seq" not in self.mesh.shape:
             return functools.partial(
                 fa4_jax.attention, is_causal=True, implementation=implementation
@@ -137,16 +137,18 @@ class Sharing:
         )
 
     def put(self, x: np.ndarray, spec: P) -> jax.Array:
-        """An array that every process has, on the devices of all."""
+        """Places an array that every process has on the devices of all."""
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     def put_windows(self, windows: np.ndarray) -> jax.Array:
-        """[B, T + 1], whole along the length: an odd one, that nothing divides."""
+        """Places [B, T + 1], whole along the length: that is odd, so no axis divides it."""
         return self.put(windows, self.spec("data"))
 
     def put_state(self, state: Any) -> Any:
-        """Weights and the optimizer's state: kernels along the tensor axis, the rest everywhere."""
+        """Places weights and the optimizer's state: kernels along the tensor axis, the rest
+        everywhere.
+        """
 
         def put(path: Any, x: jax.Array) -> jax.Array:
             names = jax.tree_util.keystr(path)
@@ -156,6 +158,6 @@ class Sharing:
         return jax.tree_util.tree_map_with_path(put, state)
 
     def gather_state(self, state: Any) -> Any:
-        """The whole state on this process's first device."""
+        """Returns the whole state on this process's first device."""
         whole = jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))(state)
         return jax.tree.map(lambda x: jax.numpy.asarray(x.addressable_data(0)), whole)

@@ -2,16 +2,16 @@
 
     python examples/train_lm.py --steps 1000 --implementation kernel
 
-Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU, else in pure
-JAX. It ends with the loss on files that were held out, beside what the best guess without context
-would reach, and with attention's gradients beside those of a float64 computation. It exits with 1
-if either is not as it should be.
+Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU, otherwise in
+pure JAX. The script ends with the loss on files that were held out, beside what the best guess
+without context would reach, and with attention's gradients beside those of a float64 computation.
+It exits with 1 if either is not as it should be.
 
     python examples/train_lm.py --mesh data=2,seq=4
 
 trains on 8 devices (GPUs, or virtual CPU devices where there is none): two groups with half of each
-batch, in each of which four devices share the sequences (`fa4_jax.parallel`); tensor=2 would share
-out heads and the perceptron. On several hosts, or as several processes on one, run on each
+batch, in each of which four devices share the sequences (`fa4_jax.parallel`); tensor=2 would
+shard heads and the perceptron. On several hosts, or as several processes on one, run on each
 
     python examples/train_lm.py --mesh ... --coordinator HOST:PORT --processes N --process I
 """
@@ -48,7 +48,7 @@ import matplotlib.pyplot as plt
 
 HELD_OUT_WINDOWS = 64
 CLEARLY_BELOW = 0.9
-"""The held-out loss has to be under this share of the unigram entropy."""
+"""The held-out loss has to be below this share of the unigram entropy."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -90,7 +90,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_corpus() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the standard library's sources: for training, and of the files held out."""
+    """Reads the bytes of the standard library's sources: those for training, and the files held
+    out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages", "test", "tests"}
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -104,12 +106,12 @@ def read_corpus() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """[B, length + 1]: the bytes from each start, and the one that the last predicts."""
+    """Returns [B, length + 1]: the bytes from each start, and the one that the last predicts."""
     return text[starts[:, None] + np.arange(length + 1)[None, :]]
 
 
 def unigram_entropy(symbols: np.ndarray) -> float:
-    """Nats per byte of the best prediction that ignores context."""
+    """Returns the nats per byte of the best prediction that ignores context."""
     share = np.bincount(symbols.ravel(), minlength=256) / symbols.size
     return float(-np.sum(share[share > 0] * np.log(share[share > 0])))
 
@@ -169,7 +171,9 @@ def train(
 def evaluate(
     model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Loss on held-out windows and the unigram entropy of the bytes that it predicts, in nats."""
+    """Returns the loss on held-out windows and the unigram entropy of the bytes that it predicts,
+    in nats.
+    """
     count = -(-HELD_OUT_WINDOWS // options.batch) * options.batch
     starts = np.linspace(0, len(text) - options.length - 1, count).astype(np.int64)
     held_out = windows(text, starts, options.length)
@@ -217,18 +221,18 @@ def check_gradients(
 
 
 def which(options: argparse.Namespace) -> Literal["kernel", "xla"] | None:
-    """The implementation to ask for."""
+    """Returns the implementation to ask for."""
     return None if options.implementation == "auto" else options.implementation
 
 
 def make_attend(options: argparse.Namespace) -> Attend:
-    """Causal attention on one device."""
+    """Returns causal attention on one device."""
     implementation = which(options)
     return functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
 
 
 def which_implementation(options: argparse.Namespace, implementation: Any) -> str:
-    """What computes attention on each device."""
+    """Says what computes attention on each device."""
     sizes = options.batch, options.length, options.heads
     if options.sharing is not None:
         parts = (options.sharing.size(axis) for axis in ("data", "seq", "tensor"))
@@ -270,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     model = LanguageModel(sizes, nnx.Rngs(options.seed))
     attend = make_attend(options)
     losses = train(model, training, attend, options)
-    # Evaluation and the check are one device's work: the trained weights go to the first.
+    # One device does the evaluation and the check: the trained weights move to the first.
     if options.sharing is not None:
         nnx.update(model, options.sharing.gather_state(nnx.state(model)))
     if jax.process_index() > 0:

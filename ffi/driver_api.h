@@ -92,7 +92,7 @@ struct DriverOrError {
 // Opens `FA4_JAX_LIBCUDA` if that is set, else libcuda.so.1; once per process, at the first call.
 const DriverOrError& GetDriver();
 
-// "CUDA_ERROR_X (explanation)".
+// Returns "CUDA_ERROR_X (explanation)".
 std::string Describe(const Driver& driver, Result result);
 
 }  // namespace fa4_jax::cuda

@@ -1,4 +1,4 @@
-// Errors of the handler: each names the kernel and what failed.
+// The handler's errors: each names the kernel and what failed.
 #ifndef FA4_JAX_FFI_ERRORS_H_
 #define FA4_JAX_FFI_ERRORS_H_
 
@@ -20,7 +20,7 @@ inline xla::ffi::Error FailedPrecondition(const std::string& subject, const std:
                          "fa4_jax: " + subject + ": " + what);
 }
 
-// Success, or an error naming the driver call that returned `result`.
+// Returns success, or an error that names the driver call which returned `result`.
 inline xla::ffi::Error CheckDriver(const cuda::Driver& driver, cuda::Result result,
                                    const std::string& subject, const char* call) {
   if (result == cuda::kSuccess) return xla::ffi::Error::Success();

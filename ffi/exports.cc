@@ -1,4 +1,4 @@
-// What fa4_jax/runtime.py calls through ctypes, beside the FFI handlers.
+// The functions that fa4_jax/runtime.py calls through ctypes, in addition to the FFI handlers.
 #include <cstddef>
 #include <string>
 #include <utility>
@@ -33,13 +33,13 @@ const char* fa4_jax_register(const fa4_jax::Records* records) {
   return nullptr;
 }
 
-// nullptr if the CUDA driver library (or its stand-in) could be opened, else why not.
+// Returns nullptr if the CUDA driver library (or its stand-in) could be opened, otherwise why not.
 const char* fa4_jax_driver_error() {
   const std::string& error = fa4_jax::cuda::GetDriver().error;
   return error.empty() ? nullptr : error.c_str();
 }
 
-// 10 * major + minor of a device, or -1.
+// Returns 10 * major + minor of a device, or -1.
 int fa4_jax_compute_capability(int device) {
   const fa4_jax::cuda::DriverOrError& found = fa4_jax::cuda::GetDriver();
   if (!found.error.empty()) return -1;
@@ -53,7 +53,7 @@ int fa4_jax_compute_capability(int device) {
   return 10 * major + minor;
 }
 
-// 1000 * major + 10 * minor of the newest CUDA that the driver supports, or 0
+// Returns 1000 * major + 10 * minor of the newest CUDA that the driver supports, or 0
 // if it does not say.
 int fa4_jax_driver_cuda_version() {
   const fa4_jax::cuda::DriverOrError& found = fa4_jax::cuda::GetDriver();

@@ -1,6 +1,6 @@
 // The FFI target fa4_jax_launch: one call launches one kernel of the manifest.
 //
-// Stateless, because FFI state needs a newer interface than the oldest supported jaxlib has.
+// It is stateless, because FFI state needs a newer interface than the oldest supported jaxlib has.
 // `initialize` runs outside stream capture and loads; `execute` may be captured and only packs and
 // launches. The host variant serves JAX's CPU platform, which has no stream and no `initialize`;
 // Python registers it when FA4_JAX_LIBCUDA names a stand-in for the driver.
@@ -74,7 +74,7 @@ ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary at
   return Resolve(attributes, &call);
 }
 
-// What both variants do before they launch.
+// Does what both variants do before they launch.
 ffi::Error Prepare(ffi::RemainingArgs operands, ffi::RemainingRets results,
                    const ffi::Dictionary& attributes, Call* call, Buffers* buffers) {
   FA4_JAX_RETURN_IF_ERROR(Resolve(attributes, call));
@@ -90,7 +90,7 @@ ffi::Error Execute(cuda::Stream stream, ffi::RemainingArgs operands, ffi::Remain
   return Launch(*call.kernel, buffers, attributes, {*call.driver, call.device, stream});
 }
 
-// The stand-in's launch has ended when it returns: the buffers are the host's again.
+// The stand-in's launch has ended when it returns: the buffers belong to the host again.
 ffi::Error ExecuteOnHost(ffi::RemainingArgs operands, ffi::RemainingRets results,
                          ffi::Dictionary attributes) {
   Call call;

@@ -25,7 +25,7 @@ HostMemory::~HostMemory() {
 }
 
 ffi::Error HostMemory::Register(const KernelSpec& spec, const Buffers& buffers) {
-  // Results first: one that shares an operand's memory decides that it may be written.
+  // Results come first: one that shares an operand's memory decides that it may be written.
   for (int32_t i = buffers.count - 1; i >= 0; --i) {
     const size_t bytes = NumBytes(buffers[i]);
     void** const end = registered_ + count_;

@@ -1,7 +1,7 @@
 // Host memory that a kernel may use while it runs, for JAX's CPU platform.
 //
-// A device reads and writes host memory only where the driver was told of it; that is also how a
-// driver that is none learns how far each buffer reaches, and which it must not write.
+// A device reads and writes host memory only where the driver has registered it. Registration is
+// also how a stand-in for the driver learns each buffer's extent and which it must not write.
 #ifndef FA4_JAX_FFI_HOST_MEMORY_H_
 #define FA4_JAX_FFI_HOST_MEMORY_H_
 

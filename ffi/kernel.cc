@@ -20,7 +20,7 @@ bool Runs(const std::string& arch, int major, int minor) {
   return family ? major == built / 10 && minor >= built % 10 : 10 * major + minor == built;
 }
 
-// The file's bytes, or nothing if it cannot be read.
+// Returns the file's bytes, or nothing if it cannot be read.
 std::optional<std::string> ReadFile(const std::string& path) {
   const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
   if (file == nullptr) return std::nullopt;

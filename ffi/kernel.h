@@ -22,7 +22,7 @@ inline constexpr int kMaxTensorMaps = 16;
 inline constexpr int kMaxBuffers = 32;
 inline constexpr int kMaxDevices = 64;
 
-// Owned forms of the records.
+// These own what the records borrow.
 struct ParamSpec {
   std::string name;
   ParamKind kind;
@@ -42,7 +42,7 @@ struct BufferSpec {
   int32_t min_rank;
 };
 
-// What sizes are made of, shared by the kernels that were registered together.
+// The factors of sizes, which the kernels that were registered together share.
 struct SizeTables {
   std::vector<Range> sizes;
   std::vector<FactorRecord> factors;
@@ -63,14 +63,14 @@ struct KernelSpec {
   uint32_t cluster[3] = {};
   uint32_t dynamic_shared_bytes = 0;
   bool persistent = false;
-  bool programmatic = false;  // may start while the launch before it ends
+  bool programmatic = false;  // it may start while the launch before it ends
   Range grid[3] = {};
 };
 
-// Copies the records; an error if one contradicts itself.
+// Copies the records; returns an error if one contradicts itself.
 xla::ffi::ErrorOr<std::vector<KernelSpec>> ReadRecords(const Records& records);
 
-// Thread-safe. Never destroyed: executables may launch until the process ends.
+// It is thread-safe and never destroyed: executables may launch until the process ends.
 class Kernel {
  public:
   explicit Kernel(KernelSpec spec) : spec_(std::move(spec)) {}
@@ -83,7 +83,7 @@ class Kernel {
   // it yet, and sets the device's attributes. One atomic load if that was done before.
   xla::ffi::Error EnsureReady(const cuda::Driver& driver, cuda::Device device);
 
-  // After EnsureReady.
+  // Valid after EnsureReady.
   cuda::Kernel handle() const { return handle_; }
   int multiprocessors(cuda::Device device) const { return multiprocessors_[device]; }
 

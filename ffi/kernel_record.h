@@ -1,8 +1,8 @@
-// What Python hands over: the manifest's records (fa4_jax/manifest.py) as plain tables.
+// The tables that Python passes: the manifest's records (fa4_jax/manifest.py) as plain data.
 //
 // fa4_jax/registration.py packs the same layouts; kAbiVersion tells a stale library. All strings
 // are offsets into one block of zero-terminated text, all ranges index the tables below. Everything
-// is borrowed for the time of the call.
+// is borrowed for the duration of the call.
 #ifndef FA4_JAX_FFI_KERNEL_RECORD_H_
 #define FA4_JAX_FFI_KERNEL_RECORD_H_
 

@@ -1,4 +1,4 @@
-// Records -> KernelSpecs, with every index checked once so that launches need not.
+// Makes KernelSpecs from records, with every index checked once so that launches need not.
 #include <algorithm>
 #include <string_view>
 
@@ -23,7 +23,7 @@ bool Within(Range range, int32_t size) {
   return 0 <= range.begin && range.begin <= range.end && range.end <= size;
 }
 
-// Reads one kernel's records. The first complaint wins; after one, nothing more is read.
+// Reads one kernel's records. The first error wins; after one, nothing more is read.
 class Reader {
  public:
   Reader(const Records& records, const KernelRecord& record,

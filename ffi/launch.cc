@@ -76,7 +76,7 @@ ffi::Error CheckResultShape(const KernelSpec& spec, int32_t index, const Buffers
   return ffi::Error::Success();
 }
 
-// Kernel parameters in the driver's form. Lives on the stack of one launch.
+// Holds kernel parameters in the driver's form. It lives on the stack of one launch.
 struct Arguments {
   cuda::TensorMap maps[kMaxTensorMaps];
   union Slot {
@@ -114,7 +114,7 @@ ffi::Error PackAttribute(const KernelSpec& spec, const ParamSpec& param,
   return ffi::Error::Success();
 }
 
-// Every kind but tensor maps.
+// Packs every kind except tensor maps.
 ffi::Error PackSlot(const Packing& packing, const ParamSpec& param, Arguments::Slot* slot) {
   const KernelSpec& spec = packing.kernel.spec();
   const Buffers& buffers = packing.buffers;

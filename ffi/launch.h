@@ -1,4 +1,4 @@
-// From the buffers and attributes of one FFI call to one kernel launch.
+// Makes one kernel launch from the buffers and attributes of one FFI call.
 #ifndef FA4_JAX_FFI_LAUNCH_H_
 #define FA4_JAX_FFI_LAUNCH_H_
 

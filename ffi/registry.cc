@@ -12,7 +12,7 @@ namespace {
 
 using Table = std::map<std::string, Kernel*, std::less<>>;
 
-// Readers take no lock, so a table is never changed once published, nor freed when replaced: there
+// Readers take no lock, so a published table never changes and is not freed when replaced: there
 // are as many tables as there were calls of AddKernels, which is one in a usual process.
 std::atomic<const Table*> current{nullptr};
 std::mutex writers;

@@ -9,10 +9,10 @@
 
 namespace fa4_jax {
 
-// Adds kernels; one that has the name of an older one takes its place for later calls.
+// Adds kernels; one with the name of an older one replaces it in later calls.
 void AddKernels(std::vector<KernelSpec> specs);
 
-// The kernel, or nullptr. Takes no lock.
+// Returns the kernel, or nullptr. It takes no lock.
 Kernel* FindKernel(std::string_view name);
 
 }  // namespace fa4_jax

@@ -41,7 +41,7 @@ int Swizzle(int bytes) {
   }
 }
 
-// Bytes between neighbours along `axis` of a row-major buffer.
+// Returns the bytes between neighbours along `axis` of a row-major buffer.
 uint64_t ByteStride(const BufferView& buffer, int axis) {
   uint64_t stride = ffi::ByteWidth(buffer.dtype);
   for (size_t i = axis + 1; i < buffer.dims.size(); ++i) stride *= buffer.dims[i];

@@ -25,7 +25,7 @@ _PREFIX = "jaxlib/include/"
 
 
 def installed() -> pathlib.Path:
-    """The headers of the installed jaxlib."""
+    """Returns the headers of the installed jaxlib."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
         raise SystemExit(f"the XLA FFI headers come from jaxlib: pip install jaxlib=={JAXLIB}")
@@ -33,7 +33,7 @@ def installed() -> pathlib.Path:
 
 
 def downloaded(folder: pathlib.Path) -> pathlib.Path:
-    """The headers of jaxlib JAXLIB, in `folder`, which is filled if it has none."""
+    """Returns the headers of jaxlib JAXLIB in `folder`, which it fills if it has none."""
     if not (folder / "xla" / "ffi" / "api" / "ffi.h").exists():
         with tempfile.TemporaryDirectory() as scratch:
             _download(pathlib.Path(scratch))

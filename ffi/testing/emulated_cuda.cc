@@ -40,7 +40,7 @@ constexpr Result kNotRegistered = 713;
 constexpr Result kNotSupported = 801;
 
 constexpr int kCudaVersion = 12090;                  // of the tools that compile our kernels
-constexpr int kUsualDynamicSharedBytes = 48 * 1024;  // at most, before cuKernelSetAttribute
+constexpr int kUsualDynamicSharedBytes = 48 * 1024;  // the most before cuKernelSetAttribute
 
 const std::map<Result, const char*>& Names() {
   static const auto* const names = new std::map<Result, const char*>{
@@ -83,7 +83,7 @@ struct Launch {
   uint32_t dynamic_shared_bytes;
 };
 
-// Functions of kernels/emulator/driver. Each returns a CUresult and explains one that is none.
+// Functions of kernels/emulator/driver. Each returns a CUresult and explains an error.
 struct Emulator {
   Result (*attribute)(int attribute, int* value);
   Result (*prepare)(const char* image, const char* symbol);
@@ -156,7 +156,7 @@ extern "C" {
 // Makes these functions the ones that run kernels. They must outlive the process's launches.
 void emulated_cuda_attach(const Emulator* emulator) { attached.store(emulator); }
 
-// What cuGetErrorString will say to this thread.
+// Sets what cuGetErrorString will say to this thread.
 void emulated_cuda_explain(const char* text) { explanation = text; }
 
 Result cuGetErrorName(Result result, const char** name) {
@@ -292,7 +292,7 @@ Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** pa
     if (attribute.id == fa4_jax::cuda::kLaunchClusterDimension) {
       std::copy(attribute.value.cluster, attribute.value.cluster + 3, launch.cluster);
     } else if (attribute.id != fa4_jax::cuda::kLaunchProgrammaticStreamSerialization) {
-      // Programmatic launches may overlap, but need not: here one runs after the other.
+      // Programmatic launches may overlap, but need not: here they run one after the other.
       return Fail(kNotSupported, "launch attribute " + std::to_string(attribute.id));
     }
   }

@@ -1,4 +1,4 @@
-// cuTensorMapEncodeTiled for drivers that are none: the bit layout that drivers use (found by
+// cuTensorMapEncodeTiled for stand-ins: the bit layout that drivers use (found by
 // comparing with a driver's own output), under the restrictions that the driver documents for its
 // arguments.
 #ifndef FA4_JAX_FFI_TESTING_ENCODE_TENSOR_MAP_H_

@@ -9,13 +9,13 @@
 
 namespace fa4_jax {
 
-// "[1, 2, 3]".
+// Returns "[1, 2, 3]".
 inline std::string LogTriple(const uint32_t* values) {
   return "[" + std::to_string(values[0]) + ", " + std::to_string(values[1]) + ", " +
          std::to_string(values[2]) + "]";
 }
 
-// Kernel parameters of the given sizes as a list of hexadecimal strings.
+// Returns kernel parameters of the given sizes as a list of hexadecimal strings.
 inline std::string LogParams(const std::vector<int>& sizes, void* const* params) {
   std::string text = "[";
   for (size_t i = 0; i < sizes.size(); ++i) {

@@ -79,10 +79,10 @@ void mock_cuda_reset() {
   mock.cuda_version = kNewestCuda;
 }
 
-// The device that is current on every thread; -1 for none.
+// Sets the device that is current on every thread; -1 is none.
 void mock_cuda_set_device(int device) { Mock().device = device; }
 
-// 1000 * major + 10 * minor.
+// Sets the driver's CUDA version, 1000 * major + 10 * minor.
 void mock_cuda_set_cuda_version(int version) { Mock().cuda_version = version; }
 
 void mock_cuda_set_attribute(int device, int attribute, int value) {
@@ -95,13 +95,13 @@ void mock_cuda_set_params(const char* symbol, const int* sizes, int count) {
   Mock().params[symbol].assign(sizes, sizes + count);
 }
 
-// Lets a driver function fail from now on.
+// Makes a driver function fail from now on.
 void mock_cuda_fail(const char* function, int result) {
   std::lock_guard<std::mutex> lock(Mock().mutex);
   Mock().failures[function] = result;
 }
 
-// One JSON object per line. Valid until this thread's next call.
+// Returns the log, with one JSON object per line. It is valid until this thread's next call.
 const char* mock_cuda_log() {
   static thread_local std::string copy;
   std::lock_guard<std::mutex> lock(Mock().mutex);

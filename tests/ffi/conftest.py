@@ -15,7 +15,7 @@ from tests.ffi import compiler
 
 @pytest.fixture(scope="session")
 def mock_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The stand-in driver."""
+    """Builds the stand-in driver."""
     if not runtime.register():
         pytest.fail(f"these tests need the FFI library: {runtime.why_unavailable()}")
     path = tmp_path_factory.mktemp("mock") / "libmock_cuda.so"
@@ -25,9 +25,9 @@ def mock_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def stand_in_process(mock_library: pathlib.Path) -> Iterator[ProcessPoolExecutor]:
-    """A process where FA4_JAX_LIBCUDA is the stand-in; submit functions of stand_in to it."""
+    """Starts a process where FA4_JAX_LIBCUDA is the stand-in; it runs functions of stand_in."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        # The variable must be there when the new process imports fa4_jax, and not stay here.
+        # The variable must be set when the new process imports fa4_jax, and not remain in this one.
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(runtime.STAND_IN_VARIABLE, str(mock_library))
             patch.setenv("JAX_PLATFORMS", "cpu")

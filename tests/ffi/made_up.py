@@ -1,4 +1,6 @@
-"""A made-up kernel for the handler's tests: every kind of parameter, code that never runs."""
+"""A made-up kernel for the handler's tests: it has every kind of parameter, and its code never
+runs.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ ATTRIBUTES = {"kernel": KEY.name, "window": -7, "scale": 0.125}
 
 
 def cubin(directory: pathlib.Path, code: bytes = CODE, **fields: Any) -> Cubin:
-    """The kernel's manifest record, some fields replaced; its file is written to `directory`."""
+    """Returns the kernel's manifest record, some fields replaced; its file is written to
+    `directory`.
+    """
     usual = Cubin(
         key=KEY,
         launch=LAUNCH,
@@ -69,6 +73,6 @@ def cubin(directory: pathlib.Path, code: bytes = CODE, **fields: Any) -> Cubin:
 
 
 def call(directory: pathlib.Path, record: Cubin | None = None, **fields: Any) -> Call:
-    """A call of the kernel with some fields replaced."""
+    """Returns a call of the kernel with some fields replaced."""
     usual = Call(record or cubin(directory), directory, PARAM_BYTES, OPERANDS, dict(ATTRIBUTES))
     return dataclasses.replace(usual, **fields)

@@ -20,13 +20,13 @@ import numpy as np
 
 from fa4_jax.manifest import Cubin, evaluate_size
 
-CAPABILITY_ATTRIBUTES = 75, 76  # numbers of the device attributes: major, minor
+CAPABILITY_ATTRIBUTES = 75, 76  # the numbers of the device attributes: major, minor
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "i32": "int32"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Shape and type of an operand."""
+    """The shape and type of an operand."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class Call:
     """One FFI call.
 
     Attributes:
-      cubin: its manifest record, `directory` holds the file.
+      cubin: the kernel's manifest record; `directory` holds the file.
       param_bytes: sizes of the kernel's parameters, for the log.
-      operands: in order.
-      attributes: by name.
-      results: instead of those that the manifest asks for.
-      alias: results named like operands share their memory.
+      operands: the operands in order.
+      attributes: the attributes by name.
+      results: results instead of those that the manifest asks for.
+      alias: whether results named like operands share their memory.
     """
 
     cubin: Cubin
@@ -64,12 +64,12 @@ class Outcome:
 
     @property
     def launches(self) -> list[dict[str, Any]]:
-        """The launches in the log."""
+        """Returns the launches in the log."""
         return [event for event in self.log if event["event"] == "launch"]
 
 
 def mock() -> ctypes.CDLL:
-    """The stand-in driver, for its mock_cuda_* functions."""
+    """Returns the stand-in driver, for its mock_cuda_* functions."""
     library = ctypes.CDLL(os.environ["FA4_JAX_LIBCUDA"])
     library.mock_cuda_log.restype = ctypes.c_char_p
     return library
@@ -110,7 +110,7 @@ def run_threads(calls: Sequence[Call], repeats: int) -> Outcome:
 
 
 def runtime_report(steer: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> dict[str, Any]:
-    """What fa4_jax.runtime says in this process of a device that `steer` describes, as in `run`."""
+    """Returns what fa4_jax.runtime says here of a device that `steer` describes, as in `run`."""
     from fa4_jax import runtime
 
     _steer(steer)
@@ -171,7 +171,9 @@ def _run(operation: Callable[..., Any], call: Call) -> Outcome:
 
 
 def _zeros(array: Array) -> np.ndarray:
-    """Page-aligned memory that takes no space until it is touched, so that JAX does not copy it."""
+    """Allocates page-aligned memory that takes no space until it is touched, so that JAX does not
+    copy it.
+    """
     dtype = np.dtype(_numpy_type(array.dtype))
     count = int(np.prod(array.shape, dtype=np.int64))
     buffer = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE)

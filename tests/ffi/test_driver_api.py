@@ -1,4 +1,4 @@
-"""ffi/driver_api.h against the toolkit's cuda.h, and the library's own SHA-256."""
+"""Compares ffi/driver_api.h with the toolkit's cuda.h, and tests the library's own SHA-256."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ffi import compiler
 
 
 def _toolkit_headers() -> pathlib.Path | None:
-    """Folder with cuda.h, if a CUDA toolkit is installed."""
+    """Returns the folder with cuda.h, if a CUDA toolkit is installed."""
     nvcc = shutil.which("nvcc")
     places = [
         os.environ.get("CUDA_HOME"),

@@ -1,8 +1,8 @@
 """Golden test: the handler's launch of every kernel equals that of CuTe-DSL's own host code.
 
-Grid, block, cluster, shared memory and every parameter byte, for several shapes. Tensor maps are
-compared field by field; they differ by design in one flag bit alone (tensor_map.DSL_FLAG),
-and in the 64 bytes after the encoded ones, which are undefined.
+The tests compare grid, block, cluster, shared memory and every parameter byte, for several shapes.
+They compare tensor maps field by field; these differ by design in one flag bit alone
+(tensor_map.DSL_FLAG), and in the 64 bytes after the encoded ones, which are undefined.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from tests.ffi.stand_in import Array, Call
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the host code comes from CuTe-DSL, which is not here", allow_module_level=True)
 
-MULTIPROCESSORS = 132  # of the stand-in's device
+MULTIPROCESSORS = 132  # the number of multiprocessors of the stand-in's device
 SCALARS = {"f32": itertools.cycle((0.125, 8.0, 1.5)), "i32": itertools.cycle((0, 7, 1 << 30))}
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes of one attention call; `narrower` is taken off the tile's head dim, `narrower_value`
-    off value's."""
+    """The sizes of one attention call; `narrower` is subtracted from the tile's head dim,
+    `narrower_value` from value's.
+    """
 
     batch: int
     query_length: int
@@ -60,17 +61,17 @@ PROBLEMS = (
 
 
 def huge(head_dim: int) -> Problem:
-    """Keys whose batch stride is beyond 2^31 elements. Memory is never touched."""
+    """Makes keys whose batch stride is beyond 2^31 elements. Their memory is never touched."""
     kv_heads = 256
     return Problem(1, 64, (1 << 31) // (kv_heads * head_dim) + 100, kv_heads, kv_heads)
 
 
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100f": (10, 0)}
-"""Compute capability of a device that runs kernels of an architecture."""
+"""The compute capability of a device that runs an architecture's kernels."""
 
 
 def entries() -> list[cache.Entry]:
-    """Kernels of the installation whose host code is at hand."""
+    """Lists the kernels of the installation whose host code is available."""
     installed = runtime.manifest()
     if installed is None:
         return []
@@ -87,7 +88,7 @@ def test_host_code_is_at_hand() -> None:
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Object file of the recording shim."""
+    """Compiles the recording shim to an object file."""
     path = tmp_path_factory.mktemp("shim") / "host_shim.o"
     compiler.object_file(path, pathlib.Path(__file__).parent / "host_shim.cc")
     return path
@@ -120,7 +121,9 @@ def test_launch_of_sample_kernel(
     stand_in_process: ProcessPoolExecutor,
     tmp_path: pathlib.Path,
 ) -> None:
-    """Clusters, a capped grid, sizes, the processor count and fp32 maps without swizzle."""
+    """The sample has clusters, a capped grid, sizes, the processor count, fp32 maps without
+    swizzle.
+    """
     info = cubin_info.read(sample.code)[sample.cubin.symbol]
     (tmp_path / "host.o").write_bytes(sample.host.object_file)
     (tmp_path / sample.cubin.file).write_bytes(sample.code)
@@ -132,7 +135,7 @@ def test_launch_of_sample_kernel(
 
 @pytest.fixture(scope="module")
 def sample() -> cache.Entry:
-    """A kernel that uses what the real ones do not."""
+    """Makes a kernel that uses what the real ones do not."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(compile.prepare_process, "sm_90a").result()
         return pool.submit(remote.compile_scale).result()
@@ -154,7 +157,7 @@ def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> No
 
 
 def comparable(param: Param, text: str) -> Any:
-    """A parameter's bytes, or the fields of a tensor map."""
+    """Returns a parameter's bytes, or the fields of a tensor map."""
     data = bytes.fromhex(text)
     if param.kind != "tensor_map":
         return data
@@ -168,7 +171,7 @@ def make_call(
     param_bytes: tuple[int, ...],
     shapes: dict[str, Array],
 ) -> Call:
-    """The call of a kernel on operands of these shapes."""
+    """Returns the call of a kernel on operands of these shapes."""
     attributes = {p.name: next(SCALARS[p.kind]) for p in cubin.launch.params if p.kind in SCALARS}
     operands = tuple(shapes[name] for name in cubin.launch.operands)
     attributes["kernel"] = cubin.key.name
@@ -176,7 +179,7 @@ def make_call(
 
 
 def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
-    """Operands by name: the user's arrays, and what the passes before this one return."""
+    """Returns operands by name: the user's arrays, and what the passes before this one return."""
     p, h = problem, key.head_dim - problem.narrower
     value_dim = key.head_dim - problem.narrower_value
     rows, keys = (p.batch, p.query_length, p.heads), (p.batch, p.key_length, p.kv_heads)
@@ -191,7 +194,7 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
 
 
 def earlier(key: KernelKey, kernel: Pass) -> Cubin:
-    """The kernel of an earlier pass whose results this key's kernel takes."""
+    """Returns the kernel of an earlier pass whose results this key's kernel reads."""
     installed = runtime.manifest()
     assert installed is not None
     want = dataclasses.replace(key, kernel=kernel, band=False)
@@ -199,7 +202,7 @@ def earlier(key: KernelKey, kernel: Pass) -> Cubin:
 
 
 def results(cubin: Cubin, arrays: dict[str, Array]) -> dict[str, Array]:
-    """What a kernel returns for operands of these shapes."""
+    """Returns what a kernel returns for operands of these shapes."""
     shapes = {name: array.shape for name, array in arrays.items()}
     return {
         r.name: Array(r.dtype, tuple(evaluate_size(size, shapes) for size in r.shape))
@@ -208,7 +211,7 @@ def results(cubin: Cubin, arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 class HostCode:
-    """CuTe-DSL's host code of one kernel, linked with a shim that records the launch."""
+    """The CuTe-DSL host code of one kernel, linked with a shim that records the launch."""
 
     def __init__(
         self, code: compile.HostCode, library: pathlib.Path, param_bytes: tuple[int, ...]
@@ -227,7 +230,7 @@ class HostCode:
         assert status.value == 0
 
     def launch(self, call: Call, addresses: dict[str, int]) -> dict[str, Any]:
-        """What the host code launches for the same call."""
+        """Returns what the host code launches for the same call."""
         names = call.cubin.launch.operands
         shapes = {n: a.shape for n, a in zip(names, call.operands, strict=True)}
         values = [host_value(p, shapes, call, addresses) for p in self._arguments]
@@ -241,7 +244,7 @@ class HostCode:
 def host_value(
     param: Param, shapes: dict[str, tuple[int, ...]], call: Call, addresses: dict[str, int]
 ) -> Any:
-    """A host argument as ctypes value."""
+    """Returns a host argument as a ctypes value."""
     match param.kind:
         case "pointer":
             # Host functions of one family share a signature; what this kernel lacks is never read.
@@ -261,5 +264,5 @@ def host_value(
 
 
 def _pointers(*values: Any) -> Any:
-    """The void*[] that DSL entry points take; the values must outlive it."""
+    """Returns the void*[] that DSL entry points expect; the values must outlive it."""
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))

@@ -1,4 +1,4 @@
-"""The handler on a made-up kernel: what it packs, what it refuses, devices and threads."""
+"""Tests the handler on a made-up kernel: what it packs, what it refuses, devices and threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ffi import compiler, made_up, stand_in
 from tests.ffi.made_up import LAUNCH
 from tests.ffi.stand_in import Array, Outcome
 
-MULTIPROCESSORS = 16  # number of the device attribute
+MULTIPROCESSORS = 16  # the number of the device attribute
 MAJOR, MINOR = stand_in.CAPABILITY_ATTRIBUTES
 
 Run = Callable[..., Outcome]
@@ -29,7 +29,7 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(stand_in_process: ProcessPoolExecutor) -> Run:
-    """stand_in.run in the process of the stand-in."""
+    """Runs stand_in.run in the process of the stand-in."""
     return lambda *arguments: stand_in_process.submit(stand_in.run, *arguments).result()
 
 
@@ -65,7 +65,7 @@ def test_host_memory_is_registered_for_the_launch(
     launches = [] if steer else ["launch"]
     assert events[2:] == ["register"] * 5 + launches + ["unregister"] * 5
     assert freed == {buffer["address"] for buffer in buffers}
-    # Results, then the operands that share no result's memory, which are for reading only.
+    # Results come first, then the operands that share no result's memory, which are read-only.
     sizes = [(buffer["bytes"], buffer["flags"]) for buffer in buffers]
     assert sizes == [(20, 0), (48 * 3 * 4, 0), (40 * 72 * 2, 0), (3 * 4 * 4, 8), (40 * 72 * 2, 8)]
     if not steer:
@@ -317,7 +317,9 @@ def test_runtime_with_stand_in(stand_in_process: ProcessPoolExecutor) -> None:
 def _unavailable(
     process: ProcessPoolExecutor, capability: tuple[int, int], cuda: int
 ) -> str | None:
-    """Why a device of a compute capability with a driver for that CUDA version runs no kernel."""
+    """Returns why a device of a compute capability, with a driver for a CUDA version, runs no
+    kernel.
+    """
     if runtime.manifest() is None:
         pytest.fail("this test needs the kernels: run `python -m kernels.build`")
     major, minor = capability

@@ -37,7 +37,7 @@ PROGRAMS = {"fixed": "", "symbolic_batch": "b", "symbolic": "bts"}
 
 
 def both_ways(q: Any, k: Any, v: Any, lengths: Any, bars: tuple[Any, Any], **options: Any) -> Any:
-    """Output, log-sum-exp, and the gradients of query, key and value."""
+    """Returns output, log-sum-exp, and the gradients of query, key and value."""
 
     def run(q: Any, k: Any, v: Any) -> Any:
         return fa4_jax.attention(q, k, v, key_value_seq_lengths=lengths, **OPTIONS, **options)
@@ -47,7 +47,7 @@ def both_ways(q: Any, k: Any, v: Any, lengths: Any, bars: tuple[Any, Any], **opt
 
 
 def operands(symbols: str) -> tuple[Any, ...]:
-    """Types of the arguments of `both_ways`."""
+    """Returns the types of the arguments of `both_ways`."""
     sizes: dict[str, Any] = {"b": CASE.batch, "t": CASE.query_length, "s": CASE.key_length}
     if symbols:
         sizes |= zip(symbols, jax.export.symbolic_shape(",".join(symbols)), strict=True)

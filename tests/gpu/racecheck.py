@@ -1,4 +1,5 @@
-"""What compute-sanitizer's racecheck reports of the Hopper kernels: nothing but what is explained.
+"""Checks that compute-sanitizer's racecheck reports nothing of the Hopper kernels but what is
+explained.
 
     python -m tests.gpu.racecheck [--only "sm_90a_bwd_bf16_d64*"]
 
@@ -61,7 +62,7 @@ class Access:
 
 
 def parse(text: str) -> list[tuple[Access, Access]]:
-    """Pairs of accesses, the first of each report with each of its others.
+    """Returns pairs of accesses, the first of each report with each of its others.
 
     Raises:
       ValueError: the text has no summary: the program ended before its time.
@@ -83,7 +84,7 @@ def parse(text: str) -> list[tuple[Access, Access]]:
 
 
 def hazard(pair: tuple[Access, Access], code: dict[str, list[tuple[int, int]]]) -> tuple[str, ...]:
-    """The class of a pair: kernel, then the instructions, a write first.
+    """Returns the class of a pair: the kernel, then the instructions, a write first.
 
     `code` has the machine instructions of each kernel by symbol.
     """
@@ -96,7 +97,7 @@ def hazard(pair: tuple[Access, Access], code: dict[str, list[tuple[int, int]]]) 
 
 
 def case_of(key: KernelKey) -> Case:
-    """Some steps of a CTA, so that every slot of its rings is used again."""
+    """Returns a case with several steps of a CTA, so that every slot of its rings is used again."""
     return Case(
         batch=1,
         heads=(2, 1),
@@ -109,7 +110,7 @@ def case_of(key: KernelKey) -> Case:
 
 
 def keys() -> list[KernelKey]:
-    """The backward kernels that are run."""
+    """Returns the backward kernels that run."""
     return [
         key
         for key in catalogue.keys("sm_90a")
@@ -123,7 +124,8 @@ def _code(folder: pathlib.Path, file: str, symbol: str) -> list[tuple[int, int]]
 
 
 def check(key: KernelKey) -> Counter[tuple[str, ...]]:
-    """Classes of what racecheck reports of a backward and the kernels around it, with counts.
+    """Returns the classes that racecheck reports of a backward and the kernels around it, with
+    counts.
 
     Raises:
       ValueError: the program did not come to its end.

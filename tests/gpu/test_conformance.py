@@ -1,4 +1,4 @@
-"""Every conformance case on the kernels, and that the deterministic gradients are."""
+"""Every conformance case runs on the kernels, and the deterministic gradients are deterministic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fa4_jax.target import current_target
 
 @functools.cache
 def why_not() -> str | None:
-    """Why the kernels cannot run here, or None."""
+    """Returns why the kernels cannot run here, or None."""
     target = current_target()
     if target.arch is None or target.manifest is None:
         return target.unavailable

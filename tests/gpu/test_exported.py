@@ -1,4 +1,4 @@
-"""Programs that a machine without a GPU exported run the kernels here, and are right."""
+"""Programs that a machine without a GPU exported run the kernels here, and give right results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_kernels_run_and_are_right(name: str, case: Case, seed: int):
     program = jax.export.deserialize(bytearray(blob))
     assert program.platforms == ("cuda",)
     text = program.mlir_module()
-    # Four launches, and none of the loops of the default path: nothing else can have run.
+    # There are four launches, and no loop of the default path: nothing else can have run.
     assert text.count('kernel = "sm_90a_') == 4 and "stablehlo.while" not in text
     inputs, args = arguments(case, seed)
     found = program.call(*args)

@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements: the far end must come out as if it stood alone."""
+"""Tensors of more than 2^31 elements: the far end must give what it gives alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import fa4_jax
 from fa4_jax.target import current_target
 
-LENGTH, HEADS, HEAD_DIM = 66_048, 128, 128  # two batch entries: 2^31 + 16.8 M elements
+LENGTH, HEADS, HEAD_DIM = 66_048, 128, 128  # two batch entries are 2^31 + 16.8 M elements
 SHORT = 130
 
 
@@ -28,20 +28,20 @@ def kernels() -> None:
 
 
 def normal(seed: int, number: int, *shape: int) -> jax.Array:
-    """Random bf16 values."""
+    """Makes random bf16 values."""
     return jax.random.normal(jax.random.fold_in(jax.random.key(seed), number), shape, jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
 def gradients(operands: tuple[jax.Array, ...], output_bar: jax.Array, options: tuple[Any, ...]):
-    """(output, dq, dk, dv) of the kernels."""
+    """Returns (output, dq, dk, dv) of the kernels."""
     call = functools.partial(fa4_jax.attention, implementation="kernel", **dict(options))
     output, pull_back = jax.vjp(call, *operands)
     return output, *pull_back(output_bar)
 
 
 def assert_same(large: jax.Array, small: jax.Array) -> None:
-    """Equal up to the order of dQ's additions."""
+    """Checks equality up to the order of dQ's additions."""
     found, expected = np.asarray(large, np.float32), np.asarray(small, np.float32)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2**-7 * np.abs(expected).max())

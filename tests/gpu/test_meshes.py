@@ -1,4 +1,6 @@
-"""Kernels on a mesh of two GPUs, in every mesh mode: the same bits as on one, and no gathering."""
+"""Kernels on a mesh of two GPUs give, in every mesh mode, the same bits as on one, without
+gathering.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fa4_jax.target import current_target
 
 BATCH, HEADS = P("x"), P(None, None, "x")
 LAYOUTS = {
-    # name: specs of query and of key and value; KV heads; collectives of a gradient
+    # name: specs of query, and of key and value; KV heads; collectives of a gradient
     "batch": (BATCH, BATCH, 2, 0),
     "heads": (HEADS, HEADS, 2, 0),
     "query heads over one KV head": (HEADS, P(), 1, 2),  # sums of dK and dV
@@ -34,7 +36,7 @@ def kernels() -> None:
 
 
 def gradients(q: Any, k: Any, v: Any, bar: Any) -> Any:
-    """Output, LSE, dq, dk, dv of a causal, deterministic call on the kernels."""
+    """Returns output, LSE, dq, dk, dv of a causal, deterministic call on the kernels."""
 
     def call(*primals: jax.Array) -> Any:
         return fa4_jax.attention(

@@ -1,4 +1,4 @@
-"""Context parallelism on the kernels and through NCCL: the cases of the CPU, on 2 or 4 GPUs."""
+"""Context parallelism runs the CPU's cases on the kernels and through NCCL, on 2 or 4 GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = ("dense", "causal with lengths", "window", "chunked prefill")
 
 @pytest.fixture(autouse=True)
 def gpus() -> int:
-    """How many GPUs share out a sequence."""
+    """Returns how many GPUs share a sequence."""
     target = current_target()
     if target.arch is None:
         pytest.skip(target.unavailable)
@@ -96,5 +96,5 @@ def test_bytes_that_travel(seed, gpus):
     layout = make_layout(make_mesh(AxisType.Manual, seq=gpus), scheme)
     inputs = make_inputs(case, seed)
     program, _ = compiled(case, inputs, scheme, layout, AxisType.Manual, "kernel")
-    keys_and_values = 2 * inputs.key.size * 2  # of bf16, on all devices together
+    keys_and_values = 2 * inputs.key.size * 2  # the rate of bf16, on all devices together
     assert received_bytes(program) == {"collective-permute": 3 * (gpus - 1) * keys_and_values}

@@ -1,4 +1,4 @@
-"""racecheck on the Hopper kernels reports only what is explained; and how its reports are read."""
+"""racecheck on the Hopper kernels reports only what is explained; its reports are read right."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_every_report_is_explained(key: KernelKey):
         pytest.skip(current_target().unavailable or f"needs {key.arch}")
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not on the path")
-    # It is known to report something of each of them, if it has seen the kernels.
+    # racecheck is known to report something of each of them, if it has seen the kernels.
     assert set(racecheck.check(key)) == set(racecheck.EXPLAINED)

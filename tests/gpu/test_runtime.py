@@ -1,4 +1,4 @@
-"""The handler on real devices: several GPUs, several threads, CUDA graphs, many runs."""
+"""Tests the handler on real devices: several GPUs, several threads, CUDA graphs, many runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kernels() -> None:
 
 
 def operands(seed: int, length: int, head_dim: int = 64, heads: int = 4) -> list[jax.Array]:
-    """Random q, k, v and output cotangent, bf16."""
+    """Makes random q, k, v and output cotangent, bf16."""
     shape = (2, length, heads, head_dim)
     return [
         jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(jax.random.key(seed), 4)
@@ -40,7 +40,7 @@ def operands(seed: int, length: int, head_dim: int = 64, heads: int = 4) -> list
 
 @jax.jit
 def gradients(q: jax.Array, k: jax.Array, v: jax.Array, output_bar: jax.Array):
-    """output, dq, dk, dv of a causal, deterministic call on the kernels."""
+    """Returns output, dq, dk, dv of a causal, deterministic call on the kernels."""
 
     def call(*primals: jax.Array) -> jax.Array:
         return fa4_jax.attention(
@@ -52,7 +52,7 @@ def gradients(q: jax.Array, k: jax.Array, v: jax.Array, output_bar: jax.Array):
 
 
 def same(results, expected) -> bool:
-    """Bitwise equality."""
+    """Returns whether two values are bitwise equal."""
     return all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Programs for a GPU that this machine does not have: with a named architecture, and without."""
+"""Tests programs for a GPU that this machine lacks: with a named architecture, and without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Q = jax.ShapeDtypeStruct((2, 128, 4, 128), jnp.bfloat16)
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every kernel of the key list, and no GPU."""
+    """Pretends that every kernel of the key list is installed, and that there is no GPU."""
     manifest = fake_manifest()
     none = Target(None, manifest, "JAX sees no GPU")
     monkeypatch.setattr(runtime, "manifest", lambda: manifest)
@@ -50,7 +50,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def program(
     function: Callable[..., Any], *args: Any, platforms: tuple[str, ...] = ("cuda",)
 ) -> str:
-    """StableHLO."""
+    """Returns the program's StableHLO."""
     return jax.jit(function).trace(*args).lower(lowering_platforms=platforms).as_text()
 
 

@@ -1,4 +1,4 @@
-"""Visited blocks: exactly those that hold a seen pair, read from the rows or from the columns."""
+"""Visited blocks are exactly those that hold a seen pair, read from the rows or the columns."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ TILES = st.sampled_from((1, 2, 3, 4, 8))
 
 
 def seen_pairs(band: Band) -> set[tuple[int, int]]:
-    """The relation itself, pair by pair."""
+    """Returns the relation itself, pair by pair."""
     return {
         (i, j)
         for i in range(band.query_length)
@@ -36,7 +36,9 @@ def seen_pairs(band: Band) -> set[tuple[int, int]]:
 
 
 def visits(band: Band, rows: int, columns: int) -> set[tuple[int, int]]:
-    """(row tile, column block) of every visit, as the kernels ask for them; some tiles too many."""
+    """Returns every visit as (row tile, column block), as kernels ask for them, with too many
+    tiles.
+    """
     tiles = band.query_length // rows + 3
     ranges = [visited_blocks(band, t * rows, rows, columns, PYTHON) for t in range(tiles)]
     return {(t, n) for t, r in enumerate(ranges) for n in range(r.begin, r.end)}
@@ -73,7 +75,7 @@ def test_row_limits_are_the_seen_columns(band):
 @settings(max_examples=500)
 @given(BANDS, TILES, TILES)
 def test_deterministic_turns_are_a_numbering_without_gaps(band, rows, columns):
-    """The backward's turn at a query tile: 0, 1, 2, ... over the key tiles that visit it."""
+    """The backward's turns at a query tile are 0, 1, 2, ... over the key tiles that visit it."""
     turns: dict[int, list[int]] = {}
     for m, n in visits(band, rows, columns):
         blocks = visited_blocks(band, m * rows, rows, columns, PYTHON)

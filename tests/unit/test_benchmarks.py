@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, their protocol, and one tiny case from shapes to report."""
+"""Tests the benchmarks' arithmetic, their protocol, and one tiny case from shapes to report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block ranges of a band against counting."""
+"""Compares block ranges of a band with counting."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_blocks_of_a_batch_whose_offsets_are_arrays(
             blocks = np.arange(side.count)
             assert not (needed_of[i] & ((blocks < lo) | (blocks >= hi))).any()
             if common and side is keys:
-                assert padded_of[i][lo:hi].all()  # nothing is visited in vain
+                assert padded_of[i][lo:hi].all()  # no block is visited in vain
 
 
 @settings(max_examples=200, deadline=None, database=None)

@@ -1,4 +1,4 @@
-"""The comparison itself: it must fail what is wrong."""
+"""The comparison must fail what is wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_bad_element_fails_by_its_largest_error(expected, noise):
 
 
 def test_a_small_bias_everywhere_fails_by_its_rms(expected, noise):
-    noise[0, 0, 0] = 1.0  # one outlier of the ordinary computation hides nothing
+    noise[0, 0, 0] = 1.0  # One outlier of the ordinary computation hides nothing.
     result = expected + 0.2
     ordinary = expected + np.where(np.abs(noise) < 1, noise, 1.0)
     assert compare("output", "bf16", result, expected, [ordinary]).failure

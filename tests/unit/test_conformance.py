@@ -1,4 +1,4 @@
-"""Every conformance case on both ways of the pure-JAX default."""
+"""Every conformance case runs on both paths of the pure-JAX default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.default_paths import PATHS, forced
 
 @pytest.fixture(scope="module", params=PATHS)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every size takes it."""
+    """Makes every size run on one path."""
     with forced(request.param):
         yield request.param
 

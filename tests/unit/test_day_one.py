@@ -1,4 +1,4 @@
-"""The first day's orchestrator, with parts that hang, fault, die and write garbage."""
+"""Tests the first day's orchestrator, with parts that hang, fault, die and write garbage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if "late" in items:
 
 
 class Desk:
-    """A runner of the worker above; the GPU is usable until after some looks."""
+    """A runner of the worker above; the GPU is usable until it has been looked at some times."""
 
     def __init__(self, folder: Path, usable_looks: int = 1000):
         self.starts: list[tuple[str, ...]] = []
@@ -76,7 +76,7 @@ class Desk:
         return None if self.looks <= self._usable_looks else "a tiny kernel did not end"
 
     def verdicts(self, part: Part) -> dict[str, Verdict]:
-        """Verdicts of a part's items."""
+        """Returns the verdicts of a part's items."""
         return {finding.item: finding.verdict for finding in self.runner.run(part)}
 
 
@@ -244,7 +244,7 @@ EXAMPLE = (
 
 
 def a_day(findings: tuple[Finding, ...] = EXAMPLE, **options) -> report.Day:
-    """A day on a made-up Blackwell."""
+    """Makes a day on an invented Blackwell GPU."""
     facts = {"arch": "sm_100f", "emulated": False, "device": "B200", "date": "2026-12-01"}
     return report.Day(**facts, commit="abc", seconds=100.0, findings=findings, **options)
 
@@ -275,7 +275,7 @@ def test_the_report_has_every_verdict():
 
 
 def test_an_assumption_holds_only_where_all_its_programs_ran():
-    """As on a Hopper, which has no products in tensor memory."""
+    """A Hopper, for example, has no products in tensor memory."""
     ran = (
         Finding("litmus", "remote-store-read", Verdict.HOLDS, "0 of 9 comparisons wrong"),
         Finding("bitwise", "d64", Verdict.HOLDS),
@@ -354,7 +354,9 @@ def test_every_assumed_constant_has_a_microbenchmark_or_a_reason(arch: str):
 
 
 def test_products_that_take_longer_than_the_model_says_are_named():
-    """128 x 64 x 16 takes the 48 cycles of its operands, a pair's 256 x 256 x 16 128 of FLOPs."""
+    """128 x 64 x 16 takes the 48 cycles of its operands, a pair's 256 x 256 x 16 the 128 of its
+    FLOPs.
+    """
     found = tuple(
         Finding("constants", f"{name}/throughput", Verdict.MEASURED, "", 1.0, {"value": value})
         for name, value in (
@@ -371,7 +373,7 @@ def test_products_that_take_longer_than_the_model_says_are_named():
 
 
 def test_constants_of_an_h200_are_the_table():
-    """From the file that the table was made of, every field comes out as it stands there."""
+    """From the file that the table is based on, every field comes out as in the table."""
     path = ROOT / "benchmarks" / "results" / "nvidia-h200-microbenchmarks.json"
     values = {x["name"]: x["value"] for x in json.loads(path.read_text())["measurements"]}
     for constant in constants.constants("sm_90a", values):
@@ -396,7 +398,7 @@ assert not [name for name in sys.modules if name.startswith("kernels.build")]
 
 
 def test_a_real_part_survives_a_fault_made_on_purpose(tmp_path: Path):
-    """The command's own processes, on the emulator: the injected item dies, the next one runs."""
+    """The command's processes run on the emulator: the injected item dies, the next one runs."""
     target = Target("sm_100f", emulated=True, seed=3)
     litmus = Part("litmus", (INJECTED, "reuse", "cubins"), limit_s=60)
 
@@ -432,7 +434,7 @@ def test_the_command_says_what_is_missing(
 
 
 def test_a_whole_day_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two parts of the command, their processes replaced by the worker above."""
+    """Two parts of the command run, with their processes replaced by the worker above."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
 

@@ -1,4 +1,4 @@
-"""The default path's choice between one dense block and many, and that both compute the same."""
+"""The default path chooses between one dense block and many, and both compute the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def gradient_text(length: int, **options: Any) -> str:
-    """The program of a gradient of [1, length, 4, 8]."""
+    """Returns the program of a gradient of [1, length, 4, 8]."""
     operand = jax.ShapeDtypeStruct((1, length, 4, 8), jnp.float32)
 
     def loss(*x: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ def test_a_dense_block_holds_no_more_scores_than_blocks_do():
 
 
 def results(path: str, call: dict[str, Any], rng: np.random.Generator, dtype: Any) -> list[Any]:
-    """Output, log-sum-exp and the gradients of query, key, value, scale, and a bias if any."""
+    """Returns output, log-sum-exp, and gradients of query, key, value, scale, and a bias if any."""
     options = dict(call)
     rows, dense = options.pop("rows", T), options.pop("dense", False)
     q, k, v = (

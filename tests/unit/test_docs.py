@@ -1,4 +1,4 @@
-"""Every link and every path that the documents mention exists, and so do the sections linked to."""
+"""Every link and path in the documents, and every section that they link to, exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENTS = sorted(
 )
 FOLDERS = ("benchmarks", "docs", "examples", "fa4_jax", "ffi", "kernels", "tests")
 BUILT = ("fa4_jax/_cubins", "fa4_jax/libfa4_jax.so")
-"""What the build makes: a fresh checkout lacks it."""
+"""The paths that the build makes; a fresh checkout lacks them."""
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./*<>-]*[\w/*>]")
@@ -28,14 +28,14 @@ _SOURCES = (".py", ".cc", ".h", ".bazel", ".bzl", ".md")
 
 
 def anchors(text: str) -> set[str]:
-    """The names of a document's sections, as GitHub makes them from the headings."""
+    """Returns the names of a document's sections, as GitHub makes them from the headings."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
 
 
 def missing_links(document: pathlib.Path) -> list[str]:
-    """The relative links of a document that lead nowhere."""
+    """Returns the relative links of a document that lead nowhere."""
     wrong = []
     for link in _LINK.findall(document.read_text()):
         path, _, section = link.partition("#")
@@ -48,7 +48,9 @@ def missing_links(document: pathlib.Path) -> list[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """The paths from the root that a text mentions and that do not exist; they may have stars."""
+    """Returns the paths from the root that a text mentions and that do not exist; they may have
+    stars.
+    """
     wrong = []
     for path in _PATH.findall(text):
         if path.startswith(BUILT) or list(ROOT.glob(path.replace("<arch>", "*"))):

@@ -1,4 +1,4 @@
-"""The training example, at toy size, as a user runs it."""
+"""Runs the training example, at toy size, as a user runs it."""
 
 from __future__ import annotations
 

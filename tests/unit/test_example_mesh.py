@@ -1,4 +1,4 @@
-"""The training example on meshes of 8 virtual devices learns what it learns on one."""
+"""On meshes of 8 virtual devices the training example learns what it learns on one."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TINY = {
 SIZES = [str(x) for pair in TINY.items() for x in pair]
 
 ROUNDING = 2.0**-8
-"""Of bf16: partial outputs and gradients are rounded once more. Seen: 3e-4."""
+"""A bound for bf16, where partial outputs and gradients are rounded once more; 3e-4 was seen."""
 
 
 @pytest.fixture(scope="module")
 def example():
-    """The modules of the example."""
+    """Imports the modules of the example."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         return importlib.import_module("train_lm"), importlib.import_module("sharing")
@@ -44,7 +44,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def losses(example):
-    """Every step's loss on a mesh, or on one device."""
+    """Returns every step's loss on a mesh, or on one device."""
     train_lm, _ = example
     text, _ = train_lm.read_corpus()
 
@@ -58,7 +58,7 @@ def losses(example):
 
 @pytest.fixture(scope="module")
 def alone(losses):
-    """The losses on one device."""
+    """Returns the losses on one device."""
     return losses()
 
 
@@ -123,11 +123,11 @@ def test_two_processes_with_four_devices_each(alone, tmp_path):
     finally:
         for process in started:
             process.kill()
-            # Waits and closes the pipe; else the next test of this process would be blamed.
+            # This waits and closes the pipe; otherwise this process's next test would be blamed.
             process.communicate()
     assert "8 x cpu" in first, first + second
     assert started[1].returncode == 0, second
-    # Six steps are too few for the example itself to be satisfied.
+    # Six steps are too few for the example's own check.
     assert "FAILED: the held-out loss" in first
     found = np.asarray(json.loads((tmp_path / "0" / "losses.json").read_text()))
     assert np.abs(found - alone).max() < ROUNDING

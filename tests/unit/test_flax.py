@@ -1,4 +1,4 @@
-"""The adapters inside Flax's own attention layers."""
+"""Tests the adapters inside Flax's own attention layers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_needs_the_weights_is_refused(x: jax.Array):
 
 @pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 def test_messages_are_one_short_line(x: jax.Array, make: Any):
-    """The module, whose description has a hundred lines, is an argument."""
+    """One argument is the module, whose description has a hundred lines."""
     layer = make(attention_fn=attention_fn)
     with pytest.raises(NotImplementedError, match="sow_weights") as error:
         if make is nnx_layer:

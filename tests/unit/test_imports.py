@@ -1,4 +1,4 @@
-"""Who may import what, and that importing is light."""
+"""The rules for imports hold, and importing is light."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fa4_jax
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARY = sorted((ROOT / "fa4_jax").rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in LIBRARY]
-# What each adapter in fa4_jax/integrations may import beyond the rest of the library.
+# The modules that each adapter in fa4_jax/integrations may import beyond the rest of the library.
 ADAPTED = {
     "ejkernel": {"ejkernel"},
     "equinox": {"equinox"},
@@ -26,7 +26,7 @@ ADAPTED = {
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """Full names of the modules that a file imports, and of what it imports from them."""
+    """Returns full names of the modules that a file imports, and of what it imports from them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -67,7 +67,7 @@ def test_what_build_and_emulator_read_imports_no_jax(name: str):
 
 
 def modules_of_the_library(path: pathlib.Path) -> set[str]:
-    """The modules of fa4_jax that a file imports, or from which it imports a name."""
+    """Returns the modules of fa4_jax that a file imports, or from which it imports a name."""
     found = set()
     for name in imported(path):
         place, parts = ROOT, name.split(".")

@@ -1,4 +1,4 @@
-"""The kernel path as far as it goes without a GPU: programs lowered for CUDA, and who refuses."""
+"""Tests the kernel path as far as a machine without a GPU can: lowering for CUDA, and refusals."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def operands(rng: np.random.Generator) -> list[jax.Array]:
 
 
 def program(function: Callable[..., Any], *args: Any) -> str:
-    """StableHLO for CUDA."""
+    """Returns StableHLO for CUDA."""
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def launches(function: Callable[..., Any], *args: Any) -> list[str]:
-    """Kernels of the program, in order."""
+    """Returns the kernels of the program, in order."""
     return re.findall(r'kernel = "([^"]*)"', program(function, *args))
 
 
@@ -91,7 +91,7 @@ def test_remat_with_the_policy_does_not_rerun_the_kernel(operands):
     def count(policy: Any) -> int:
         return launches(gradient(jax.checkpoint(layer, policy=policy)), *operands).count(FORWARD)
 
-    assert count(None) == 2  # what the policy is for
+    assert count(None) == 2  # this is what the policy is for
     assert count(fa4_jax.save_attention_policy) == 1
 
 
@@ -205,7 +205,9 @@ def test_a_missing_backward_is_an_error_where_kernels_are_insisted_on(operands, 
     assert launches(insist, *operands) == [FORWARD]
     with pytest.raises(NotImplementedError, match="backward: no kernel sm_90a_bwd_pre"):
         launches(gradient(insist), *operands)
-    assert launches(gradient(causal), *operands) == [FORWARD]  # else the default's backward
+    assert launches(gradient(causal), *operands) == [
+        FORWARD
+    ]  # otherwise it is the default's backward
 
 
 def test_a_missing_backward_is_told_once(operands, monkeypatch, caplog):

@@ -12,7 +12,7 @@ from fa4_jax import attention
 
 
 def temporary_bytes(length: int, **options: Any) -> int:
-    """Of one forward and backward, as XLA plans it."""
+    """Returns the temporary bytes of one forward and backward, as XLA plans it."""
     operand = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -27,7 +27,7 @@ def temporary_bytes(length: int, **options: Any) -> int:
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["dense", "causal"])
 def test_linear_in_length(options: dict[str, Any]):
     short, middle, long = (temporary_bytes(length, **options) for length in (8192, 16384, 32768))
-    assert long < 4 * 4 * 32768**2 / 50  # a fiftieth of scores that are written down
-    # A pair of blocks is a constant part, so doubling the length less than doubles the whole.
+    assert long < 4 * 4 * 32768**2 / 50  # a fiftieth of the scores, if they are written down
+    # The cost of a pair of blocks is constant, so doubling the length less than doubles the whole.
     assert middle <= 2.02 * short
     assert long <= 2.02 * middle

@@ -1,4 +1,4 @@
-"""The microbenchmarks' programs: what ptxas makes of them, what they do, what is made of clocks."""
+"""Tests the microbenchmarks' programs: machine code, work, the constants from clocks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ OPCODES = {
     "st.release": {0x986},
     "st.global": {0x986},
 }
-"""Machine instructions that a counted PTX instruction, by its longest prefix here, becomes."""
+"""The machine instructions that a counted PTX instruction, by its longest prefix here, becomes."""
 
 
 def _opcodes(mnemonic: str) -> set[int]:
@@ -86,7 +86,7 @@ def _opcodes(mnemonic: str) -> set[int]:
 
 @functools.cache
 def _programs() -> dict[str, Measurement]:
-    """One measurement for each text."""
+    """Returns one measurement for each text."""
     return {m.program.ptx(): m for m in reversed(_ALL.values())}
 
 
@@ -101,7 +101,7 @@ def _assemble(text: str, folder: Path) -> tuple[bytes, str]:
 
 
 def _timed_opcodes(cubin: bytes) -> list[list[int]]:
-    """Opcodes between the clock reads of the two loops."""
+    """Returns the opcodes between the clock reads of the two loops."""
     code = cubin_info.instructions(cubin, ENTRY)
     reads = [
         i for i, word in enumerate(code) if (cubin_info.opcode(word), word[1] >> 8 & 0xFF) == _CLOCK
@@ -136,7 +136,7 @@ def test_machine_code_has_what_is_counted(group, tmp_path):
 
 
 def test_a_shortened_chain_is_noticed(tmp_path):
-    """A reciprocal's reciprocal is left out by ptxas; so would be what is measured."""
+    """ptxas leaves out a reciprocal's reciprocal, and would leave out what is measured."""
     program = Program(
         body=lambda copies: "rcp.approx.ftz.f32 %a0, %a0;\n" * copies,
         copies=8,
@@ -200,7 +200,7 @@ def test_programs_run_and_do_what_is_counted(name):
         if not mnemonic.startswith(("mbarrier", "bar.", "cp.async", "mov", "fence", "st.shared")):
             assert extra < 100 * warps * ctas, mnemonic
     if name.startswith("wgmma") and "rs" not in name.split("/")[2]:
-        # Ones times ones: every product adds 16 to every element.
+        # It multiplies ones by ones: every product adds 16 to every element.
         sinks = results[ctas * warps * 8 * FIELDS :].view(np.float32)[: launch.threads]
         np.testing.assert_array_equal(sinks, 16 * PASSES * repeats * 3 * program.copies)
 
@@ -253,7 +253,7 @@ def test_pointers_make_one_ring(stride):
 
 
 def _clocks(short: list[int], long: list[int], start: int = 1000) -> np.ndarray:
-    """Words of one CTA whose warps take this long for the loops."""
+    """Returns the words of one CTA whose warps take this long for the loops."""
     words = np.zeros((1, 1, len(short), FIELDS), np.int64)
     words[0, 0, :, 0], words[0, 0, :, 1] = start, start + np.array(short)
     words[0, 0, :, 2], words[0, 0, :, 3] = 2 * start, 2 * start + np.array(long)
@@ -302,7 +302,7 @@ def test_names_are_unique_and_the_table_has_every_row(tmp_path):
 
 
 class _FakeDriver:
-    """The driver's API without a device: every launch leaves the clocks that it is told to."""
+    """The driver's API without a device: every launch leaves the clocks that it is given."""
 
     def __init__(self, words: np.ndarray, failing: str = ""):
         self._real = pytest.importorskip("cuda.bindings.driver")
@@ -349,7 +349,7 @@ def test_a_run_writes_what_was_measured(monkeypatch, tmp_path):
     assert second["value"] == 64 * 32 * 4 / (16 * 4)
     assert document["environment"]["multiprocessors"] == 132
     assert document["environment"]["sm_clock_mhz"] == 2000
-    # Every launch: function, grid, block, shared memory, stream, parameters.
+    # The arguments of every launch: function, grid, block, shared memory, stream, parameters.
     assert {call[1:7] for call in fake.launched[-6:-2]} == {(1, 1, 1, 32, 1, 1)}
 
 

@@ -21,7 +21,7 @@ T, S, N, H = 70, 90, 2, 8
 
 @pytest.fixture(autouse=True, scope="module", params=PATHS)
 def small_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One block, or many at small sizes."""
+    """Makes the default path run one block, or many, at small sizes."""
     with forced(request.param, block=16):
         yield
 
@@ -60,7 +60,7 @@ def test_confined(operand: int, value: float, case: Case, rng: np.random.Generat
 
 
 def outputs(arrays: list[jax.Array], options: dict[str, Any]) -> tuple[Any, Any]:
-    """Output and gradients of query, key and value."""
+    """Returns output and gradients of query, key and value."""
     output, pull_back = jax.vjp(lambda *x: attention(*x, **options), *arrays)
     bar = jnp.sin(jnp.arange(output.size, dtype=jnp.float32)).reshape(output.shape)
     return np.asarray(output), [np.asarray(x) for x in pull_back(bar)]

@@ -1,4 +1,4 @@
-"""The numpy oracle against JAX's autodiff of the definition, in float64."""
+"""Compares the numpy oracle with JAX's autodiff of the definition, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = (
 
 
 def definition(case: Case, seen: np.ndarray, q: Any, k: Any, v: Any, bias: Any = None):
-    """Output and log-sum-exp by the textbook; rows without keys are 0 and -inf."""
+    """Returns output and log-sum-exp by the textbook; rows without keys are 0 and -inf."""
     group = case.heads[0] // case.heads[1]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale

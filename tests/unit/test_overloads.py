@@ -1,4 +1,4 @@
-"""What type checkers know of `attention`'s result; pyright checks the types, pytest the values."""
+"""Type checkers know `attention`'s result types; pyright checks these, pytest the values."""
 
 from __future__ import annotations
 

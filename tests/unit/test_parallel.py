@@ -1,4 +1,4 @@
-"""Context parallelism on eight virtual devices, against the float64 oracle."""
+"""Compares context parallelism on eight virtual devices with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def name_of(x: Any) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`some_case`: one of CASES by the seed, or with --every-case each of them."""
+    """Sets `some_case`: one of CASES by the seed, or with --every-case each of them."""
     if "some_case" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-case")
         numbers = range(len(CASES)) if every else [None]
@@ -57,7 +57,7 @@ every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 
 @pytest.fixture(scope="module")
 def dense() -> Iterator[None]:
-    """A few dense lines for both implementations, and kernels for everything, on the CPU."""
+    """Uses few dense lines for both implementations, and kernels for everything, on the CPU."""
     target = dataclasses.replace(fake_target(), platforms=("cuda", "cpu"))
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def on_kernels(stand_in: Any) -> Any:
 
 
 def sequence_mesh(kind: AxisType, scheme: Any, devices: int, **others: int) -> Mesh:
-    """A mesh for a scheme with four or two devices for the sequences, and other axes."""
+    """Makes a mesh for a scheme with four or two devices for the sequences, and other axes."""
     if isinstance(scheme, parallel.RingUlysses):
         return make_mesh(kind, **others, ring=2, ulysses=devices // 2)
     return make_mesh(kind, **others, seq=devices)
@@ -202,10 +202,10 @@ def test_eight_devices(seed, dense):
 
 
 BLOCK = 2 * 2 * 12 * 2 * 8 * 4
-"""Bytes of a K and a V shard of the cases below: batch 2, 12 keys, 2 heads of 8 float32."""
+"""The bytes of a K and a V shard of the cases below: batch 2, 12 keys, 2 heads of 8 float32."""
 
 ROWS = 2 * 12 * 8 * 8 * 4
-"""Bytes of a shard of query or output: 8 heads."""
+"""The bytes of a shard of query or output: 8 heads."""
 
 LSE = 2 * 12 * 8 * 4
 
@@ -215,18 +215,18 @@ def permuted(count: int) -> dict[str, int]:
 
 
 HEADS = 2 * ROWS + LSE
-"""Bytes of a shard of query, output and log-sum-exp."""
+"""The bytes of a shard of query, output and log-sum-exp."""
 
 
 @pytest.mark.parametrize(
     ("scheme", "mask", "forward", "backward"),
     [
-        # Every device gets the other three shards: then again, and their gradients are sent back.
+        # Every device receives the other three shards, then again, and sends their gradients.
         (parallel.Ring("seq"), "dense", permuted(12 * BLOCK), permuted(24 * BLOCK)),
         (parallel.Ring("seq", "zigzag"), "causal", permuted(12 * BLOCK), permuted(24 * BLOCK)),
         # Shards travel up only.
         (parallel.Ring("seq"), "causal", permuted(6 * BLOCK), permuted(12 * BLOCK)),
-        # To the neighbours on both sides, or to the next.
+        # Shards travel to the neighbours on both sides, or to the next.
         (parallel.Ring("seq"), "window", permuted(6 * BLOCK), permuted(12 * BLOCK)),
         (parallel.Ring("seq"), "causal window", permuted(3 * BLOCK), permuted(6 * BLOCK)),
         (parallel.AllGather("seq"), "causal window", permuted(3 * BLOCK), permuted(6 * BLOCK)),
@@ -237,7 +237,7 @@ HEADS = 2 * ROWS + LSE
             {"all-gather": 12 * BLOCK},
             {"all-gather": 12 * BLOCK, "all-to-all": 12 * BLOCK},
         ),
-        # Three quarters of Q, O and the log-sum-exp, and of K and V, of which each KV head is
+        # Devices exchange three quarters of Q, O, log-sum-exp, K and V, of which each KV head is
         # needed by two devices; their gradients return.
         (
             parallel.Ulysses("seq"),
@@ -255,8 +255,9 @@ HEADS = 2 * ROWS + LSE
     ids=lambda x: name_of(x) or (x if isinstance(x, str) else ""),
 )
 def test_collectives(scheme, mask, forward, backward, seed, dense):
-    """Of the forward and of the backward as programs of their own: a CPU's compiler, unlike a
-    GPU's, takes the forward's transfers for the backward's where it sees both."""
+    """The forward and the backward are programs of their own: a CPU's compiler, unlike a GPU's,
+    merges the backward's transfers with the forward's where it sees both.
+    """
     case = MASKS[mask]
     inputs = make_inputs(case, seed)
     mesh = sequence_mesh(AUTO, scheme, 4)

@@ -1,4 +1,4 @@
-"""What context parallelism refuses, and what it says to do instead."""
+"""Context parallelism refuses bad input and says what to do instead."""
 
 from __future__ import annotations
 

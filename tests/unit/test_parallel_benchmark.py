@@ -1,4 +1,4 @@
-"""What the context-parallel benchmark makes of traces and of numbers."""
+"""Tests what the context-parallel benchmark computes from traces and from numbers."""
 
 from __future__ import annotations
 

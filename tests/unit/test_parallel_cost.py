@@ -1,4 +1,4 @@
-"""The cost model against what was measured, against counting, and against common sense."""
+"""Compares the cost model with what was measured, with counting, and with common sense."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCHEMES = ("ring", "all-gather", "Ulysses")
 
 
 def chosen(**changes: Any) -> Choice:
-    """Of SIZES but for the changes."""
+    """Returns the choice for SIZES except for the changes."""
     return choose(**(SIZES | changes))
 
 
 def estimates(**changes: Any) -> dict[str, Estimate]:
-    """By the first word of their names; of SIZES but for the changes."""
+    """Returns estimates by the first word of their names; for SIZES except for the changes."""
     found = chosen(**changes)
     return {x.name.split(" ")[0] + (" 2-D" if " x " in x.name else ""): x for x in found.estimates}
 

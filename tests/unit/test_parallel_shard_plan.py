@@ -1,4 +1,4 @@
-"""Who meets whom, who travels where, and the zig-zag order, against brute force."""
+"""Compares with brute force which shards meet, which travel where, and the zig-zag order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUTS = [
 
 
 def positions(cut: ShardPlan, device: int, size: int) -> np.ndarray:
-    """Of one device's rows or keys, `size` of them."""
+    """Returns the positions of one device's rows or keys, `size` of them."""
     whole = jnp.arange(cut.devices * size)
     if cut.layout == "zigzag":
         whole = parallel.to_zigzag(whole, cut.devices, axis=0)
@@ -42,7 +42,7 @@ def positions(cut: ShardPlan, device: int, size: int) -> np.ndarray:
 
 
 def sees(cut: ShardPlan, device: int, owner: int) -> bool:
-    """Whether any row of one device sees any key of another, row by row."""
+    """Returns whether any row of one device sees any key of another, row by row."""
     if cut.offset is None:
         return True
     rows = positions(cut, device, cut.rows)[:, None] + cut.offset
@@ -57,7 +57,7 @@ def test_every_pair_that_meets_is_visited_once_and_no_shard_travels_in_vain(devi
         pairs = {(d, o) for d in range(n) for o in range(n) if cut.meet(d, o)}
         if n <= 3:
             assert pairs == {(d, o) for d in range(n) for o in range(n) if sees(cut, d, o)}
-        held = home = {d: d for d in range(n)}  # whose keys each device has
+        held = home = {d: d for d in range(n)}  # the device whose keys each device has
         met: list[tuple[int, int]] = []
         for visit in visits(cut):
             if visit.shift:
@@ -103,7 +103,7 @@ def test_zigzag_gives_each_device_one_early_and_one_late_chunk(shards, rng):
 
 
 def test_causal_zigzag_is_balanced():
-    """Pairs of a row and a key that it sees, by device: all the same but for the own shard's."""
+    """All devices see the same number of pairs of a row and a key, except of their own shards."""
     cut = ShardPlan(4, "zigzag", 8, 8, (UNBOUNDED, 0), 0)
     for shift in range(4):
         seen = [

@@ -1,4 +1,4 @@
-"""Where meshes, transformations and context parallelism meet: what goes wrong elsewhere."""
+"""Tests meshes, transformations and context parallelism together, where others go wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def squares(output: jax.Array) -> jax.Array:
 
 
 def expected(arrays: list[Any], **options: Any) -> Any:
-    """Gradients on one device."""
+    """Returns the gradients on one device."""
     return jax.jit(jax.grad(lambda *x: squares(attention(*x, **options)), (0, 1, 2)))(*arrays)
 
 
@@ -105,7 +105,7 @@ def test_replicated_lengths_and_offset_under_sharded_batch(rng):
 
 
 def test_vmap_scan_and_remat(rng):
-    """Layers in a scan, rematerialised, of vmapped calls: as one device does it."""
+    """A scan of rematerialised layers of vmapped calls computes what one device does."""
     mesh = make_mesh(AxisType.Auto, seq=2)
     q, k, v = draw(rng, 3, 1)
 
@@ -168,7 +168,7 @@ def test_launches_and_what_remat_keeps(kernels_present, rng):
         traced = jax.jit(jax.value_and_grad(function, (0, 1, 2))).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    # Of each of four pairs of shards one launch forward and three backward.
+    # Each of four pairs of shards has one launch forward and three backward.
     plain = program(loss)
     assert launches(plain) == 16
     assert plain.count("stablehlo.collective_permute") == 3 * 2 + 3 * 4

@@ -1,7 +1,7 @@
-"""Attention on meshes of four devices, against the float64 oracle.
+"""Compares attention on meshes of four devices with the float64 oracle.
 
 The kernel path runs with the pure-JAX implementation as every device's kernel: what is tested is
-who gets which part of the operands and which results are summed.
+which device has which part of the operands and which results are summed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Layout:
     Attributes:
       heads: query and KV heads.
       rows, keys: specs of query and of key and value.
-      batch: of the lengths and offsets.
+      batch: spec of the lengths and offsets.
       local: batch, query heads and KV heads of one device.
-      copies: devices that hold the same KV head and entries of the batch.
+      copies: number of devices that hold the same KV head and entries of the batch.
     """
 
     heads: tuple[int, int]
@@ -66,7 +66,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
-    """Kernels for everything, on the CPU; what they are launched on comes into the list."""
+    """Makes kernels for everything, on the CPU; their operands are added to the list."""
     target = dataclasses.replace(fake_target(), platforms=("cuda", "cpu"))
     problems: list[Problem] = []
 
@@ -107,7 +107,7 @@ def make_case(dtype: str, heads: tuple[int, int]) -> Case:
 
 
 def both_ways(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], bars: tuple[Any, Any]) -> Any:
-    """Output, log-sum-exp, and the gradients of query, key and value."""
+    """Returns output, log-sum-exp, and the gradients of query, key and value."""
     rows, keys, offset = lengths
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -134,24 +134,26 @@ def arguments(case: Case, inputs: Inputs) -> tuple[Any, ...]:
 
 
 def specs(layout: Layout) -> tuple[Any, ...]:
-    """Of `arguments`."""
+    """Returns the specs of `arguments`."""
     batch, _, heads, _ = (*layout.rows, *(None,) * (4 - len(layout.rows)))
     bars = (layout.rows, P(batch, heads))
     return layout.rows, layout.keys, layout.keys, (layout.batch,) * 3, bars
 
 
 def compiled(function: Callable[..., Any], mesh: Mesh, args: Any, where: Any) -> tuple[Any, Any]:
-    """The compiled program and its arguments, placed."""
+    """Returns the compiled program and its arguments, placed."""
     placed = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), args, where)
     return jax.jit(function).lower(*placed).compile(), placed
 
 
 NUMBERS = r"= (s32\[\](?:\{\})?|\((?:s32\[\](?:\{\})?(?:, )?)+\)) all-reduce\("
-"""An all-reduce of single integers: the least and the greatest offset of a sharded batch."""
+"""The pattern of an all-reduce of single integers: the least and greatest offset of a sharded
+batch.
+"""
 
 
 def collectives(program: Any, numbers: bool = True) -> set[str]:
-    """Names of those in a program, with or without those of NUMBERS."""
+    """Returns the names of the collectives in a program, with or without those of NUMBERS."""
     text = "\n".join(
         line for line in program.as_text().splitlines() if numbers or not re.search(NUMBERS, line)
     )
@@ -159,7 +161,9 @@ def collectives(program: Any, numbers: bool = True) -> set[str]:
 
 
 def ordinary_parts(case: Case, inputs: Inputs, copies: int, shift: float) -> dict[str, np.ndarray]:
-    """The ordinary computation where each copy of a KV head gets a rounded gradient of its own."""
+    """Returns the ordinary computation where each copy of a KV head has a rounded gradient of its
+    own.
+    """
     n, k = case.heads
     key, value = (np.repeat(x, copies, axis=2) for x in (inputs.key, inputs.value))
     parts = dataclasses.replace(inputs, key=key, value=value)
@@ -181,7 +185,7 @@ def assert_right(case: Case, inputs: Inputs, results: Any, copies: int = 1) -> N
 
 
 def check(kind: AxisType, layout: Layout, case: Case, seed: int, numbers: bool = True) -> None:
-    """Numbers, types, collectives; `numbers` as in `collectives`."""
+    """Checks numbers, types and collectives; `numbers` is as in `collectives`."""
     mesh, inputs = make_mesh(kind), make_inputs(case, seed)
     where = specs(layout)
     function = both_ways
@@ -289,7 +293,7 @@ def test_auto_axis_inside_a_shard_map_over_the_other(manual, kv_heads, seed, lau
     )
     program, placed = compiled(body, mesh, arguments(case, inputs), where)
     assert_right(case, inputs, program(*placed))
-    # Sums over a part of the devices cannot be asked for: query heads with no KV head are gathered.
+    # JAX has no sum over a part of the devices: query heads with no KV head are gathered.
     local = (2, 2, 1) if kv_heads == 2 else (2, 4, 1)
     assert {(p.batch, p.query_heads, p.kv_heads) for p in launched[-2:]} == {local}
 
@@ -418,7 +422,7 @@ def test_explicit_vmap_over_a_sharded_axis(spec, axes, rng, launched):
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """Equal but for the order of sums, which depends on the sizes of blocks."""
+    """Checks equality up to the order of sums, which depends on the sizes of blocks."""
     for x, y in zip(found, expected, strict=True):
         x, y = (np.asarray(z, np.float32) for z in (x, y))
         np.testing.assert_allclose(x, y, rtol=2**-7, atol=2**-7 * np.abs(y).max())
@@ -444,7 +448,7 @@ def test_programs_for_cuda(kernels_present, rng):
 
 @pytest.fixture
 def launchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs with launches compile: the library's CPU handler is there, without its driver."""
+    """Lets programs with launches compile: the library's CPU handler exists, without a driver."""
     library, reason = runtime._open_library()
     if library is None:
         pytest.skip(reason)
@@ -458,7 +462,7 @@ def launchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def launch_types(program: Any) -> list[str]:
-    """Result types of the launches."""
+    """Returns the result types of the launches."""
     return re.findall(r"= (.*) custom-call\(.*fa4_jax_launch", program.as_text())
 
 
@@ -474,7 +478,7 @@ def test_partitioned_launches(kind, launchable):
 
 
 def launches_in(jaxpr: Any) -> int:
-    """FFI calls of a program, of what it calls too."""
+    """Returns the FFI calls of a program, and of what it calls."""
     total = 0
     for equation in jaxpr.eqns:
         total += equation.primitive.name == "ffi_call"

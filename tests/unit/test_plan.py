@@ -1,4 +1,4 @@
-"""Which kernels a problem gets: a pure function, so no device is needed."""
+"""Tests which kernels a problem gets: a pure function, so no device is needed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
         forward, backward = kernel_keys(problem, "sm_100f")
         assert forward[0].polynomial_exp2 == (head_dim == 40)
         assert not any(key.polynomial_exp2 for key in backward)
-        # Not where the special-function unit keeps up (compute capability 10.3), nor on Hopper.
+        # It is not used where the special-function unit keeps up (10.3), nor on Hopper.
         for other in (
             kernel_keys(problem, "sm_100f", fast_exp2=True),
             kernel_keys(problem, "sm_90a"),
@@ -114,7 +114,7 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
                 value_dim=value_dim,
             )
             used.update(*kernel_keys(problem, arch))
-    assert used == set(catalogue.keys(arch))  # and nothing is built in vain
+    assert used == set(catalogue.keys(arch))  # and no kernel is built in vain
 
 
 def test_a_missing_kernel_is_named_with_those_there_are():

@@ -1,4 +1,4 @@
-"""What attention is, whatever computes it (the default path here)."""
+"""Tests what attention is, whatever computes it (the default path here)."""
 
 from __future__ import annotations
 

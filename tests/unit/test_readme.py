@@ -32,7 +32,7 @@ def test_every_parameter_of_attention_is_shown():
 
 
 def run(title: str) -> dict[str, Any]:
-    """What an example of README leaves behind, run as it is printed."""
+    """Runs an example of README as it is printed; returns the names that it leaves behind."""
     shown = re.search(rf"<!-- {title}:.*?-->\n(.*?)\n<!-- end", README, re.DOTALL)
     assert shown
     names: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def run(title: str) -> dict[str, Any]:
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """Equal but for bfloat16's rounding."""
+    """Checks equality up to bfloat16's rounding."""
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
 

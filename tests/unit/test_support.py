@@ -1,4 +1,4 @@
-"""supports, explain, the support table, and the commands that print them."""
+"""Tests supports, explain, the support table, and the commands that print them."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_the_table_names_every_tile_of_the_key_list():
     table = support.table()
     for key in catalogue.all_keys():
         assert any(key.arch in row and f" {key.head_dim}" in row for row in table.splitlines())
-    assert "no" not in table.split()  # everything causal, everything deterministic
+    assert "no" not in table.split()  # everything is causal, everything is deterministic
 
 
 def installed(directory: pathlib.Path) -> Manifest:
-    """A manifest of two kernels whose files are there."""
+    """Writes a manifest of two kernels whose files exist."""
     keys = catalogue.all_keys()[:2]
     manifest = fake_manifest(keys)
     records = {}

@@ -1,4 +1,4 @@
-"""Programs exported with symbolic dimensions."""
+"""Tests programs that are exported with symbolic dimensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [{"b": 2, "t": 5, "s": 7}, {"b": 1, "t": 200, "s": 131}, {"b": 3, "t": 6
 
 
 def both_ways(q: Any, k: Any, v: Any, lengths: Any, bias: Any = None) -> Any:
-    """Output, log-sum-exp, and gradients."""
+    """Returns output, log-sum-exp, and gradients."""
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         options = {"is_causal": True, "query_offset": 3, "key_value_seq_lengths": lengths}
@@ -37,7 +37,9 @@ def shapes(b: Any, t: Any, s: Any, dense: bool) -> list[tuple[Any, ...]]:
 
 
 def symbolic(names: str, dense: bool, dtype: Any = jnp.float32) -> list[jax.ShapeDtypeStruct]:
-    """Operands whose dimensions of those names are symbols, the others as in the first of SIZES."""
+    """Returns operands whose dimensions of those names are symbols, the others as in the first of
+    SIZES.
+    """
     symbols = dict(zip(names, jax.export.symbolic_shape(",".join(names)), strict=True))
     types = [dtype] * 3 + [jnp.int32, dtype]
     each = zip(shapes(**(SIZES[0] | symbols), dense=dense), types, strict=False)

@@ -1,4 +1,4 @@
-"""JAX's transformations of the default path."""
+"""Tests JAX's transformations of the default path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def loss(*args: jax.Array, **options: Any) -> Any:
 
 
 def assert_trees_close(actual: Any, expected: Any) -> None:
-    """Equal up to float32 rounding of sums whose terms are as large as the largest result."""
+    """Checks equality up to float32 rounding of sums whose terms are as large as the largest
+    result.
+    """
 
     def close(a: jax.Array, b: jax.Array) -> None:
         largest = np.abs(np.asarray(b)).max(initial=0, where=np.isfinite(b))
@@ -237,7 +239,7 @@ def test_a_traced_scale_and_its_gradient(dense: bool, rng):
     assert_trees_close((value, (q_bar, k_bar)), expected)
     slope = (run(0.31, q, k) - run(0.29, q, k)) / 0.02
     np.testing.assert_allclose(scale_bar, slope, rtol=1e-2)
-    # Scaling the query does the same.
+    # Scaling the query has the same effect.
     scaled = jax.grad(lambda scale: run(1.0, scale * jnp.nan_to_num(q), k))(0.3)
     np.testing.assert_allclose(scale_bar, scaled, rtol=1e-4)
     scales = jnp.array([0.3, 0.5, -0.2])
@@ -252,7 +254,7 @@ def test_float64(rng):
     bias = rng.normal(size=(1, 4, 9, 12))
 
     def ordinary(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> Any:
-        """As `both`, of whole matrices."""
+        """Computes `both` with whole matrices."""
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
         seen = jnp.tri(9, 12, 2, bool)
         scores = jnp.where(seen, scale * jnp.einsum("btnh,bsnh->bnts", q, k) + bias, -jnp.inf)
