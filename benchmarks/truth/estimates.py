@@ -138,7 +138,7 @@ def backward_tiles(code: Code, cost: Cost, shape: Shape, section: int) -> list[l
                     reads=(Access(("q, do", head, block), 2 * m * (d + dv)),),
                     adds=(Access(("dq", head, block), m * d * 4),),
                     turn=("turn", head, tile, block) if key.deterministic else None,
-                    behind=before,
+                    ordered_after=before,
                 )
             )
         own = (Access(("k, v", head, tile), 2 * n * (d + dv)),)

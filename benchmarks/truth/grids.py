@@ -49,7 +49,7 @@ class Work:
       writes: what it stores at its end; nothing waits for that.
       adds: what it reduces at its end.
       turn: its name in the order of additions.
-      behind: the name of the step after whose additions its own are ordered.
+      ordered_after: the name of the step after whose additions its own are ordered.
     """
 
     cycles: float
@@ -57,7 +57,7 @@ class Work:
     writes: tuple[Access, ...] = ()
     adds: tuple[Access, ...] = ()
     turn: Hashable = None
-    behind: Hashable = None
+    ordered_after: Hashable = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -152,11 +152,11 @@ class Grid:
     def _finish(self, cta: _Cta, time: float) -> None:
         """Ends a step: performs its additions, once it is its turn, and its stores."""
         step, rates = cta.steps[cta.done], self.rates
-        if step.behind is not None:
-            if step.behind not in self.turns:
-                self.waiting[step.behind].append(cta)
+        if step.ordered_after is not None:
+            if step.ordered_after not in self.turns:
+                self.waiting[step.ordered_after].append(cta)
                 return
-            turn = self.turns[step.behind] + rates.signal_latency
+            turn = self.turns[step.ordered_after] + rates.signal_latency
             if turn > time:
                 self._push(cta, turn)
                 return

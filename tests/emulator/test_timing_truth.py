@@ -67,10 +67,12 @@ def test_additions_share_and_take_turns() -> None:
     add = Access("dq", 1600)
     assert Grid(dataclasses.replace(RATES, l2_bytes=0), 1).run([[Work(500.0, adds=(add,))]]) == 500
     # A chain: each begins a signal after the one before has added.
-    chain = [[Work(500.0, adds=(add,), turn=i, behind=i - 1 if i else None)] for i in range(2)]
+    chain = [
+        [Work(500.0, adds=(add,), turn=i, ordered_after=i - 1 if i else None)] for i in range(2)
+    ]
     assert Grid(RATES, 1).run(chain) == 500 + 1000 + 100
     with pytest.raises(ValueError, match="never come"):
-        Grid(RATES, 1).run([[Work(500.0, adds=(add,), behind="nobody")]])
+        Grid(RATES, 1).run([[Work(500.0, adds=(add,), ordered_after="nobody")]])
 
 
 def test_dealing() -> None:
