@@ -184,8 +184,8 @@ def _difference(programs: dict[str, Any], arguments: dict[str, Any]) -> float:
 def measure(case: Case, protocol: Protocol, compile_loops: int) -> dict[str, Any]:
     """Returns the record of a case, as it goes into the JSON file.
 
-    Per pass and contender: `compile_s`, `seconds` of each turn, `temp_bytes`. `ratios` by the names
-    of BOUNDS; `difference` of the results.
+    It has, for each pass and contender, `compile_s`, `seconds` of each turn and `temp_bytes`; then
+    `ratios` by the names of BOUNDS and the `difference` of the results.
     """
     present = contenders(case)
     record: dict[str, Any] = {"id": case.id, **dataclasses.asdict(case), "ratios": {}}

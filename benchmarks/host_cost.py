@@ -95,8 +95,8 @@ def dispatch(calls: int) -> dict[str, Any]:
 def memory(case: Case) -> dict[str, Any]:
     """Returns the temporary bytes of our programs, and those that the theory expects.
 
-    Forward: the LSE, in float32. Gradient (whose results are dq, dk, dv): the output, the LSE, and
-    a float32 workspace of dq's size.
+    The theory expects, of the forward, the LSE in float32; of the gradient (whose results are dq,
+    dk, dv), the output, the LSE, and a float32 workspace of dq's size.
     """
     query, key, value, cotangent = make_inputs(case)
     implementation = "kernel" if jax.default_backend() == "gpu" else None

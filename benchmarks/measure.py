@@ -183,9 +183,9 @@ def _record(outcome: Timing | Exception, operations: int) -> dict[str, Any]:
 def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
     """Returns the record of a case, as it goes into the JSON file.
 
-    Per direction and contender: `seconds` of each burst, `median_s`, `tflops`, `temp_bytes`,
-    `difference` from our results; or `error`, or `absent` with the reason. `ratios` are our speed
-    over the contender's.
+    It has, for each direction and contender, `seconds` of each burst, `median_s`, `tflops`,
+    `temp_bytes`, `difference` from our results; or `error`, or `absent` with the reason. `ratios`
+    are our speed over the contender's.
     """
     present, absent = contenders(case, jax.default_backend())
     inputs = make_inputs(case)

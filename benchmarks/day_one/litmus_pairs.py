@@ -1,9 +1,9 @@
 """Litmus programs of a pair of CTAs whose even one issues products for both (sm_100f).
 
 Row r of A holds r + 1 in all places along K, row n of B another whole number: D is 16 a b, exactly.
-CTA c has half of A's rows and half of B's. Of products with M = 256 a CTA has its 128 rows in its
-lanes; of those with M = 128 its 64 rows in lanes 0 to 63 for the first half of the columns and in
-lanes 64 to 127 for the second.
+CTA c has half of A's rows and half of B's. After products with M = 256 a CTA has its 128 rows in
+its lanes; after those with M = 128 it has its 64 rows in lanes 0 to 63 for the first half of the
+columns and in lanes 64 to 127 for the second.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ OWN = 64
 """The bytes of the results: mismatches, comparisons, a value that was read, its expected value."""
 
 FREE_AT = 1024
-"""Where a program's own data begins in shared memory, after barriers and addresses."""
+"""The place where a program's own data begins in shared memory, after barriers and addresses."""
 
 _FRAME = """\
 .version 8.8

@@ -30,7 +30,7 @@ def _named_barrier(threads: int) -> Program:
 def _handover() -> Program:
     """Two warps pass a token: wait for one's own mbarrier, arrive at the other's.
 
-    A copy is a wait and an arrival of each warp: there and back.
+    A copy is a wait and an arrival of each warp, a round trip.
     """
 
     def copy(k: int, copies: int) -> str:

@@ -33,7 +33,7 @@ mapa.shared::cluster.u32 %theirs, %shared, %peer;"""
 def _handover() -> Program:
     """Two CTAs pass a token: wait for one's own mbarrier, arrive at the other's.
 
-    A copy is a wait and an arrival of each: there and back.
+    A copy is a wait and an arrival of each, a round trip.
     """
     arrive = elected("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%theirs];")
 

@@ -96,7 +96,7 @@ class Product:
     def program(self, copies: int, alone: bool, stores: int = 0) -> Program:
         """Issues products in one group, or each in a group of its own that is waited for.
 
-        Behind each, every thread stores 16 bytes `stores` times, to memory that is no operand.
+        After each, every thread stores 16 bytes `stores` times, to memory that is no operand.
         """
         own = _A_BYTES + self.b_bytes  # the address of each thread's stores
         begin = "wgmma.fence.sync.aligned;"

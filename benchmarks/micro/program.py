@@ -20,7 +20,7 @@ PASSES = 2
 FIELDS = 5
 """The words of 64 bits that a warp leaves: clock before and after both loops, multiprocessor."""
 PER_SM = 0
-"""For `Launch.ctas`: one CTA on each multiprocessor."""
+"""A value of `Launch.ctas`: one CTA on each multiprocessor."""
 ALONE_BYTES = 120 * 1024
 """The shared memory of which a multiprocessor has room for one CTA only."""
 
@@ -300,8 +300,8 @@ def result_bytes(ctas: int, threads: int) -> int:
 def cycles_of_copy(words: np.ndarray, launch: Launch, copies: int) -> float:
     """Returns the cycles that the slowest CTA takes for one copy, its slowest warp counting.
 
-    Not the median of the CTAs: where they share something, the fast ones would leave it to the
-    others, and what all get together would be overstated.
+    It is not the median of the CTAs: where they share something, the fast ones would leave it to
+    the others, and their joint rate would be overstated.
     """
     before, after = words[..., 0:4:2].min(axis=-2), words[..., 1:4:2].max(axis=-2)
     short, long = np.moveaxis((after - before).max(axis=-2), -1, 0)
