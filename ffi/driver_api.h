@@ -89,7 +89,8 @@ struct DriverOrError {
   std::string error;
 };
 
-// Opens `FA4_JAX_LIBCUDA` if that is set, else libcuda.so.1; once per process, at the first call.
+// Opens `FA4_JAX_LIBCUDA` if that is set, otherwise libcuda.so.1. This happens once per process, at
+// the first call.
 const DriverOrError& GetDriver();
 
 // Returns "CUDA_ERROR_X (explanation)".
