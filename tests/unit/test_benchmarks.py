@@ -151,7 +151,7 @@ def test_cpu_table_marks_what_is_beyond_its_bound():
     def run(forward):
         ratios = dict.fromkeys(cpu.BOUNDS, 1.0) | {"forward": forward}
         timed = {name: {"median_s": 0.002} for name in (cpu.OURS, cpu.PEER)}
-        case = {"id": "c", "ratios": ratios, "forward": timed, "gradient": timed}
+        case = {"id": "c", "heads": [1, 1], "ratios": ratios, "forward": timed, "gradient": timed}
         environment = {"date": "2000-01-01", "jax": "1"}
         return {"environment": environment, "processor": "p", "cores": 2, "cases": [case]}
 
