@@ -21,7 +21,7 @@ from fa4_jax.manifest import Launch, Param
 from kernels.build import cubin_info
 
 if TYPE_CHECKING:
-    from kernels.sources import KernelSource
+    from kernels.kernel_source import KernelSource
 
 # ptxas says so of products that wait for each other, which costs about half of the speed.
 _SERIALIZED = re.compile(r"wgmma.{0,80}serialized", re.DOTALL)

@@ -15,7 +15,7 @@ from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PreHost, pre_source
 from kernels.description import Description
 from kernels.interface import PreBuffers, RowSizes
-from kernels.sources import KernelSource
+from kernels.kernel_source import KernelSource
 
 VECTOR = 8  # 16-bit elements of one 16-byte load
 LOG2_E = 1.4426950408889634

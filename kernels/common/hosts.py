@@ -36,7 +36,7 @@ from kernels.interface import (
     Sizes,
     SmCount,
 )
-from kernels.sources import KernelSource
+from kernels.kernel_source import KernelSource
 
 _ELEMENTS = dict.fromkeys(("extents", "dq_order", "dq_ticket"), Int32) | dict.fromkeys(
     ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32

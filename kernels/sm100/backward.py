@@ -50,13 +50,13 @@ from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.state import Rows
 from kernels.description import Columns
+from kernels.kernel_source import KernelSource
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_data import Config
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_kernel import BackwardKernel
 from kernels.sm100.backward_rows import RowRoles
 from kernels.sm100.tiles import LANES
-from kernels.sources import KernelSource
 
 
 class Backward(BackwardKernel):

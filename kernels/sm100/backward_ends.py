@@ -16,9 +16,9 @@ from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
 from kernels.interface import PostScalars, RowSizes
+from kernels.kernel_source import KernelSource
 from kernels.sm100 import backward_description
 from kernels.sm100.tiles import BACKWARD_TILES, LANES
-from kernels.sources import KernelSource
 
 VECTOR = 8  # values of one 16-byte store
 

@@ -63,11 +63,11 @@ from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Ring
 from kernels.common.state import Rows
+from kernels.kernel_source import KernelSource
 from kernels.sm100 import products, ptx
 from kernels.sm100.backward_kernel import BackwardKernel
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_pair_rows import RowRoles
-from kernels.sources import KernelSource
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,13 +48,13 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import ForwardScalars, Sizes
+from kernels.kernel_source import KernelSource
 from kernels.sm100 import ptx
 from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import RowRoles
 from kernels.sm100.forward_schedule import Work, assign, make_schedule, to_words
-from kernels.sources import KernelSource
 
 
 class Forward(ForwardHost):

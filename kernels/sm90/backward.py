@@ -56,6 +56,7 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2
 from kernels.common.state import Rows, make_rows
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
+from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import KeyGradients, Step, make_products
 from kernels.sm90.backward_description import description
@@ -65,7 +66,6 @@ from kernels.sm90.tiles import (
     L2_BUDGET_BYTES,
     WARPGROUP,
 )
-from kernels.sources import KernelSource
 
 
 class Backward(BackwardHost):

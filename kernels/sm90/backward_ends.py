@@ -16,10 +16,10 @@ from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
 from kernels.interface import PostScalars, RowSizes
+from kernels.kernel_source import KernelSource
 from kernels.sm90 import backward_description
 from kernels.sm90.backward_data import make_products
 from kernels.sm90.tiles import BACKWARD_TILES
-from kernels.sources import KernelSource
 
 
 class Postprocess(PostHost):

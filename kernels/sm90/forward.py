@@ -38,12 +38,12 @@ from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import rescale_factor, select
 from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
+from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, make_rows
 from kernels.sm90.forward_description import description
 from kernels.sm90.forward_schedule import Work, assign, make_schedule
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
-from kernels.sources import KernelSource
 
 
 class Forward(ForwardHost):

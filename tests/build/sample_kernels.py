@@ -17,7 +17,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Factor, Launch, Param, Result
-from kernels.sources import KernelSource
+from kernels.kernel_source import KernelSource
 
 KEY = KernelKey("sm_90a", Pass.FORWARD, "bf16", 64)
 TILE = 64

@@ -147,9 +147,7 @@ def compiled(function: Callable[..., Any], mesh: Mesh, args: Any, where: Any) ->
 
 
 NUMBERS = r"= (s32\[\](?:\{\})?|\((?:s32\[\](?:\{\})?(?:, )?)+\)) all-reduce\("
-"""The pattern of an all-reduce of single integers: the least and greatest offset of a sharded
-batch.
-"""
+"""All-reduces of single integers: the least and the greatest offset of a sharded batch."""
 
 
 def collectives(program: Any, numbers: bool = True) -> set[str]:
@@ -161,9 +159,7 @@ def collectives(program: Any, numbers: bool = True) -> set[str]:
 
 
 def ordinary_parts(case: Case, inputs: Inputs, copies: int, shift: float) -> dict[str, np.ndarray]:
-    """Returns the ordinary computation where each copy of a KV head has a rounded gradient of its
-    own.
-    """
+    """Returns the ordinary computation; each copy of a KV head has a rounded gradient."""
     n, k = case.heads
     key, value = (np.repeat(x, copies, axis=2) for x in (inputs.key, inputs.value))
     parts = dataclasses.replace(inputs, key=key, value=value)
