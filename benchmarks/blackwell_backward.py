@@ -4,9 +4,9 @@
     python -m benchmarks.blackwell_backward
 
 A step costs the difference of CTAs (or pairs) with 12 and 20 of them on one multiprocessor. The
-grid's CTAs then run on all multiprocessors as in `benchmarks.truth`: they share L2 and DRAM and,
-where dQ is added in order, wait for the key tile before. In that grid a CTA stands still until its
-additions are done; this kernel goes on, so the price of the order is an upper bound.
+grid's CTAs then run on all multiprocessors as in `benchmarks.grid_model`: they share L2 and DRAM
+and, where dQ is added in order, wait for the key tile before. In that grid a CTA stands still until
+its additions are done; this kernel goes on, so the price of the order is an upper bound.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from benchmarks.truth.estimates import Cost, Shape, backward_tiles
-from benchmarks.truth.grids import Grid
-from benchmarks.truth.recording import Code, Sizes, built, record
+from benchmarks.grid_model.estimates import Cost, Shape, backward_tiles
+from benchmarks.grid_model.grids import Grid
+from benchmarks.grid_model.recording import Code, Sizes, built, record
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL, Rates
 from kernels.emulator.timing.replay import estimate

@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from benchmarks.truth.recording import Code, Sizes, built, record
+from benchmarks.grid_model.recording import Code, Sizes, built, record
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL
 from kernels.emulator.timing.replay import Timing, estimate

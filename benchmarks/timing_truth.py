@@ -3,7 +3,7 @@
     python -m kernels.build                # once; nothing here needs a GPU
     python -m benchmarks.timing_truth      # JSON, Markdown and a chart in benchmarks/results
 
-`benchmarks/kernel_cycles.py` measures, `benchmarks.truth` estimates. The estimates rest on
+`benchmarks/kernel_cycles.py` measures, `benchmarks.grid_model` estimates. The estimates rest on
 `kernels.emulator.timing.rates`, whose numbers are microbenchmarks' or documented; none of them is
 fitted to these kernels. A kernel of fp16 runs the same instructions as the one of bf16, whose
 recording serves both.
@@ -20,8 +20,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.truth.estimates import Estimator, Shape
-from benchmarks.truth.recording import Code, built
+from benchmarks.grid_model.estimates import Estimator, Shape
+from benchmarks.grid_model.recording import Code, built
 from fa4_jax.key import KernelKey, Pass
 
 RESULTS = pathlib.Path(__file__).parent / "results"

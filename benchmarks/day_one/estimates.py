@@ -3,7 +3,7 @@
     python -m kernels.build
     python -m benchmarks.day_one.estimates    # writes benchmarks/results/day-one-estimates.json
 
-For Hopper these are a forward's launch and a backward's three, on the grid of `benchmarks.truth`.
+For Hopper these are a forward's launch and a backward's three, on `benchmarks.grid_model`.
 For Blackwell they are the forward's tiles on all multiprocessors (`benchmarks.blackwell_estimates`)
 and the backward's main kernel alone (`benchmarks.blackwell_backward`).
 """
@@ -19,11 +19,11 @@ from benchmarks.day_one.litmus import BLACKWELL, BOTH, HOPPER
 from benchmarks.day_one.speed import CELLS, ESTIMATES
 from benchmarks.environment import answer
 from benchmarks.flops import flops
+from benchmarks.grid_model.estimates import Estimator, Shape, backward_tiles
+from benchmarks.grid_model.grids import Grid
+from benchmarks.grid_model.recording import built
 from benchmarks.peers import DETERMINISTIC, OURS
 from benchmarks.shapes import Case
-from benchmarks.truth.estimates import Estimator, Shape, backward_tiles
-from benchmarks.truth.grids import Grid
-from benchmarks.truth.recording import built
 from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL as B200
 from kernels.emulator.timing.rates import RATES

@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from benchmarks.truth.recording import Sizes, operands, problem_of
+from benchmarks.grid_model.recording import Sizes, operands, problem_of
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.plan import scalars
 from kernels import emulator

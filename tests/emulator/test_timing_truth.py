@@ -7,10 +7,10 @@ import importlib.util
 
 import pytest
 
+from benchmarks.grid_model.estimates import Estimator
+from benchmarks.grid_model.grids import Access, Grid, Work, by_tile, to_and_fro
+from benchmarks.grid_model.recording import Code
 from benchmarks.timing_truth import estimated, key_of, markdown, measured_rows, summary
-from benchmarks.truth.estimates import Estimator
-from benchmarks.truth.grids import Access, Grid, Work, by_tile, to_and_fro
-from benchmarks.truth.recording import Code
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import HOPPER
 from kernels.sm90.tiles import BACKWARD_TILES, FORWARD_TILES

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import fa4_jax
-from benchmarks import parallel_paper
+from benchmarks import parallel_projection
 from fa4_jax import autodiff, parallel, support
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -68,4 +68,4 @@ def test_the_names_for_checkpoints_are_shown():
 def test_the_note_shows_the_cost_models_table():
     note = (ROOT / "docs/notes/parallel.md").read_text()
     shown = re.search(r"<!-- table on paper:.*?-->\n(.*?)\n<!-- end", note, re.DOTALL)
-    assert shown and shown.group(1).strip() == parallel_paper.table()
+    assert shown and shown.group(1).strip() == parallel_projection.table()

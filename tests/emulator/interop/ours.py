@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.truth import recording
+from benchmarks.grid_model import recording
 from fa4_jax import bands
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, backward_value_dim

@@ -14,7 +14,7 @@ import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable
 
-from benchmarks.truth.recording import Code
+from benchmarks.grid_model.recording import Code
 from kernels.emulator.timing.rates import Rates
 
 _REGISTERS, _WARPS, _SHARED_BYTES, _MOST_CTAS = 65536, 64, 227 * 1024, 32

@@ -1,6 +1,6 @@
 """Prints what `fa4_jax.parallel.choose` expects of more GPUs than were measured, as Markdown.
 
-python -m benchmarks.parallel_paper
+python -m benchmarks.parallel_projection
 """
 
 from __future__ import annotations

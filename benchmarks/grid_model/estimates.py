@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from benchmarks.truth.grids import Access, Grid, Work, by_tile, resident_ctas, to_and_fro
-from benchmarks.truth.recording import ROWS_OF_BACKWARD, Code, Sizes, record
+from benchmarks.grid_model.grids import Access, Grid, Work, by_tile, resident_ctas, to_and_fro
+from benchmarks.grid_model.recording import ROWS_OF_BACKWARD, Code, Sizes, record
 from fa4_jax import bands
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import HOPPER, Rates
