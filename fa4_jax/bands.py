@@ -20,7 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 UNBOUNDED = 2**30
-"""Window side without a limit; lengths and offsets stay below it, so int32 sums cannot overflow."""
+"""Window side without a limit."""
+
+LIMIT = 2**29
+"""Lengths and the absolute value of offsets stay below it, so that no int32 sum overflows: the
+largest is row + offset + right + 1 <= 2 (LIMIT - 1) + UNBOUNDED + 1 = 2^31 - 1."""
 
 Window = tuple[int, int]
 """(left, right) in keys, causality included; UNBOUNDED for a side without limit."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fa4_jax import mesh_types, validate
-from fa4_jax.bands import UNBOUNDED
+from fa4_jax.bands import LIMIT
 
 _INT32 = np.iinfo(np.int32)
 
@@ -27,7 +27,7 @@ class Extents(NamedTuple):
         return self.query_lengths is not None or self.key_lengths is not None
 
     def _offset(self) -> Any:
-        return to_int32(self.query_offset, -UNBOUNDED, UNBOUNDED)
+        return to_int32(self.query_offset, 1 - LIMIT, LIMIT - 1)
 
     def common_offset(self) -> jax.Array | None:
         """int32 [], the offset of all entries of the batch; None where they have their own."""

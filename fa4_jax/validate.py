@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax.bands import UNBOUNDED, Window, limits
+from fa4_jax.bands import LIMIT, Window, limits
 from fa4_jax.problem import Problem
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
@@ -64,8 +64,8 @@ def arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             f"query has {query.shape[-2]} heads, not a multiple of key's {key.shape[-2]}"
         )
     for name, x in operands.items():
-        if isinstance(x.shape[-3], int) and x.shape[-3] >= UNBOUNDED:
-            raise NotImplementedError(f"{name} has length {x.shape[-3]}, the limit is {UNBOUNDED}")
+        if isinstance(x.shape[-3], int) and x.shape[-3] >= LIMIT:
+            raise NotImplementedError(f"{name} has length {x.shape[-3]}, the limit is {LIMIT}")
 
 
 def dense(name: str, x: jax.Array | None, shape: tuple[int, int, int, int]) -> None:
@@ -115,8 +115,8 @@ def query_offset(x: Any, batch: int) -> Any:
     x = _integers("query_offset", x)
     if x.shape not in ((), (batch,)):
         raise ValueError(f"query_offset must have shape [] or [B] = ({batch},), got {x.shape}")
-    if isinstance(x, np.ndarray) and (beyond := x[abs(x) >= UNBOUNDED]).size:
-        raise ValueError(f"query_offset must be within +-{UNBOUNDED}, got {beyond[0]}")
+    if isinstance(x, np.ndarray) and (beyond := x[abs(x) >= LIMIT]).size:
+        raise ValueError(f"query_offset must be within +-{LIMIT}, got {beyond[0]}")
     return x
 
 

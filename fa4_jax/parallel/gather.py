@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.autodiff import differentiable
-from fa4_jax.bands import UNBOUNDED
+from fa4_jax.bands import LIMIT
 from fa4_jax.dtypes import wide
 from fa4_jax.extents import stacked
 from fa4_jax.operands import Cotangents, Gradients, Operands
@@ -127,7 +127,7 @@ def _rows(work: Work, whole: Array) -> list[_Rows]:
     for half in range(shards.chunks):
         first_row = shards.chunk(device, half) * size
         rows = jnp.clip(whole[:, 0] - first_row, 0, size)
-        offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
+        offset = jnp.clip(whole[:, 2] + first_row - first_key, 1 - LIMIT, LIMIT - 1)
         call = ShardCall(work.plan, stacked(rows, keys, offset))
         found.append(_Rows(half * size, (half + 1) * size, call))
     return found

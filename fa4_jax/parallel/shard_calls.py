@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax.bands import UNBOUNDED
+from fa4_jax.bands import LIMIT
 from fa4_jax.extents import stacked
 from fa4_jax.parallel.shard_attention import ShardCall, View
 from fa4_jax.parallel.shard_plan import ShardPlan
@@ -79,7 +79,7 @@ def chunk_extents(shards: ShardPlan, whole: Array, row_chunk: Any, key_chunk: An
     first_row, first_key = row_chunk * shards.rows_of_chunk, key_chunk * shards.keys_of_chunk
     rows = _clipped(whole[:, 0], first_row, shards.rows_of_chunk)
     keys = _clipped(whole[:, 1], first_key, shards.keys_of_chunk)
-    offset = jnp.clip(whole[:, 2] + first_row - first_key, -UNBOUNDED, UNBOUNDED)
+    offset = jnp.clip(whole[:, 2] + first_row - first_key, 1 - LIMIT, LIMIT - 1)
     return stacked(rows, keys, offset)
 
 

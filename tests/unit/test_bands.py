@@ -1,11 +1,16 @@
 """Visited blocks are exactly those that hold a seen pair, read from the rows or the columns."""
 
+import dataclasses
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa4_jax.bands import (
+    LIMIT,
     PYTHON,
     UNBOUNDED,
+    Arithmetic,
     Band,
     may_meet,
     row_limits,
@@ -100,3 +105,21 @@ def test_ranges_that_may_meet(band, first_row, first_column, rows, columns):
     columns = range(first_column, first_column + columns)
     some = any(i in rows and j in columns for i, j in seen_pairs(endless))
     assert may_meet(band, rows, columns) == some
+
+
+EDGES = st.sampled_from((0, 1, LIMIT - 1))
+SIDES = st.sampled_from((0, 1, LIMIT, UNBOUNDED - 1, UNBOUNDED))
+
+
+@settings(max_examples=500)
+@given(EDGES, EDGES, st.sampled_from((1 - LIMIT, -1, 0, 1, LIMIT - 1)), SIDES, SIDES, EDGES)
+def test_no_sum_of_int32_overflows(rows, keys, offset, left, right, row):
+    """The kernels compute in int32; here NumPy does, which raises where a sum overflows."""
+    use = Arithmetic(np.minimum, np.maximum, np.where)
+    for band in (
+        Band(rows, keys, offset, left, right),
+        Band(rows, keys, offset, left, right).transposed(),
+    ):
+        narrow = Band(*map(np.int32, dataclasses.astuple(band)))
+        with np.errstate(over="raise"):
+            assert row_limits(narrow, np.int32(row), use) == row_limits(band, row, PYTHON)
