@@ -108,7 +108,7 @@ def _causal_call(work: Work, shift: int, whole: Array) -> ShardCall:
     """Zig-zag under a causal mask: the same shape and the same work on every device.
 
     The own shard is causal by local indices. Of an owner before this device both row chunks see
-    the first key chunk whole, and of one behind it the second row chunk sees both key chunks whole.
+    the first key chunk whole, and of one after it the second row chunk sees both key chunks whole.
     With the row chunks swapped, either is a dense rectangle from the first row and key on: all rows
     by half of the keys, or half of the rows by all keys.
     """

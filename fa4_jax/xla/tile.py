@@ -190,7 +190,7 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
 
 
 def padded(x: Array, axis: int, length: Any) -> Array:
-    """x with zeros behind it along an axis, up to a length."""
+    """x with zeros after it along an axis, up to a length."""
     if x.shape[axis] == length:
         return x
     widths = [(0, 0)] * x.ndim
