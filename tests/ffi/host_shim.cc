@@ -1,4 +1,5 @@
-// The functions that CuTe-DSL's exported host code calls; they record its launch instead of running it.
+// The functions that CuTe-DSL's exported host code calls; they record its launch instead of running
+// it.
 //
 // Linked with a kernel's host object; the log has the form of ffi/testing/mock_cuda.cc's.
 #include <cstdint>
