@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -15,7 +17,12 @@ OURS = "fa4_jax"
 DETERMINISTIC = "fa4_jax deterministic"
 CUDNN = "jax.nn cudnn"
 PALLAS = "pallas attention_mgpu"
+FA3 = "FlashAttention-3"
+JLA = "jax-linear-attention"
 XLA = "jax.nn xla"
+
+PEERS = (CUDNN, FA3, JLA, PALLAS)
+"""Others' attention on a GPU; ours is compared with the best of them in each case."""
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -51,7 +58,7 @@ def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]
     Args:
       platform: "gpu" (all peers; ours insists on its kernels) or "cpu" (ours and XLA's).
     """
-    peers = (_cudnn, _pallas) if platform == "gpu" else (_xla,)
+    peers = (_cudnn, _fa3, _jla, _pallas) if platform == "gpu" else (_xla,)
     found = [*_ours(case, platform), *(peer(case) for peer in peers)]
     present = [x for x in found if isinstance(x, Contender)]
     return present, [x for x in found if isinstance(x, Absent)]
@@ -90,6 +97,28 @@ def _xla(case: Case) -> Contender | Absent:
     if case.dtype == "float16":
         return Absent(XLA, "XLA's CPU backend lacks its float16 products")
     return _jax_nn(XLA, "xla", case)
+
+
+def _fa3(case: Case) -> Contender | Absent:
+    """FlashAttention-3's C++ kernels through an XLA FFI (the package dew-flash-attn)."""
+    if case.is_causal and case.query_offset:
+        return Absent(FA3, "a query offset was not tried with it")
+    try:
+        flash: Any = importlib.import_module("dew_flash_attn")
+    except ImportError as error:
+        return Absent(FA3, f"cannot be imported: {error}")
+    return Contender(FA3, functools.partial(flash.flash_mha, is_causal=case.is_causal))
+
+
+def _jla(case: Case) -> Contender | Absent:
+    """The softmax attention of jax-linear-attention, in Pallas (Mosaic GPU)."""
+    if not case.is_causal or case.query_offset:
+        return Absent(JLA, "it is causal, without a query offset")
+    try:
+        flash: Any = importlib.import_module("jla.ops.mosaic_gpu.attention")
+    except ImportError as error:
+        return Absent(JLA, f"cannot be imported: {error}")
+    return Contender(JLA, functools.partial(flash.flash_attention, backward="fused"))
 
 
 def _pallas(case: Case) -> Contender | Absent:

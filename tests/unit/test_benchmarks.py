@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,8 +74,27 @@ def test_peers_say_why_they_are_absent():
     assert [x.name for x in present] == [peers.OURS, peers.DETERMINISTIC]
     assert {x.name: x.reason for x in absent} == {
         peers.CUDNN: "jax.nn.dot_product_attention has no query offset",
+        peers.FA3: "a query offset was not tried with it",
+        peers.JLA: "it is causal, without a query offset",
         peers.PALLAS: "its shared memory is float16, whatever the operands are",
     }
+
+
+def test_peers_that_are_not_installed_are_absent(monkeypatch: pytest.MonkeyPatch):
+    for name in ("dew_flash_attn", "jla.ops.mosaic_gpu.attention"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _, absent = peers.contenders(Case("grid", 1, 16, 16, (1, 1), 64, is_causal=True), "gpu")
+    reasons = {x.name: x.reason for x in absent}
+    for name in (peers.FA3, peers.JLA):
+        assert reasons[name].startswith("cannot be imported")
+
+
+def test_our_speed_is_compared_with_the_best_peer_of_each_case():
+    ratios = {peers.CUDNN: 1.2, peers.FA3: 0.9, peers.DETERMINISTIC: 0.5}
+    case = {"forward": {"ratios": ratios}, "backward": {"ratios": {}}}
+    assert report.ratio(case, "forward", report.BEST) == 0.9
+    assert report.ratio(case, "forward", peers.CUDNN) == 1.2
+    assert report.ratio(case, "backward", report.BEST) is None
 
 
 def test_a_case_goes_from_measurement_to_report(tmp_path):
