@@ -109,8 +109,8 @@ def attention(
       scale: positive; 1 / sqrt(H) by default. Unlike `jax.nn`'s it must be static for the kernels;
         a traced one runs on the default path, and has a gradient.
       is_causal: row i sees the keys j <= i + query_offset.
-      query_offset: position of row 0 among the keys; an integer, or integers [B], traced or not.
-        S - T aligns the last row with the last key (FlashAttention's convention).
+      query_offset: position of row 0 among the keys, within +-2^29; an integer, or integers [B],
+        traced or not. S - T aligns the last row with the last key (FlashAttention's convention).
       query_seq_lengths, key_value_seq_lengths: integers [B]; what lies beyond is padding and may
         hold anything, Inf and NaN included. Integers are of any type, with values that fit int32.
       local_window_size: (left, right): row i sees the keys from i + query_offset - left to
