@@ -1,7 +1,7 @@
 """The attention of few scores: one tile, without a loop, so that it compiles fast.
 
-The backward computes the weights again as the forward does, maximum and sum included: in a program
-that holds both passes the compiler finds the forward's and computes nothing twice.
+The backward computes exp(score - maximum) again as the forward does, which the compiler finds in a
+program that holds both passes, and exp(maximum - log-sum-exp) row by row.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
     own = rows.part(tile, call)
     scores = call.scores(own.query, keys, tile)
     found = tiles.softmax(scores)
-    share = 1 / found.total
-    if call.is_masked:
-        share += own.shift * 0
-    share = jnp.where(own.shift == jnp.inf, 0, share)
+    # Not 1 / found.total: the log-sum-exp may be that of more keys than this call's.
+    share = jnp.exp(found.top - own.shift)
     weights = call.hide(found.weights * share, scores, tile, 0.0)
     return tiles.gradients(call, operands, rows, tiles.products(call, own, keys, weights))

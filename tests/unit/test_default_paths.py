@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from fa4_jax import attention, xla
+from fa4_jax.api import Call, canonicalise
+from fa4_jax.operands import Cotangents
 from tests.default_paths import PATHS, forced
 
 T, S, B, N, K, H = 23, 37, 3, 4, 2, 8
@@ -101,3 +103,29 @@ def test_both_ways_agree_in_float64(call: dict[str, Any], seed: int):
     for x, y in zip(dense, blockwise, strict=True):
         assert x.dtype == np.float64
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_backward_over_some_keys_takes_the_log_sum_exp_of_all(path: str, is_causal: bool, seed):
+    """Context parallelism sums gradients over shards of keys: their weights are exp(s - lse)."""
+    rng = np.random.default_rng(seed)
+    q, bar = (jnp.asarray(rng.normal(size=(B, T, N, H)), jnp.float32) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(B, S, K, H)), jnp.float32) for _ in range(2))
+
+    def gradients(first: int, last: int, of_all: Cotangents) -> Any:
+        part = slice(first, last)
+        call = Call(q, k[:, part], v[:, part], is_causal=is_causal, query_offset=9 - first)
+        operands, problem = canonicalise(call)
+        return xla.backward(problem, operands, of_all)
+
+    with forced(path, block=8):
+        operands, problem = canonicalise(Call(q, k, v, is_causal=is_causal, query_offset=9))
+        output, lse = xla.forward(problem, operands)
+        cotangents = Cotangents(output, lse, bar, jnp.zeros_like(lse))
+        whole = gradients(0, S, cotangents)
+        left, right = gradients(0, 20, cotangents), gradients(20, S, cotangents)
+    np.testing.assert_allclose(left.query + right.query, whole.query, rtol=1e-4, atol=1e-5)
+    for name in ("key", "value"):
+        joined = jnp.concatenate([getattr(left, name), getattr(right, name)], 1)
+        np.testing.assert_allclose(joined, getattr(whole, name), rtol=1e-4, atol=1e-5)
