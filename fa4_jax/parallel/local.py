@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from fa4_jax import api, autodiff, extents, mesh_types, validate
+from fa4_jax import api, autodiff, extents, mesh_types, validate, xla
 from fa4_jax.api import Call, Implementation, Numerics, Window
 from fa4_jax.bands import EVERYTHING
 from fa4_jax.operands import Operands
@@ -157,8 +157,7 @@ def attend(request: Request, problem: Problem, operands: Operands) -> Result:
     operands = _typed(request.scheme, operands)
     if not validate.is_empty(problem):
         return _attend(request, problem, operands)
-    output, lse = ring.nothing(operands)
-    return output.astype(operands.query.dtype), lse
+    return xla.nothing(problem, operands)
 
 
 def _axis_size(axis: str) -> int:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import lse as lse_merging
-from fa4_jax import mesh_types
+from fa4_jax import xla
 from fa4_jax.autodiff import differentiable
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands
@@ -85,18 +85,8 @@ def _run_forward(work: Work, operands: Operands) -> Result:
         for call in shard_calls(work, visit.shift, operands.extents):
             total = _merged(total, shard_attention.forward(call, query, *held))
         total, held = _paced(total, upcoming)
-    output, lse = nothing(operands) if total is None else total
+    output, lse = xla.nothing(work.plan.problem, operands) if total is None else total
     return keep_rows(used, output).astype(query.dtype), keep_rows(used, lse, -jnp.inf)
-
-
-def nothing(operands: Operands) -> Result:
-    """Output and log-sum-exp where no row sees any key."""
-    query, value = operands.query, operands.value
-    b, t, n, _ = query.shape
-    axes = mesh_types.union_varying(operands)
-    output = jnp.zeros((b, t, n, value.shape[-1]), wide(value.dtype))
-    lse = jnp.full((b, n, t), -jnp.inf, wide(value.dtype))
-    return mesh_types.cast_varying(output, axes), mesh_types.cast_varying(lse, axes)
 
 
 def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:

@@ -32,7 +32,7 @@ def test_every_parameter_of_attention_is_shown():
 
 
 def run(title: str) -> dict[str, Any]:
-    """Runs an example of README as it is printed; returns the names that it leaves behind."""
+    """Runs an example of README as it is printed; returns the names that it defines."""
     shown = re.search(rf"<!-- {title}:.*?-->\n(.*?)\n<!-- end", README, re.DOTALL)
     assert shown
     names: dict[str, Any] = {}
