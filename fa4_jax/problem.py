@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from fa4_jax.bands import EVERYTHING, Band, Window
+
+
+def default_scale(head_dim: int) -> float:
+    """The softmax scale of a call that names none: 1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(head_dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fa4_jax.bands import LIMIT, Window, limits
-from fa4_jax.problem import Problem
+from fa4_jax.problem import Problem, default_scale
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
 IMPLEMENTATIONS = (None, "kernel", "xla")
@@ -155,7 +155,7 @@ def scale(x: Any, head_dim: int) -> tuple[float | None, jax.Array | None]:
       ValueError: not a scalar; or static and not positive and finite (in float32).
     """
     if x is None:
-        return 1.0 / math.sqrt(head_dim), None
+        return default_scale(head_dim), None
     if not is_static(x):
         if x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"scale must be one floating-point number, got {x.dtype}{[*x.shape]}")

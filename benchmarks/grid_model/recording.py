@@ -10,7 +10,7 @@ from fa4_jax import bands
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Launch
 from fa4_jax.plan import given_shapes, kernel_keys, new_buffers, scalars
-from fa4_jax.problem import Problem
+from fa4_jax.problem import Problem, default_scale
 from kernels import emulator
 from kernels.build import cache
 from kernels.common.launches import launch
@@ -77,7 +77,7 @@ def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
         kv_heads=sizes.heads,
         head_dim=key.head_dim,
         dtype=key.dtype,
-        scale=key.head_dim**-0.5,
+        scale=default_scale(key.head_dim),
         window=bands.CAUSAL if key.band else bands.EVERYTHING,
         deterministic=key.deterministic,
         value_dim=None if key.value_dim == key.head_dim else key.value_dim,

@@ -8,7 +8,7 @@ import itertools
 
 from fa4_jax import bands
 from fa4_jax.key import HEAD_DIM_TILES
-from fa4_jax.problem import Problem
+from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
 
@@ -67,7 +67,7 @@ class Case:
             kv_heads=self.heads[1],
             head_dim=self.head_dim,
             dtype=self.dtype,
-            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            scale=default_scale(self.head_dim) if self.scale is None else self.scale,
             window=bands.limits(*sides, self.is_causal),
             has_lengths=not (self.query_lengths is None and self.key_lengths is None),
             has_bias=self.bias is not None,

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from fa4_jax.api import Call, canonicalise
 from fa4_jax.conformance.cases import CASES, Case
-from fa4_jax.conformance.runner import run_case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.conformance.runner import arguments, run_case
 from tests.default_paths import PATHS, forced
 
 
@@ -22,3 +24,13 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_default_path(case: Case, seed: int, path: str):
     failures = [f"{v.name}: {v.failure}" for v in run_case(case, seed, "xla") if v.failure]
     assert not failures, "\n".join([path, *failures])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_case_is_the_problem_that_attention_understands(case: Case):
+    """The emulator and the benchmarks take problem and extents from the case, without JAX."""
+    inputs = make_inputs(case, 0)
+    operands = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.mask
+    found, problem = canonicalise(Call(*operands, **arguments(case)))
+    assert case.problem == problem
+    assert found.extents.tolist() == [list(entry) for entry in case.extents]

@@ -11,7 +11,7 @@ from fa4_jax import bands
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, backward_value_dim
 from fa4_jax.plan import scalars
-from fa4_jax.problem import Problem
+from fa4_jax.problem import Problem, default_scale
 from kernels import emulator
 from kernels.build import compile
 from kernels.build.compile import Ptx
@@ -86,7 +86,7 @@ def _launch(
     (b, t, n, d), (_, s, kv_heads, value_dim) = arrays["q"].shape, arrays["v"].shape
     problem = Problem(
         *(b, t, s, n, kv_heads, d, ours.key.dtype),
-        scale=d**-0.5,
+        scale=default_scale(d),
         window=bands.CAUSAL if is_causal else bands.EVERYTHING,
         deterministic=ours.key.deterministic,
         value_dim=None if value_dim == d else value_dim,
