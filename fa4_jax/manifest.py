@@ -59,6 +59,8 @@ class Result:
     name: str
     dtype: str  # "bf16", "fp16", "f32", "i32"
     shape: tuple[Size, ...]
+    # The handler writes zeros to it, on the call's stream, before the kernel starts; f32 and i32.
+    zeroed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +143,8 @@ def cubin_to_json(cubin: Cubin) -> dict[str, Any]:
     launch["grid"] = [_size_to_json(size) for size in cubin.launch.grid]
     for result, source in zip(launch["results"], cubin.launch.results, strict=True):
         result["shape"] = [_size_to_json(size) for size in source.shape]
+        if not source.zeroed:
+            del result["zeroed"]
     defaults = dataclasses.asdict(Param("", ""))
     launch["params"] = [
         {
@@ -162,7 +166,12 @@ def cubin_from_json(data: dict[str, Any]) -> Cubin:
         launch=Launch(
             operands=tuple(launch["operands"]),
             results=tuple(
-                Result(r["name"], r["dtype"], tuple(_size_from_json(s) for s in r["shape"]))
+                Result(
+                    name=r["name"],
+                    dtype=r["dtype"],
+                    shape=tuple(_size_from_json(s) for s in r["shape"]),
+                    zeroed=r.get("zeroed", False),
+                )
                 for r in launch["results"]
             ),
             params=tuple(

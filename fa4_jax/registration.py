@@ -12,14 +12,14 @@ import pathlib
 import struct
 from typing import Any
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _PARAM_KINDS = ("tensor_map", "pointer", "dim", "size", "i32", "f32", "sm_count")
 
 _RANGE = struct.Struct("=2i")
 _FACTOR = struct.Struct("=q4i")
 _PARAM = struct.Struct("=5i5i5i2i")
-_BUFFER = struct.Struct("=3i2i")
+_BUFFER = struct.Struct("=3i2ii")
 _KERNEL = struct.Struct("=7i2i2i6i3I3I3I")
 
 
@@ -64,7 +64,7 @@ class Packer:
             index.setdefault(name, position)
         first_buffer, first_param = len(self._buffers), len(self._params)
         for name in operands:
-            self._buffers.append(_BUFFER.pack(self._string(name), self._string(""), -1, 0, 0))
+            self._buffers.append(_BUFFER.pack(self._string(name), self._string(""), -1, 0, 0, 0))
         for result in results:
             self._add_result(result, operands, index)
         for param in params:
@@ -113,8 +113,8 @@ class Packer:
         shape = (len(self._sizes), len(self._sizes) + len(ranges))
         self._sizes += ranges
         alias = operands.index(name) if name in operands else -1
-        record = _BUFFER.pack(self._string(name), self._string(result["dtype"]), alias, *shape)
-        self._buffers.append(record)
+        dtype, zeroed = self._string(result["dtype"]), result.get("zeroed", False)
+        self._buffers.append(_BUFFER.pack(self._string(name), dtype, alias, *shape, zeroed))
 
     def _add_param(self, param: dict[str, Any], index: dict[str, int]) -> None:
         axes, box = param.get("axes", ()), param.get("box", ())

@@ -43,6 +43,7 @@ DriverOrError Open() {
   loader.Find("cuKernelGetFunction", &driver.cuKernelGetFunction);
   loader.Find("cuKernelSetAttribute", &driver.cuKernelSetAttribute);
   loader.Find("cuTensorMapEncodeTiled", &driver.cuTensorMapEncodeTiled);
+  loader.Find("cuMemsetD32Async", &driver.cuMemsetD32Async);
   loader.Find("cuMemHostRegister_v2", &driver.cuMemHostRegister_v2);
   loader.Find("cuMemHostUnregister", &driver.cuMemHostUnregister);
   loader.Find("cuLaunchKernelEx", &driver.cuLaunchKernelEx);

@@ -13,6 +13,7 @@ namespace fa4_jax::cuda {
 
 using Result = int;
 using Device = int;
+using DevicePointer = unsigned long long;
 using Library = struct OpaqueLibrary*;
 using Kernel = struct OpaqueKernel*;
 using Function = struct OpaqueFunction*;
@@ -77,6 +78,7 @@ struct Driver {
                                    const uint64_t* sizes, const uint64_t* byte_strides,
                                    const uint32_t* box, const uint32_t* element_strides,
                                    int interleave, int swizzle, int l2_promotion, int oob_fill);
+  Result (*cuMemsetD32Async)(DevicePointer, uint32_t value, size_t count, Stream);
   Result (*cuMemHostRegister_v2)(void* address, size_t bytes, unsigned flags);
   Result (*cuMemHostUnregister)(void* address);
   // Takes a Kernel in a Function's place, as the driver documents.

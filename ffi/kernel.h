@@ -39,6 +39,7 @@ struct BufferSpec {
   std::optional<xla::ffi::DataType> dtype;
   int32_t alias;
   Range shape;
+  bool zeroed;  // the handler writes zeros to it before the launch; its elements have 32 bits
   int32_t min_rank;
 };
 

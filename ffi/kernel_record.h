@@ -10,7 +10,7 @@
 
 namespace fa4_jax {
 
-inline constexpr int32_t kAbiVersion = 4;
+inline constexpr int32_t kAbiVersion = 5;
 
 enum class ParamKind : int32_t {
   kTensorMap = 0,
@@ -56,8 +56,9 @@ struct BufferRecord {
   int32_t dtype;
   int32_t alias;  // the operand that a result shares memory with, or -1
   Range shape;    // of sizes
+  uint32_t zeroed;
 };
-static_assert(sizeof(BufferRecord) == 20);
+static_assert(sizeof(BufferRecord) == 24);
 
 struct KernelRecord {
   int32_t name;

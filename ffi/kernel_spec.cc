@@ -97,7 +97,10 @@ class Reader {
       Require(type.has_value() || dtype.empty(), "unknown type " + dtype);
       Require(buffer.alias < record_.num_operands, "an alias is out of range");
       Require(Within(buffer.shape, records_.num_sizes), "a shape is out of range");
-      spec_.buffers.push_back({String(buffer.name), type, buffer.alias, buffer.shape, 0});
+      const bool words = type == ffi::F32 || type == ffi::S32;
+      Require(buffer.zeroed == 0 || words, "a buffer to be zeroed is neither f32 nor i32");
+      spec_.buffers.push_back(
+          {String(buffer.name), type, buffer.alias, buffer.shape, buffer.zeroed != 0, 0});
     }
     if (!complaint_.empty()) return;
     for (size_t i = record_.num_operands; i < spec_.buffers.size(); ++i) {

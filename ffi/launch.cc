@@ -157,6 +157,23 @@ ffi::Error Pack(const Packing& packing, Arguments* arguments) {
   return ffi::Error::Success();
 }
 
+ffi::Error ZeroBuffers(const Packing& packing) {
+  const KernelSpec& spec = packing.kernel.spec();
+  const LaunchTarget& target = packing.target;
+  for (int32_t i = spec.num_operands; i < packing.buffers.count; ++i) {
+    if (!spec.buffers[i].zeroed) continue;
+    const BufferView& buffer = packing.buffers[i];
+    size_t count = 1;
+    for (const int64_t dim : buffer.dims) count *= dim;
+    if (count == 0) continue;
+    const cuda::Result result = target.driver.cuMemsetD32Async(
+        reinterpret_cast<cuda::DevicePointer>(buffer.data), 0, count, target.stream);
+    FA4_JAX_RETURN_IF_ERROR(
+        CheckDriver(target.driver, result, Subject(spec, i), "cuMemsetD32Async"));
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error ComputeGrid(const Packing& packing, uint32_t* grid) {
   const KernelSpec& spec = packing.kernel.spec();
   for (int i = 0; i < 3; ++i) {
@@ -208,6 +225,7 @@ ffi::Error Launch(const Kernel& kernel, const Buffers& buffers, const ffi::Dicti
   }
   Arguments arguments;
   FA4_JAX_RETURN_IF_ERROR(Pack(packing, &arguments));
+  FA4_JAX_RETURN_IF_ERROR(ZeroBuffers(packing));
 
   cuda::LaunchAttribute attributes_of_launch[2] = {};
   config.attributes = attributes_of_launch;

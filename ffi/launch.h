@@ -33,7 +33,8 @@ struct LaunchTarget {
 // Checks types, ranks, result shapes and aliasing against the manifest.
 xla::ffi::Error CheckBuffers(const KernelSpec& spec, const Buffers& buffers);
 
-// Launches a kernel that is ready on the target's device. Nothing is launched if the grid is empty.
+// Launches a kernel that is ready on the target's device, after it has written zeros to the results
+// that ask for them. Nothing is launched or written if the grid is empty.
 xla::ffi::Error Launch(const Kernel& kernel, const Buffers& buffers,
                        const xla::ffi::Dictionary& attributes, const LaunchTarget& target);
 

@@ -253,6 +253,7 @@ class Division:
       keys: of a CTA's or a pair's tile in the main backward kernel; 0 in the others.
       columns: of dQ's tile, in the main backward kernel and the one before it; 0 in the others.
       persistent: one CTA a multiprocessor takes tile after tile.
+      by_ticket: a counter in global memory deals the tiles after a CTA's first.
       programmatic: the kernel may start while the launch before it ends.
     """
 
@@ -260,6 +261,7 @@ class Division:
     keys: int = 0
     columns: int = 0
     persistent: bool = False
+    by_ticket: bool = False
     programmatic: bool = False
 
 

@@ -109,7 +109,7 @@ class PostScalars:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBuffers:
-    """Operands and results of the forward."""
+    """Operands and results of the forward; a counter only if tiles are dealt by ticket."""
 
     q: Pointer
     k: Pointer
@@ -117,6 +117,7 @@ class ForwardBuffers:
     extents: Pointer
     o: Pointer
     lse: Pointer
+    tile_ticket: Pointer
 
 
 @dataclasses.dataclass(frozen=True)

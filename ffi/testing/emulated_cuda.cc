@@ -22,6 +22,7 @@
 namespace {
 
 using fa4_jax::cuda::Device;
+using fa4_jax::cuda::DevicePointer;
 using fa4_jax::cuda::Function;
 using fa4_jax::cuda::Kernel;
 using fa4_jax::cuda::kSuccess;
@@ -29,6 +30,7 @@ using fa4_jax::cuda::LaunchAttribute;
 using fa4_jax::cuda::LaunchConfig;
 using fa4_jax::cuda::Library;
 using fa4_jax::cuda::Result;
+using fa4_jax::cuda::Stream;
 using fa4_jax::cuda::TensorMap;
 
 constexpr Result kInvalidValue = 1;
@@ -68,6 +70,7 @@ struct Range {
   uint64_t address;
   uint64_t bytes;
   int32_t read_only;
+  int32_t set;  // cuMemsetD32Async has written all of it
 };
 
 // kernels/emulator/driver/driver.py restates this and Emulator.
@@ -256,7 +259,22 @@ Result cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
       return Fail(kAlreadyRegistered, "a part of this memory is registered already");
     }
   }
-  registered.push_back({start, bytes, flags != 0});
+  registered.push_back({start, bytes, flags != 0, 0});
+  return kSuccess;
+}
+
+// It has ended when it returns, as launches have.
+Result cuMemsetD32Async(DevicePointer address, uint32_t value, size_t count, Stream) {
+  const auto found = std::find_if(registered.begin(), registered.end(), [=](const Range& range) {
+    return range.address <= address && address + 4 * count <= range.address + range.bytes;
+  });
+  if (found == registered.end()) return Fail(kNotRegistered, "this thread has not registered it");
+  if (address % 4 != 0 || found->read_only != 0) {
+    return Fail(kInvalidValue, "an address that is no multiple of 4, or memory for reading only");
+  }
+  auto* const words = reinterpret_cast<uint32_t*>(address);
+  std::fill(words, words + count, value);
+  found->set |= 4 * count == found->bytes;
   return kSuccess;
 }
 

@@ -18,11 +18,13 @@ namespace {
 
 using fa4_jax::LogTriple;
 using fa4_jax::cuda::Device;
+using fa4_jax::cuda::DevicePointer;
 using fa4_jax::cuda::Function;
 using fa4_jax::cuda::Kernel;
 using fa4_jax::cuda::LaunchConfig;
 using fa4_jax::cuda::Library;
 using fa4_jax::cuda::Result;
+using fa4_jax::cuda::Stream;
 using fa4_jax::cuda::TensorMap;
 
 constexpr Result kInvalidValue = 1;
@@ -185,6 +187,14 @@ Result cuTensorMapEncodeTiled(TensorMap* map, int type, uint32_t rank, void* add
                                                  byte_strides, box,  swizzle, l2_promotion};
   if (!fa4_jax::Valid(arguments)) return kInvalidValue;
   fa4_jax::Encode(arguments, map);
+  return 0;
+}
+
+Result cuMemsetD32Async(DevicePointer address, uint32_t value, size_t count, Stream stream) {
+  if (Result result = Failure("cuMemsetD32Async")) return result;
+  Log("{\"event\": \"memset\", \"address\": " + std::to_string(address) +
+      ", \"value\": " + std::to_string(value) + ", \"count\": " + std::to_string(count) +
+      ", \"stream\": " + std::to_string(reinterpret_cast<uintptr_t>(stream)) + "}");
   return 0;
 }
 

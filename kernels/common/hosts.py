@@ -38,7 +38,8 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 
-_ELEMENTS = dict.fromkeys(("extents", "dq_order", "dq_ticket"), Int32) | dict.fromkeys(
+_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket")
+_ELEMENTS = dict.fromkeys(_COUNTS, Int32) | dict.fromkeys(
     ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32
 )
 """Element types of the buffers that are not stored in the key's dtype."""
@@ -113,7 +114,10 @@ class ForwardHost:
         tiles = cute.ceil_div(sizes.query_length, rows) * sizes.heads * sizes.batch
         if cutlass.const_expr(description.division.persistent):
             tiles = cutlass.min(tiles, cutlass.max(device.sm_count // description.ctas, 1))
-        self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars).launch(
+        counters = ()
+        if cutlass.const_expr(description.division.by_ticket):
+            counters = (buffers.tile_ticket,)
+        self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],

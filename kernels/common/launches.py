@@ -26,17 +26,20 @@ def launch(key: KernelKey, description: Description) -> Launch:
 
 def _forward(key: KernelKey, description: Description) -> Launch:
     whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
+    counters = ("tile_ticket",) if description.division.by_ticket else ()
     return Launch(
         operands=("q", "k", "v", "extents"),
         results=(
             Result("o", key.dtype, (*_dims("q", (0, 1, 2)), *_dims("v", (3,)))),
             Result("lse", "f32", _dims("q", (0, 2, 1))),
+            *(Result(name, "i32", (_ONE,), zeroed=True) for name in counters),
         ),
         params=(
             *_maps(description),
             *_pointers("extents", "lse"),
             *interface.params(interface.Sizes),
             *interface.params(interface.ForwardScalars),
+            *_pointers(*counters),
         ),
         grid=((*_tiles("q", description.division.rows), *whole), _ONE, _ONE),
         block=(description.threads, 1, 1),

@@ -23,6 +23,15 @@ the first one closes the last turn, so that every arrival is matched when the CT
 warpgroup opens the next tile's turns before this tile's are closed: it first waits for the next
 tile's Q, which is loaded only after every warp has released this tile's, among them those of the
 first warpgroup, which do so after their last turn.
+
+Note [tickets]: under a band tiles are not equally long, so persistent CTAs take them when they need
+them: a CTA's first tile is its block index, each later one the number of CTAs plus a ticket from
+`tile_ticket`, which is 0 when the kernel starts. The load warp takes the ticket before it loads a
+tile's last block, late enough that a CTA which falls behind takes fewer tiles, and early enough
+that the products of two blocks hide the latency. A tile's index travels with its Q: the load warp
+stores it to `tile` before it arrives on `q_full`, and all warps have read it when they release Q.
+An index past the last tile comes without Q and ends the CTA. No CTA waits for another, so they may
+start in any order.
 """
 
 import cutlass
@@ -31,7 +40,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import resources, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
@@ -40,7 +49,7 @@ from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.forward_data import Operands, Place, Rows, make_rows
+from kernels.sm90.forward_data import Operands, Place, Rows, lse_of_head, make_rows
 from kernels.sm90.forward_description import description
 from kernels.sm90.forward_schedule import Work, assign, make_schedule
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
@@ -58,6 +67,7 @@ class Forward(ForwardHost):
         named = self.description.named_barrier
         self.issue_turn, self.epilogue = named("issue_turn"), named("epilogue")
         self.padding = named("padding")
+        self.by_ticket = self.description.division.by_ticket
         self.takes_turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -75,6 +85,7 @@ class Forward(ForwardHost):
         lse: cute.Pointer,
         sizes: Sizes,
         scalars: ForwardScalars,
+        tile_ticket: cute.Pointer | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -90,7 +101,10 @@ class Forward(ForwardHost):
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, schedule)
+                if cutlass.const_expr(self.by_ticket):
+                    self.load_by_ticket(maps, shared, schedule, tile_ticket)
+                else:
+                    self.load(maps, shared, schedule)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             self.mma(maps, shared, schedule, lse, scalars)
@@ -102,27 +116,67 @@ class Forward(ForwardHost):
         for round_index in cutlass.range(schedule.rounds, unroll=1):
             if schedule.tile(round_index) < schedule.tiles:
                 work = assign(schedule.tile(round_index), schedule, self.shape)
-                self.load_tile(maps, shared, work, round_index, blocks_done)
-                blocks_done += work.blocks.end - work.blocks.begin
+                shared.barriers.q_empty.wait_free(round_index)
+                self.load_query(maps, shared, work, round_index)
+                count = work.blocks.end - work.blocks.begin
+                self.load_blocks(maps, shared, work, (Int32(0), count), blocks_done)
+                blocks_done += count
 
     @cute.jit
-    def load_tile(
-        self, maps: Maps, shared: Shared, work: Work, round_index: Int32, blocks_done: Int32
+    def load_by_ticket(
+        self, maps: Maps, shared: Shared, schedule: Schedule, tile_ticket: cute.Pointer
     ):
-        """Loads the tile of a round, after `blocks_done` blocks in earlier ones."""
+        """Load warp: as `load`, where tickets deal the tiles; Note [tickets]."""
+        index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        tiles_done, blocks_done = Int32(0), Int32(0)
+        while index < schedule.tiles:
+            work = assign(index, schedule, self.shape)
+            shared.barriers.q_empty.wait_free(tiles_done)
+            with cute.arch.elect_one():
+                cute.make_tensor(shared.tile, cute.make_layout(1))[0] = index
+            self.load_query(maps, shared, work, tiles_done)
+            count = work.blocks.end - work.blocks.begin
+            before_last = cutlass.max(count - 1, 0)
+            self.load_blocks(maps, shared, work, (Int32(0), before_last), blocks_done)
+            ticket = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                ticket = ptx.take_ticket(tile_ticket)
+            self.load_blocks(maps, shared, work, (before_last, count), blocks_done)
+            index = ctas + cute.arch.make_warp_uniform(ticket)
+            tiles_done += 1
+            blocks_done += count
+        shared.barriers.q_empty.wait_free(tiles_done)
+        with cute.arch.elect_one():
+            cute.make_tensor(shared.tile, cute.make_layout(1))[0] = index
+            cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
+
+    @cute.jit
+    def load_query(self, maps: Maps, shared: Shared, work: Work, tiles_done: Int32):
+        """Loads Q of a tile into its memory, which is free."""
         tile, d = self.tile, self.head_dim
-        coordinates = tensors.bthd_coordinates()
-        q = coordinates[None, None, work.head, work.batch]
-        kv = coordinates[None, None, work.kv_head, work.batch]
+        q = tensors.bthd_coordinates()[None, None, work.head, work.batch]
         q_tile = cute.local_tile(cute.domain_offset((work.first_row, 0), q), (tile.m, d), (0, 0))
-        kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
-        block_bytes = tile.n * d * 2
-        q_full = shared.barriers.q_full.at(round_index)
-        shared.barriers.q_empty.wait_free(round_index)
+        q_full = shared.barriers.q_full.at(tiles_done)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(q_full, tile.m * d * 2)
         tensors.tma_load(maps.q, q_tile, shared.q, q_full)
-        for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
+
+    @cute.jit
+    def load_blocks(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        steps: tuple[Int32, Int32],
+        blocks_done: Int32,
+    ):
+        """Loads K and V of a tile's blocks of `steps`, after `blocks_done` in earlier tiles."""
+        tile, d = self.tile, self.head_dim
+        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+        kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
+        block_bytes = tile.n * d * 2
+        for step in cutlass.range(steps[0], steps[1], unroll=1):
             block = work.blocks.end - 1 - step
             use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
@@ -149,21 +203,33 @@ class Forward(ForwardHost):
         scalars: ForwardScalars,
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
-        sizes = schedule.sizes
         scales = make_scales(scalars)
         blocks_done = Int32(0)
-        for round_index in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(round_index) < schedule.tiles:
-                work = assign(schedule.tile(round_index), schedule, self.shape)
-                row_lse = cute.make_tensor(
-                    lse
-                    + (cutlass.Int64(work.batch) * sizes.heads + work.head) * sizes.query_length,
-                    cute.make_layout(sizes.query_length),
-                )
-                self.mma_tile(maps, shared, work, row_lse, scales, round_index, blocks_done)
+        if cutlass.const_expr(self.by_ticket):
+            tiles_done = Int32(0)
+            index = self.await_tile(shared, tiles_done)
+            while index < schedule.tiles:
+                work = assign(index, schedule, self.shape)
+                row_lse = lse_of_head(lse, work, schedule.sizes)
+                self.mma_tile(maps, shared, work, row_lse, scales, tiles_done, blocks_done)
+                tiles_done += 1
                 blocks_done += work.blocks.end - work.blocks.begin
+                index = self.await_tile(shared, tiles_done)
+        else:
+            for round_index in cutlass.range(schedule.rounds, unroll=1):
+                if schedule.tile(round_index) < schedule.tiles:
+                    work = assign(schedule.tile(round_index), schedule, self.shape)
+                    row_lse = lse_of_head(lse, work, schedule.sizes)
+                    self.mma_tile(maps, shared, work, row_lse, scales, round_index, blocks_done)
+                    blocks_done += work.blocks.end - work.blocks.begin
         # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
+
+    def await_tile(self, shared: Shared, tiles_done: Int32) -> Int32:
+        """Waits for the next tile's Q, and returns the tile's index; Note [tickets]."""
+        shared.barriers.q_full.wait(tiles_done)
+        index = cute.make_tensor(shared.tile, cute.make_layout(1))[0]
+        return cute.arch.make_warp_uniform(index)
 
     def make_operands(self, shared: Shared, group: Int32) -> Operands:
         """Makes a warpgroup's products, views of shared memory and registers."""
@@ -210,7 +276,8 @@ class Forward(ForwardHost):
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        shared.barriers.q_full.wait(round_index)
+        if cutlass.const_expr(not self.by_ticket):
+            shared.barriers.q_full.wait(round_index)
         if count > 0:
             if cutlass.const_expr(self.takes_turns):
                 if group == tile.mma_warpgroups - 1:

@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import tensors
+from kernels.interface import Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_schedule import Work
 
@@ -61,6 +62,12 @@ class Place:
 
     group: Int32
     ring_end: Int32
+
+
+def lse_of_head(lse: cute.Pointer, work: Work, sizes: Sizes) -> cute.Tensor:
+    """Returns the LSE of a tile's head, by query."""
+    rows = lse + (cutlass.Int64(work.batch) * sizes.heads + work.head) * sizes.query_length
+    return cute.make_tensor(rows, cute.make_layout(sizes.query_length))
 
 
 @cute.jit

@@ -32,10 +32,12 @@ def description(head_dim: int, band: bool) -> Description:
     """Describes the forward kernel of a head dim, with or without a band."""
     tile = FORWARD_TILES[head_dim, band]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
+    by_ticket = band and tile.persistent
+    job = "TMA: Q, then K and V blocks" + ("; takes tickets" if by_ticket else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
     return Description(
         roles=(
-            Role("load", 0, 1, "TMA: Q, then K and V blocks", registers=budget.load),
+            Role("load", 0, 1, job, registers=budget.load),
             Role("idle", 1, 3, "none", registers=budget.load),
             Role("mma", 4, 4, mma, groups, budget.mma),
         ),
@@ -65,8 +67,8 @@ def description(head_dim: int, band: bool) -> Description:
                 meaning="values past the key length are cleared",
             ),
         ),
-        regions=_regions(tile, head_dim),
-        division=Division(tile.m, persistent=tile.persistent),
+        regions=_regions(tile, head_dim, by_ticket),
+        division=Division(tile.m, persistent=tile.persistent, by_ticket=by_ticket),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
             TensorMap("k", "k", tile.n, head_dim, tile.span_bytes),
@@ -88,10 +90,12 @@ def _barriers(stages: int) -> tuple[Barrier, ...]:
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
+def _regions(tile: ForwardTile, head_dim: int, by_ticket: bool) -> tuple[Region, ...]:
     span, d, ring = tile.span_bytes, head_dim, tile.kv_stages
     shared_with_q = "" if tile.own_output else "q"
+    index = Region("tile", (), "the query tile's place in the order of work", "i32")
     return (
+        *([index] if by_ticket else []),
         operand("q", (tile.m, d), span, "the query tile"),
         operand("k", (tile.n, d, ring), span, "K blocks"),
         operand("v", (tile.n, d, ring), span, "V blocks"),

@@ -14,6 +14,7 @@ namespace fa4_jax::cuda {
 
 SAME_SIZE(Result, CUresult);
 SAME_SIZE(Device, CUdevice);
+SAME_SIZE(DevicePointer, CUdeviceptr);
 SAME_SIZE(TensorMap, CUtensorMap);
 SAME_SIZE(LaunchAttribute, CUlaunchAttribute);
 SAME_SIZE(LaunchConfig, CUlaunchConfig);

@@ -62,6 +62,7 @@ def test_explain_kernels(kernels_present: None):
         "dq_acc": rows * 128 * 4,
         "dq_order": tiles * 4,
         "dq_ticket": 4,
+        "tile_ticket": 4,
     }
     for text in (*told.forward, *told.backward, "dq_acc", "GFLOP"):
         assert text in str(told)

@@ -60,7 +60,8 @@ def pack(
 ) -> Arguments:
     """Places copies of the operands and fresh results in memory and packs every parameter.
 
-    Results that share an operand's name start as that operand; others as NaN patterns.
+    Results that share an operand's name start as that operand, those that the handler zeroes as
+    zeros, others as NaN patterns.
     `multiprocessors` is the device's number of them, which a persistent kernel's grid depends on.
     """
     shapes = {name: operands[name].shape for name in launch.operands}
@@ -69,8 +70,9 @@ def pack(
         shape = tuple(evaluate_size(size, shapes) for size in result.shape)
         if result.name not in arrays:
             dtype = DTYPES[result.dtype]
-            fresh = uninitialised(int(np.prod(shape)) * dtype.itemsize).view(dtype)
-            arrays[result.name] = fresh.reshape(shape)
+            size = int(np.prod(shape)) * dtype.itemsize
+            fresh = np.zeros(size, np.uint8) if result.zeroed else uninitialised(size)
+            arrays[result.name] = fresh.view(dtype).reshape(shape)
     addresses, memory, address = {}, {}, _FIRST_ADDRESS
     for name, array in arrays.items():
         addresses[name], memory[address] = address, array.reshape(-1).view(np.uint8)

@@ -3,7 +3,8 @@
 That library stands in for libcuda. It imports this module, which attaches the functions below:
 they say what the emulated device is, check a kernel when it is loaded, and run launches, one at a
 time, on the memory that the launching thread has registered. Results of a kernel of the folder that
-FA4_JAX_KERNELS names start as NaN patterns, since its manifest names the buffers of results.
+FA4_JAX_KERNELS names start as NaN patterns, since its manifest names the buffers of results, unless
+cuMemsetD32Async has filled them.
 
 FA4_JAX_EMULATED_GPU chooses the device and the scheduling adversary by words "name=value": those of
 `Settings` and `Policy`, e.g. "multiprocessors=4 schedule=starve asynchronous=random seed=7". It is
@@ -94,6 +95,7 @@ class _Range(ctypes.Structure):
         ("address", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("read_only", ctypes.c_int32),
+        ("set", ctypes.c_int32),
     )
 
 
@@ -171,9 +173,12 @@ class Driver:
             ctypes.string_at(record.params[i], parameter.size)
             for i, parameter in enumerate(parameters)
         ]
-        memory = dict(_memory(record.ranges[i]) for i in range(record.num_ranges))
+        ranges = [record.ranges[i] for i in range(record.num_ranges)]
+        memory = dict(map(_memory, ranges))
+        filled = {held.address for held in ranges if held.set}
         for address in _results(record.image, params):
-            memory[address][:] = uninitialised(memory[address].size)
+            if address not in filled:
+                memory[address][:] = uninitialised(memory[address].size)
         try:
             report = launch(
                 text,
