@@ -229,6 +229,7 @@ class Forward(ForwardHost):
         """Waits for the next tile's Q, and returns the tile's index; Note [tickets]."""
         shared.barriers.q_full.wait(tiles_done)
         index = cute.make_tensor(shared.tile, cute.make_layout(1))[0]
+        cute.arch.sync_warp()  # One lane releases Q, and the index, for all.
         return cute.arch.make_warp_uniform(index)
 
     def make_operands(self, shared: Shared, group: Int32) -> Operands:
