@@ -23,8 +23,10 @@ PAGE, PICTURES = "kernels.md", "diagrams"
 _HEAD = """# The kernels
 
 `python -m kernels.diagrams docs` writes this page from `kernels/*/*_description.py`, and a test
-compares the two. It shows a kernel of each family. The others of a family differ in sizes, and a
-backward that is not deterministic has neither `dq_turn` nor `dq_added`: no warp orders its dQ.
+compares the two. It shows a kernel of each family. The others of a family differ in sizes; a
+backward that is not deterministic has neither `dq_turn` nor `dq_added`: no warp orders its dQ. A
+persistent forward of a band on Hopper also has `tile`, 4 bytes after the barriers: the index of the
+tile that a ticket has dealt.
 
 In the graphs an arrow goes from the role that completes a phase of an mbarrier to the roles that
 wait for it. A thick arrow is a copy by TMA, which announces its bytes; a dotted one is a commit of

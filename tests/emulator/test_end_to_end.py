@@ -225,6 +225,27 @@ def test_what_no_kernel_writes_is_nan(
     assert not np.isnan(results["lse"]).any()
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_tickets_count_from_zero(
+    variables: dict[str, str], tmp_path: pathlib.Path, seed: int, zeroed: bool
+) -> None:
+    """The handler zeroes the counter: otherwise no CTA has more than its first tile."""
+    entry = cache.find(KernelKey("sm_90a", Pass.FORWARD, "bf16", 64, band=True))
+    assert entry is not None
+    launch = entry.cubin.launch
+    results = tuple(dataclasses.replace(r, zeroed=r.zeroed and zeroed) for r in launch.results)
+    launch = dataclasses.replace(launch, results=results)
+    other = dataclasses.replace(entry, cubin=dataclasses.replace(entry.cubin, launch=launch))
+    package.package_ptx([other], tmp_path)
+    case = Case(batch=1, heads=(1, 1), query_length=2 * 192 + 10, key_length=130, is_causal=True)
+    made = {}
+    for call in process(variables | {runtime.KERNELS_VARIABLE: str(tmp_path)}):
+        made = call(emulated_gpu.results, case, seed, "multiprocessors=2", False)
+    written = ~np.isnan(made["output"][0, :, 0, 0].astype(np.float32))
+    # The last tile comes first.
+    assert written.tolist() == [row >= 192 or zeroed for row in range(case.query_length)]
+
+
 def test_reports(gpu: Gpu, tmp_path: pathlib.Path, seed: int) -> None:
     case = Case(batch=1, heads=(2, 1), query_length=192, key_length=128)
     gpu(emulated_gpu.verdicts, case, seed, f"report={tmp_path / 'reports.jsonl'}", False)

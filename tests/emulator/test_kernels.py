@@ -12,10 +12,12 @@ import pytest
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
-from fa4_jax.key import KernelKey
+from fa4_jax.key import KernelKey, Pass
+from kernels.description import Description
 from kernels.descriptions import describe
-from kernels.emulator import EmulationError, Policy
-from tests.emulator.attention import attention
+from kernels.emulator import EmulationError, Policy, launch
+from kernels.emulator.driver import arguments
+from tests.emulator.attention import attention, ptx
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
@@ -108,6 +110,42 @@ def test_deterministic_backward_ignores_timing(seed: int) -> None:
     first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(ordered))
     for other, (name, value) in itertools.product(others, first.items()):
         assert np.array_equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_tickets_deal_every_tile_once(head_dim: int, seed: int) -> None:
+    """The results' bits depend neither on the number of CTAs nor on the order in which they start.
+
+    A CTA takes a ticket with each of its tiles.
+    """
+    (heads, rows), tiles_of_head = (2, describe_forward(head_dim).division.rows), 3
+    length = tiles_of_head * rows - 40
+    case = Case(
+        batch=1,
+        heads=(heads, 1),
+        query_length=length,
+        key_length=length - rows,  # the first rows see no key
+        head_dim=head_dim,
+        is_causal=True,
+        query_offset=-rows,
+    )
+    launches = attention(case, make_inputs(case, seed), gradients=False)
+    code, first = ptx(launches.keys[0]), dict[str, np.ndarray]()
+    for number, policy in enumerate(POLICIES):
+        processors = 1 + number * 2 % 5
+        packed = arguments.pack(code.launch, launches.arrays, launches.attributes, processors)
+        launch(code.text, code.symbol, **packed.keywords, policy=policy, seed=seed + number)
+        assert packed.results.pop("tile_ticket") == heads * tiles_of_head
+        first = first or packed.results
+        for name, value in packed.results.items():
+            assert np.array_equal(value, first[name]), (name, processors, policy)
+
+
+def describe_forward(head_dim: int) -> Description:
+    """The description of a forward that deals its tiles by ticket."""
+    description = describe(KernelKey("sm_90a", Pass.FORWARD, "bf16", head_dim, band=True))
+    assert description.division.by_ticket
+    return description
 
 
 @pytest.mark.parametrize(("arch", "barrier"), [("sm_90a", "k_empty"), ("sm_100f", "p_early")])

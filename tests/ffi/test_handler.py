@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fa4_jax import runtime
-from fa4_jax.manifest import Factor
+from fa4_jax.manifest import Factor, Launch
 from kernels.emulator import tensor_map
 from tests.ffi import compiler, made_up, stand_in
 from tests.ffi.made_up import LAUNCH
@@ -90,6 +90,39 @@ def test_persistent_grid_is_capped(
     (launch,) = outcome.launches
     assert launch["grid"] == [blocks, 2, 1]
     assert struct.unpack("<i", bytes.fromhex(launch["params"][-1])) == (processors,)
+
+
+def zeroed(name: str) -> Launch:
+    """Returns the launch where the result of a name is zeroed, too."""
+    results = (dataclasses.replace(r, zeroed=r.name == name) for r in LAUNCH.results)
+    return dataclasses.replace(LAUNCH, results=tuple(results))
+
+
+def test_a_result_is_zeroed_before_the_launch(run: Run, tmp_path: pathlib.Path) -> None:
+    outcome = run(made_up.call(tmp_path, made_up.cubin(tmp_path, launch=zeroed("padded"))))
+    assert outcome.error == ""
+    names = [event["event"] for event in outcome.log]
+    assert names[names.index("memset") :] == ["memset", "launch"] + ["unregister"] * 5
+    (memset,) = (event for event in outcome.log if event["event"] == "memset")
+    assert memset["address"] == outcome.addresses["padded"]
+    assert (memset["value"], memset["count"]) == (0, 48 * 3)
+    assert memset["stream"] == outcome.launches[0]["stream"]
+
+
+def test_an_empty_grid_zeroes_nothing(run: Run, tmp_path: pathlib.Path) -> None:
+    record = made_up.cubin(tmp_path, launch=zeroed("padded"))
+    operands = (Array("bf16", (0, 72)), *made_up.OPERANDS[1:])
+    outcome = run(made_up.call(tmp_path, record, operands=operands))
+    assert outcome.error == ""
+    assert "memset" not in {event["event"] for event in outcome.log}
+
+
+def test_what_cannot_be_zeroed_is_not_launched(run: Run, tmp_path: pathlib.Path) -> None:
+    record = made_up.cubin(tmp_path, launch=zeroed("padded"))
+    outcome = run(made_up.call(tmp_path, record), [("fail", ("cuMemsetD32Async", 700))])
+    want = f"kernel {made_up.KEY.name}, result padded: cuMemsetD32Async failed"
+    assert want in outcome.error
+    assert outcome.launches == []
 
 
 @pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1)])
@@ -305,6 +338,14 @@ def test_contradictory_record(
 ) -> None:
     record = made_up.cubin(tmp_path, launch=dataclasses.replace(LAUNCH, cluster=(0, 1, 1)))
     with pytest.raises(ValueError, match=f"{made_up.KEY.name}: a cluster dimension is 0"):
+        stand_in_process.submit(stand_in.run, made_up.call(tmp_path, record)).result()
+
+
+def test_only_32_bit_results_are_zeroed(
+    stand_in_process: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    record = made_up.cubin(tmp_path, launch=zeroed("y"))
+    with pytest.raises(ValueError, match=f"{made_up.KEY.name}: a buffer to be zeroed is neither"):
         stand_in_process.submit(stand_in.run, made_up.call(tmp_path, record)).result()
 
 

@@ -142,6 +142,16 @@ def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
     assert entry.ptx.count("mbarrier.init.shared") == description.barrier_count
 
 
+@EVERY
+def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -> None:
+    division, launch = describe(key).division, launches.launch(key, describe(key))
+    assert division.persistent or not division.by_ticket
+    zeroed = [result.name for result in launch.results if result.zeroed]
+    assert zeroed == (["tile_ticket"] if division.by_ticket else [])
+    band = key.arch == "sm_90a" and key.kernel is Pass.FORWARD and key.band
+    assert division.by_ticket == (band and division.persistent)
+
+
 def test_launches_need_no_cute_dsl() -> None:
     """Environments without it run the tests that use them, by `tests.fakes`."""
     code = "import sys, tests.fakes as f; f.fake_manifest(); sys.exit('cutlass' in sys.modules)"
