@@ -30,7 +30,8 @@ them: a CTA's first tile is its block index, each later one the number of CTAs p
 tile's last block, late enough that a CTA which falls behind takes fewer tiles, and early enough
 that the products of two blocks hide the latency. A tile's index travels with its Q: the load warp
 stores it to `tile` before it arrives on `q_full`, and all warps have read it when they release Q.
-An index past the last tile comes without Q and ends the CTA. No CTA waits for another, so they may
+(The first one everybody knows, so that nothing waits for Q to find out where its rows are.) An
+index past the last tile comes without Q and ends the CTA. No CTA waits for another, so they may
 start in any order.
 """
 
@@ -207,7 +208,7 @@ class Forward(ForwardHost):
         blocks_done = Int32(0)
         if cutlass.const_expr(self.by_ticket):
             tiles_done = Int32(0)
-            index = self.await_tile(shared, tiles_done)
+            index, _, _ = cute.arch.block_idx()
             while index < schedule.tiles:
                 work = assign(index, schedule, self.shape)
                 row_lse = lse_of_head(lse, work, schedule.sizes)
@@ -226,7 +227,7 @@ class Forward(ForwardHost):
         cute.arch.cp_async_bulk_wait_group(0)
 
     def await_tile(self, shared: Shared, tiles_done: Int32) -> Int32:
-        """Waits for the next tile's Q, and returns the tile's index; Note [tickets]."""
+        """Waits for the next tile's Q, and returns the index with it; Note [tickets]."""
         shared.barriers.q_full.wait(tiles_done)
         index = cute.make_tensor(shared.tile, cute.make_layout(1))[0]
         cute.arch.sync_warp()  # One lane releases Q, and the index, for all.
@@ -277,8 +278,7 @@ class Forward(ForwardHost):
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        if cutlass.const_expr(not self.by_ticket):
-            shared.barriers.q_full.wait(round_index)
+        shared.barriers.q_full.wait(round_index)
         if count > 0:
             if cutlass.const_expr(self.takes_turns):
                 if group == tile.mma_warpgroups - 1:
