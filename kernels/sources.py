@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
+
 from fa4_jax.key import KernelKey, Pass
 from kernels.kernel_source import KernelSource
+
+_PLACES = {
+    Pass.FORWARD: ("forward", "source"),
+    Pass.BACKWARD_PRE: ("backward_ends", "pre_source"),
+    Pass.BACKWARD: ("backward", "source"),
+    Pass.BACKWARD_POST: ("backward_ends", "post_source"),
+}
+"""The module and the function that make the kernels of a pass."""
+
+_PACKAGES = {"sm_90a": "kernels.sm90", "sm_100f": "kernels.sm100"}
+
+
+def module(key: KernelKey) -> str:
+    """Returns the module that makes the kernel of a key: with its imports, all it depends on.
+
+    Raises:
+      NotImplementedError: no kernel family has this key.
+    """
+    if key.arch not in _PACKAGES:
+        raise NotImplementedError(f"no kernel source for {key.name}")
+    name = _PLACES[key.kernel][0]
+    if key.arch == "sm_100f" and key.kernel is Pass.BACKWARD:
+        from kernels.sm100 import tiles
+
+        if isinstance(tiles.BACKWARD_TILES[key.head_dim, key.value_dim], tiles.BackwardPairTile):
+            name = "backward_pair"
+    return f"{_PACKAGES[key.arch]}.{name}"
 
 
 def source(key: KernelKey) -> KernelSource:
@@ -12,21 +41,4 @@ def source(key: KernelKey) -> KernelSource:
     Raises:
       NotImplementedError: no kernel family has this key.
     """
-    if key.arch == "sm_90a":
-        from kernels.sm90 import backward, backward_ends, forward
-    elif key.arch == "sm_100f":
-        from kernels.sm100 import backward, backward_ends, backward_pair, forward, tiles
-
-        if key.kernel is Pass.BACKWARD and isinstance(
-            tiles.BACKWARD_TILES[key.head_dim, key.value_dim], tiles.BackwardPairTile
-        ):
-            return backward_pair.source(key)
-    else:
-        raise NotImplementedError(f"no kernel source for {key.name}")
-    families = {
-        Pass.FORWARD: forward.source,
-        Pass.BACKWARD_PRE: backward_ends.pre_source,
-        Pass.BACKWARD: backward.source,
-        Pass.BACKWARD_POST: backward_ends.post_source,
-    }
-    return families[key.kernel](key)
+    return getattr(importlib.import_module(module(key)), _PLACES[key.kernel][1])(key)

@@ -1,7 +1,7 @@
 """Compiled kernels that need not be compiled again: build/kernels/<key name>.{cubin,ptx,o,json}.
 
-Each entry keeps a digest of everything that its cubin depends on: the text of the modules that its
-kernel's module imports, directly or not, and the versions of the compiler's packages.
+Each entry keeps a digest of everything that its cubin depends on: the text of the modules that the
+module which makes its kernel imports, directly or not, and the versions of the compiler's packages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from fa4_jax import manifest
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Factor, Param
+from kernels import sources
 from kernels.build.compile import HostCode
 
 REPOSITORY = pathlib.Path(__file__).absolute().parents[2]
@@ -55,7 +56,7 @@ def find(key: KernelKey) -> Entry | None:
     except FileNotFoundError:
         return None
     # The digest comes first, since a record of other sources may have another form.
-    if record["digest"] != _digest(record["host"]["module"]):
+    if record["digest"] != _digest(sources.module(key)):
         return None
     cubin = manifest.cubin_from_json(record["cubin"])
     if hashlib.sha256(code).hexdigest() != cubin.sha256:
@@ -78,7 +79,7 @@ def store(entry: Entry) -> None:
         "arguments": [dataclasses.asdict(param) for param in entry.host.arguments],
     }
     record = {
-        "digest": _digest(entry.host.module),
+        "digest": _digest(sources.module(entry.cubin.key)),
         "cubin": manifest.cubin_to_json(entry.cubin),
         "host": host,
         "seconds": entry.seconds,

@@ -15,11 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from fa4_jax import catalogue, manifest, runtime
-from fa4_jax.key import Pass
+from fa4_jax.key import KernelKey, Pass
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("building takes CuTe-DSL, which is not here", allow_module_level=True)
 
+from kernels import sources
 from kernels.build import __main__ as command
 from kernels.build import cache, compile, cubin_info, package
 from tests.build import remote
@@ -148,6 +149,13 @@ def test_kernels_are_compiled_from_little_of_the_library(name: str) -> None:
     assert {"kernels.common.ring", "kernels.description", "kernels.build.compile"} <= sources
     of_the_library = {source for source in sources if source.split(".")[0] == "fa4_jax"}
     assert of_the_library == {"fa4_jax.bands", "fa4_jax.key", "fa4_jax.manifest"}
+
+
+@pytest.mark.parametrize("key", catalogue.all_keys(), ids=lambda key: key.name)
+def test_every_kernel_is_compiled_again_when_its_tiles_change(key: KernelKey) -> None:
+    """The pre kernels of both architectures share their code, and each has its own tile table."""
+    package = {"sm_90a": "kernels.sm90", "sm_100f": "kernels.sm100"}[key.arch]
+    assert f"{package}.tiles" in cache.sources_of(sources.module(key))
 
 
 def test_cache_passes_over_records_of_another_form(
