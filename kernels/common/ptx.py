@@ -46,6 +46,17 @@ def reduce_add_v4(target: cute.Pointer, values: list[Float32]):
     )
 
 
+def bulk_reduce_add(target: cute.Pointer, shared: cute.Pointer, num_bytes: int):
+    """cp.reduce.async.bulk: adds contiguous fp32 values of shared memory to global memory.
+
+    One thread issues it and commits it. Addresses and num_bytes are multiples of 16.
+    """
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target, shared.toint().to(Int32), Int32(num_bytes)],
+    )
+
+
 def load_acquire(source: cute.Pointer) -> Int32:
     """ld.acquire.gpu: loads an i32.
 

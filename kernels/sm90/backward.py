@@ -8,38 +8,20 @@ that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.
 
     load warp          loads K, V once; then for every query head of the KV head's group and every
                        query block that sees the key tile: Q, lse_log2 and dO, delta into two rings
-    order warp         deterministic only: opens the turns to add dQ, Note [dq order]
+    reduce warp        adds dQ to global memory where it is staged in shared memory (backward_dq)
+    order warp         opens the turns to add dQ where their order is fixed and it is not staged
     MMA warpgroup 0, 1 issue the products; BackwardTile.split_keys and split_rows say who has what
 
-dQ goes to global memory by vector reductions straight from the accumulator registers: dq_acc is
-laid out so that a warpgroup's registers are contiguous (Note [dq_acc]). A CTA walks all query heads
-of its group, so dK and dV are summed in registers whatever the group size, in a fixed order.
+A CTA walks all query heads of its group, so dK and dV are summed in registers whatever the group
+size, in a fixed order.
 
-Deterministic mode adds to each dq_acc tile in a fixed order of key tiles (Note [dq order]).
-
-Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]. `thread`
-counts the threads of both warpgroups; the four values are its accumulator registers 4 c to 4 c + 3
-for chunk c, which hold two adjacent columns of row r and the same columns of row r + 8. bwd_post
-undoes it with the same accumulator layout.
+Where P and dS are operands in registers, P is rounded after dS has been computed: dS then takes the
+registers of dP, and P, rounded, and dS, rounded, those of the scores.
 
 Note [scores]: dS (and P, where it is not kept in registers) has two buffers used in turn, so one
 barrier a step is enough: a warpgroup passes `scores_ready` of step i + 1 only when the other one
 has arrived there, which it does after its products of step i have read buffer i % 2. So step i + 2
 may write that buffer.
-
-Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
-to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
-before its own, adds, and increments. A CTA draws a ticket from a counter when it starts, and the
-ticket decides which key tile it has. So it waits only for CTAs with lower tickets, which have
-started; of those that have started and not finished, the one with the lowest ticket never waits.
-Hence there is no deadlock, whatever the number of resident CTAs and the order in which the hardware
-starts them (CUDA promises none). All CTAs walk the query blocks from last to first: under a causal
-band, too, neighbours then start together and follow one another at a distance of one addition. If
-they started at the diagonal, a CTA would first wait for all lower ones to reach its first block.
-The order warp waits and increments, so that the products hide the latency: it opens `dq_turn` for
-the MMA warps and releases the counter once all of them have arrived on `dq_added`. Their additions
-happen before their arrivals, and these before the order warp's release; by cumulativity the next
-CTA, which acquires the counter, adds after them.
 """
 
 import cutlass
@@ -60,6 +42,7 @@ from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import KeyGradients, Step, make_products
 from kernels.sm90.backward_description import description
+from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
@@ -86,6 +69,13 @@ class Backward(BackwardHost):
             least_heads=DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1,
             band=key.band,
         )
+        self.query_gradient = QueryGradient(
+            self.tile,
+            key.head_dim,
+            key.band,
+            key.deterministic,
+            self.tile.stages_dq(key.deterministic),
+        )
         named = self.description.named_barrier
         self.scores_ready, self.finished = named("scores_ready"), named("finished")
         self.padding = named("padding")
@@ -104,8 +94,9 @@ class Backward(BackwardHost):
             resources.prefetch(maps, self.description)
             with cute.arch.elect_one():
                 resources.initialise(self.description, shared.barriers)
+        second_warp = 1
         if cutlass.const_expr(self.deterministic):
-            if warp_index == self.description.role("order").first_warp:
+            if warp_index == second_warp:
                 with cute.arch.elect_one():
                     place = cute.make_tensor(shared.ticket, cute.make_layout(1))
                     place[0] = ptx.take_ticket(buffers.dq_ticket)
@@ -120,9 +111,9 @@ class Backward(BackwardHost):
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
                 self.load(maps, shared, work, rows)
-            if cutlass.const_expr(self.deterministic):
-                if warp_index == self.description.role("order").first_warp:
-                    self.order(shared, work, rows)
+            if cutlass.const_expr(self.query_gradient.has_warp):
+                if warp_index == second_warp:
+                    self.query_gradient.run_warp(shared, work, rows)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             self.mma(maps, shared, work, rows, scalars)
@@ -137,12 +128,6 @@ class Backward(BackwardHost):
             return cute.arch.make_warp_uniform(ticket)
         cta, _, _ = cute.arch.block_idx()
         return cta
-
-    def query_block(self, work: Work, index: Int32) -> Int32:
-        """Returns the index-th query block of a head; Note [dq order] gives the order."""
-        if self.deterministic:
-            return work.blocks.end - 1 - index
-        return work.blocks.begin + index
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
@@ -160,7 +145,7 @@ class Backward(BackwardHost):
             tensors.tma_load(maps.v, key_tile, shared.v, kv_full)
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
-            block = self.query_block(work, step - member * steps)
+            block = self.query_gradient.query_block(work, step - member * steps)
             head = work.kv_head * work.group + member
             query = coordinates[None, None, head, work.batch]
             query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
@@ -177,29 +162,6 @@ class Backward(BackwardHost):
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
                 tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
-
-    @cute.jit
-    def order(self, shared: Shared, work: Work, rows: Rows):
-        """Order warp: opens the CTA's turns to add dQ, as Note [dq order] has it."""
-        steps = work.blocks.end - work.blocks.begin
-        for step in cutlass.range(steps * work.group, unroll=1):
-            member = step // steps
-            block = self.query_block(work, step - member * steps)
-            head = work.kv_head * work.group + member
-            counter = rows.dq_order + rows.tile(work.batch, work.heads, head, block)
-            index = work.tile
-            if cutlass.const_expr(self.band):
-                visiting = bands.visited_blocks(
-                    work.band, block * self.tile.m, self.tile.m, self.tile.n, tensors.INT32
-                )
-                index = work.tile - visiting.begin
-            with cute.arch.elect_one():
-                added = index - 1
-                while added < index:
-                    added = ptx.load_acquire(counter)
-                cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
-                shared.barriers.dq_added.wait(step)
-                ptx.increment_release(counter)
 
     @cute.jit
     def mma(
@@ -230,7 +192,7 @@ class Backward(BackwardHost):
                 self.clear_padding(shared.k, shared.v, first_row, thread)
         for member in cutlass.range(work.group, unroll=1):
             for index in cutlass.range(steps, unroll=1):
-                block = self.query_block(work, index)
+                block = self.query_gradient.query_block(work, index)
                 step = member * steps + index
                 place = Step(member, block, step, group)
                 self.step(shared, work, rows, grads_acc, scalars.scale_log2, place)
@@ -296,19 +258,23 @@ class Backward(BackwardHost):
             first_row = work.band.query_length - block * tile.m
             self.clear_padding(q_tile, do_tile, first_row, thread)
         products.scores.issue(scores, k, q, accumulate=False)
+        lse_log2 = self.statistics(shared.lse_log2, slot, group)
         shared.barriers.do_full.wait(use)
         products.scores.issue(dp, v, do, accumulate=False)
         warpgroup.wait_group(1)
         self.mask(work, scores, block, group)
-        self.exponentiate(shared, scores, scale_log2, slot, group)
-        p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
+        self.exponentiate(scores, lse_log2, scale_log2)
+        delta = self.statistics(shared.delta, slot, group)
+        if cutlass.const_expr(not tile.split_keys):
+            p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
         warpgroup.wait_group(0)
+        self.score_gradient(scores, dp, delta)
         if cutlass.const_expr(tile.split_keys):
-            products.grads.issue(grads.dv, p, dot, accumulate=True)
-        self.score_gradient(shared, scores, dp, slot, group)
+            p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
         ds = self.operand(grads_mma, grads_slice, dp, shared.ds[None, None, buffer])
         if cutlass.const_expr(tile.split_keys):
             self.to_shared(dp, shared.ds[None, None, buffer])
+            products.grads.issue(grads.dv, p, dot, accumulate=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.scores_ready)
 
@@ -323,7 +289,7 @@ class Backward(BackwardHost):
         products.grads.issue(grads.dk, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
         self.release(shared.barriers.do_empty.at(use))
-        self.add_dq(shared, work, rows, dq, place)
+        self.query_gradient.add(shared, work, rows, dq, place)
         warpgroup.wait_group(0)
         self.release(shared.barriers.q_empty.at(use))
 
@@ -384,13 +350,22 @@ class Backward(BackwardHost):
             softmax.mask_band(scores, block * tile.m + self.first_query(group), low, high)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32, group: Int32) -> cute.Tensor:
-        """Views the per-query values of this thread's columns of scores: (2, column_pair)."""
-        pointer = tensor[None, slot].iterator + self.first_query(group)
-        return cute.make_tensor(pointer, cute.make_layout((2, self.tile.m // 8), stride=(1, 8)))
+        """Returns the per-query values of this thread's columns of scores: (2, column_pair).
 
-    def exponentiate(self, shared: Shared, scores: cute.Tensor, scale_log2, slot, group):
+        They are in registers where the tile has them loaded early, else in shared memory.
+        """
+        pointer = tensor[None, slot].iterator + self.first_query(group)
+        pairs = self.tile.m // 8
+        view = cute.make_tensor(pointer, cute.make_layout((2, pairs), stride=(1, 8)))
+        if not self.tile.early_statistics:
+            return view
+        values = cute.make_rmem_tensor((2, pairs), Float32)
+        for pair in range(pairs):
+            cute.autovec_copy(view[None, pair], values[None, pair])
+        return values
+
+    def exponentiate(self, scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
         """Replaces scores by P^T = exp2(scores * scale_log2 - lse_log2)."""
-        lse_log2 = self.statistics(shared.lse_log2, slot, group)
         values = cute.make_rmem_tensor((2,), Float32)
         for pair in range(cute.size(scores.shape[0][2])):
             cute.autovec_copy(lse_log2[None, pair], values)
@@ -400,9 +375,8 @@ class Backward(BackwardHost):
                     exponent = scores[index] * scale_log2 - values[column]
                     scores[index] = exp2(exponent)
 
-    def score_gradient(self, shared: Shared, p: cute.Tensor, dp: cute.Tensor, slot, group):
+    def score_gradient(self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor):
         """Replaces dp by dS^T = P^T * (dP^T - delta)."""
-        delta = self.statistics(shared.delta, slot, group)
         values = cute.make_rmem_tensor((2,), Float32)
         for pair in range(cute.size(p.shape[0][2])):
             cute.autovec_copy(delta[None, pair], values)
@@ -415,23 +389,6 @@ class Backward(BackwardHost):
         """Arrives, once per warp: this warp's wgmma no longer reads the slot."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
-
-    @cute.jit
-    def add_dq(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, place: Step):
-        """Adds this step's dQ tile to dq_acc; Notes [dq_acc] and [dq order]."""
-        thread, _, _ = cute.arch.thread_idx()
-        head = work.kv_head * work.group + place.member
-        query_tile = rows.tile(work.batch, work.heads, head, place.block)
-        target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim)
-        target = target + (thread - WARPGROUP) * 4
-        if cutlass.const_expr(self.deterministic):
-            shared.barriers.dq_turn.wait(place.index)
-        for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
-            values = [dq[4 * chunk + i] for i in range(4)]
-            ptx.reduce_add_v4(target + chunk * (2 * WARPGROUP * 4), values)
-        if cutlass.const_expr(self.deterministic):
-            cute.arch.sync_warp()
-            self.release(shared.barriers.dq_added.at(place.index))
 
 
 def source(key: KernelKey) -> KernelSource:

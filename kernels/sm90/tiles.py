@@ -104,9 +104,26 @@ class BackwardTile:
         """True: a warpgroup owns 64 query rows of dQ; False: half of its columns."""
         return self.m == 128
 
+    @property
+    def early_statistics(self) -> bool:
+        """Whether a thread loads its row statistics before it waits for the scores.
+
+        The registers hold them beside the scores of 64 queries, not beside those of 128.
+        """
+        return self.split_keys and self.m == 64
+
+    def stages_dq(self, deterministic: bool) -> bool:
+        """Whether dQ goes to global memory by way of shared memory, added in bulk by one warp.
+
+        The MMA warps then wait neither for the L2 to take their registers nor for their turn. With
+        n = 64, shared memory has no room for it. In a fixed order it lost to additions from
+        registers where a step has 64 queries: docs/hopper.md.
+        """
+        return self.split_keys and (self.m == 128 or not deterministic)
+
 
 BACKWARD_TILES: dict[int, BackwardTile] = {
-    64: BackwardTile(m=64, n=128, stages=3, span_bytes=64),
+    64: BackwardTile(m=128, n=128, stages=2),
     96: BackwardTile(m=64, n=128, stages=2, span_bytes=32),
     128: BackwardTile(m=64, n=128, stages=2),
     192: BackwardTile(m=64, n=64, stages=2, span_bytes=64),

@@ -1,0 +1,154 @@
+"""How the Hopper backward adds dQ to global memory: in bulk from shared memory, or from registers.
+
+Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]. `thread`
+counts the threads of both MMA warpgroups; the four values are its accumulator registers 4 c to
+4 c + 3 for chunk c, which hold two adjacent columns of row r and the same columns of row r + 8.
+bwd_post undoes it with the same accumulator layout. Where dQ is staged in shared memory (see
+BackwardTile.stages_dq), it has the same layout there, so that one bulk copy adds a step's tile;
+otherwise each thread adds its registers by vectors.
+
+Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
+to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
+before its own, adds, and increments. A CTA draws a ticket from a counter when it starts, and the
+ticket decides which key tile it has. So it waits only for CTAs with lower tickets, which have
+started; of those that have started and not finished, the one with the lowest ticket never waits.
+Hence there is no deadlock, whatever the number of resident CTAs and the order in which the hardware
+starts them (CUDA promises none). All CTAs walk the query blocks from last to first: under a causal
+band, too, neighbours then start together and follow one another at a distance of one addition. If
+they started at the diagonal, a CTA would first wait for all lower ones to reach its first block.
+
+One warp waits and increments, so that the products hide the latency. Where dQ is staged, the reduce
+warp adds it, too, and releases the counter when the addition is complete. Otherwise the order warp
+opens `dq_turn` for the MMA warps and releases the counter once all of them have arrived on
+`dq_added`. Their additions happen before their arrivals, and these before the order warp's release;
+by cumulativity the next CTA, which acquires the counter, adds after them.
+"""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa4_jax import bands
+from kernels.common import ptx, tensors
+from kernels.common.backward_schedule import Work
+from kernels.common.resources import Shared
+from kernels.common.state import Rows
+from kernels.sm90.backward_data import Step
+from kernels.sm90.tiles import WARPGROUP, BackwardTile
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryGradient:
+    """Adds a kernel's dQ; attributes are compile-time constants.
+
+    Attributes:
+      tile, head_dim: dQ of a step is tile.m x head_dim.
+      band: whether the mask is a band.
+      deterministic: the order of additions is fixed.
+      staged: dQ passes through shared memory.
+    """
+
+    tile: BackwardTile
+    head_dim: int
+    band: bool
+    deterministic: bool
+    staged: bool
+
+    @property
+    def has_warp(self) -> bool:
+        """Whether a warp of the load warpgroup takes part."""
+        return self.staged or self.deterministic
+
+    def query_block(self, work: Work, index: Int32) -> Int32:
+        """Returns the index-th query block of a head; Note [dq order] gives the order."""
+        if self.deterministic:
+            return work.blocks.end - 1 - index
+        return work.blocks.begin + index
+
+    @cute.jit
+    def run_warp(self, shared: Shared, work: Work, rows: Rows):
+        """Reduce or order warp: has every step's dQ added, in turn if the order is fixed."""
+        steps = work.blocks.end - work.blocks.begin
+        for step in cutlass.range(steps * work.group, unroll=1):
+            member = step // steps
+            block = self.query_block(work, step - member * steps)
+            head = work.kv_head * work.group + member
+            query_tile = rows.tile(work.batch, work.heads, head, block)
+            if cutlass.const_expr(self.staged):
+                self.reduce(shared, work, rows, step, block, query_tile)
+            else:
+                with cute.arch.elect_one():
+                    self.await_turn(work, rows, block, query_tile)
+                    cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
+                    shared.barriers.dq_added.wait(step)
+                    ptx.increment_release(rows.dq_order + query_tile)
+        if cutlass.const_expr(self.staged and not self.deterministic):
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
+        """Waits until the CTA may add to a query tile; Note [dq order]."""
+        turn = work.tile
+        if cutlass.const_expr(self.band):
+            visiting = bands.visited_blocks(
+                work.band, block * self.tile.m, self.tile.m, self.tile.n, tensors.INT32
+            )
+            turn = work.tile - visiting.begin
+        added = turn - 1
+        while added < turn:
+            added = ptx.load_acquire(rows.dq_order + query_tile)
+
+    @cute.jit
+    def reduce(
+        self, shared: Shared, work: Work, rows: Rows, step: Int32, block: Int32, query_tile: Int32
+    ):
+        """Adds a step's dQ, which lies in shared memory."""
+        size = self.tile.m * self.head_dim
+        shared.barriers.dq_full.wait(step)
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.deterministic):
+                self.await_turn(work, rows, block, query_tile)
+                cute.arch.fence_proxy("async.global")
+            ptx.bulk_reduce_add(rows.dq_acc + query_tile * size, shared.dq.iterator, size * 4)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(shared.barriers.dq_empty.at(step))
+            if cutlass.const_expr(self.deterministic):
+                cute.arch.cp_async_bulk_wait_group(0)
+                cute.arch.fence_proxy("async.global")
+                ptx.increment_release(rows.dq_order + query_tile)
+
+    @cute.jit
+    def add(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, place: Step):
+        """MMA warp: hands over its share of a step's dQ, or adds it; Note [dq_acc]."""
+        thread, _, _ = cute.arch.thread_idx()
+        offset = (thread - WARPGROUP) * 4
+        stride = 2 * WARPGROUP * 4
+        chunks = cute.size(dq) // 4
+        if cutlass.const_expr(self.staged):
+            shared.barriers.dq_empty.wait_free(place.index)
+            staging = cute.make_tensor(
+                shared.dq.iterator + offset, cute.make_layout((4, chunks), stride=(1, stride))
+            )
+            registers = cute.make_tensor(dq.iterator, cute.make_layout((4, chunks)))
+            for chunk in cutlass.range_constexpr(chunks):
+                cute.autovec_copy(registers[None, chunk], staging[None, chunk])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            arrived = shared.barriers.dq_full
+        else:
+            head = work.kv_head * work.group + place.member
+            query_tile = rows.tile(work.batch, work.heads, head, place.block)
+            target = rows.dq_acc + query_tile * (self.tile.m * self.head_dim) + offset
+            if cutlass.const_expr(self.deterministic):
+                shared.barriers.dq_turn.wait(place.index)
+            for chunk in cutlass.range_constexpr(chunks):
+                values = [dq[4 * chunk + i] for i in range(4)]
+                ptx.reduce_add_v4(target + chunk * stride, values)
+            arrived = shared.barriers.dq_added if self.deterministic else None
+        if cutlass.const_expr(arrived is not None):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(arrived.at(place.index))
