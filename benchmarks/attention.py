@@ -1,16 +1,21 @@
 """Times `fa4_jax.attention` beside its peers and writes JSON, Markdown and a plot.
 
     python -m benchmarks.attention                     # everything; minutes on a GPU
+    python -m benchmarks.attention --group grid gqa    # the cases of these groups
     python -m benchmarks.attention --only d128-causal  # the cases with this in their names
     python -m benchmarks.attention --quick             # does it all run? seconds, also on a CPU
 
 The JSON file is brought up to date after every case: a run that is cut short keeps what it has, and
-`python -m benchmarks.report FILE.json` writes the rest from it.
+`python -m benchmarks.report FILE.json` writes the rest from it. It also joins the files of several
+groups. FlashAttention-3 (`dew_flash_attn`), jax-linear-attention (`jla`) and flash-attn-4 with
+PyTorch take part where Python finds them; PyTorch needs a part of the GPU's memory
+(XLA_PYTHON_CLIENT_MEM_FRACTION=.6).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import time
 from pathlib import Path
@@ -18,9 +23,10 @@ from typing import Any
 
 import jax
 
-from benchmarks import host_cost, shapes
-from benchmarks.environment import clocks, environment
+from benchmarks import host_cost, shapes, torch_peer
+from benchmarks.environment import clocks, environment, packages
 from benchmarks.measure import DIRECTIONS, describe, measure
+from benchmarks.peers import PACKAGES
 from benchmarks.report import save, write
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol
@@ -39,21 +45,37 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="TEXT",
         help=f"cases with TEXT in their names; {HOST!r}: host-side cost (repeatable)",
     )
+    parser.add_argument(
+        "--group",
+        nargs="+",
+        choices=(*shapes.GROUPS, HOST),
+        metavar="GROUP",
+        help=f"the cases of these groups, {', '.join(shapes.GROUPS)}; {HOST!r}: as above",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="start no case after so many seconds"
+    )
     parser.add_argument("--loops", type=int, default=5, help="bursts of each contender (5)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
 
 
-def wanted(name: str, only: list[str] | None) -> bool:
+def wanted(name: str, group: str, options: argparse.Namespace) -> bool:
     """Returns whether the command line asks for a part of the run."""
-    return not only or any(text in name for text in only)
+    if options.group is not None and group not in options.group:
+        return False
+    return not options.only or any(text in name for text in options.only)
+
+
+def has_gpu() -> bool:
+    """Returns whether the driver finds a GPU; JAX does not start for this."""
+    return clocks() is not None
 
 
 def first_calls(quick: bool) -> dict[str, Any]:
     """Measures first calls in fresh processes, by implementation."""
     case = shapes.FIRST_CALL_QUICK if quick else shapes.FIRST_CALL
-    has_gpu = clocks() is not None  # The driver is asked: JAX must not start here yet.
-    callers = FIRST_CALLERS["gpu" if has_gpu else "cpu"]
+    callers = FIRST_CALLERS["gpu" if has_gpu() else "cpu"]
     return {name: host_cost.first_call(name, case, 1 if quick else 3) for name in callers}
 
 
@@ -86,8 +108,8 @@ def file_name(device: str, options: argparse.Namespace) -> str:
     one.
     """
     stem = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    parts = [stem, *(["quick"] if options.quick else []), *(["partial"] if options.only else [])]
-    return "-".join(parts) + ".json"
+    parts = [stem, *(["quick"] if options.quick else []), *(options.group or [])]
+    return "-".join([*parts, *(["partial"] if options.only else [])]) + ".json"
 
 
 def measure_safely(case: Case, protocol: Protocol) -> dict[str, Any]:
@@ -104,20 +126,26 @@ def main(argv: list[str] | None = None) -> Path:
     options = arguments(argv)
     start = time.perf_counter()
     host: dict[str, Any] = {}
-    if wanted(HOST, options.only):
+    if wanted(HOST, HOST, options):
         host["first_call"] = first_calls(options.quick)
         print(f"first calls: {host['first_call']}", flush=True)
+    if has_gpu():
+        torch_peer.load()
     run: dict[str, Any] = {"environment": environment(), "host": host, "cases": []}
-    run["environment"]["clocks_before"] = clocks()
+    run["environment"] |= {"packages": packages(PACKAGES), "clocks_before": clocks()}
     path = options.output / file_name(run["environment"]["device"], options)
     options.output.mkdir(parents=True, exist_ok=True)
     protocol = Protocol(1, 0.002) if options.quick else Protocol(options.loops)
     chosen = [
         case
         for case in (shapes.QUICK if options.quick else shapes.ALL)
-        if wanted(case.id, options.only)
+        if wanted(case.id, case.group, options)
     ]
     for number, case in enumerate(chosen, 1):
+        elapsed = time.perf_counter() - start
+        if elapsed > options.budget:
+            run["not_started"] = [x.id for x in chosen[number - 1 :]]
+            break
         record = measure_safely(case, protocol)
         run["cases"].append(record)
         save(run, path)
@@ -125,7 +153,7 @@ def main(argv: list[str] | None = None) -> Path:
         print(f"[{number}/{len(chosen)} {elapsed:.0f} s] {line(record)}", flush=True)
         # Every case has shapes of its own: its programs would only fill memory.
         jax.clear_caches()
-    if wanted(HOST, options.only):
+    if wanted(HOST, HOST, options):
         host |= host_costs(options.quick)
     run["environment"]["clocks_after"] = clocks()
     run["environment"]["run_s"] = time.perf_counter() - start

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,14 @@ def clocks() -> str | None:
     """Returns clock, power and temperature of the first GPU now, in nvidia-smi's words."""
     fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
     return answer("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+
+
+def packages(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

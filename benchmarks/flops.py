@@ -7,18 +7,26 @@ from fa4_jax import bands
 
 
 def visible_pairs(case: Case) -> int:
-    """Returns the number of pairs (row, key) that enter one head of one batch element."""
-    window = bands.CAUSAL if case.is_causal else bands.EVERYTHING
-    band = bands.Band(case.query_length, case.key_length, case.query_offset, *window)
-    return bands.visible_pairs(band)
+    """Returns the number of pairs (row, key) that enter one head of all batch entries together."""
+    left, right = case.window or (None, None)
+    window = bands.limits(left, right, case.is_causal)
+    if case.lengths is None:
+        band = bands.Band(case.query_length, case.key_length, case.query_offset, *window)
+        return case.batch * bands.visible_pairs(band)
+    return sum(
+        bands.visible_pairs(bands.Band(length, length, case.query_offset, *window))
+        for length in case.lengths
+    )
 
 
 def flops(case: Case, direction: str) -> int:
     """Returns the number of multiplications and additions of the matrix products.
 
     Args:
-      direction: "forward" (two products: q k^T, p v) or "backward" (five: q k^T again, do v^T, and
-        one for each gradient).
+      direction: "forward" (q k^T over the head dim, p v over value's) or "backward" (q k^T again
+        and the gradients of query and key over the head dim; do v^T and value's gradient over
+        value's).
     """
-    products = {"forward": 2, "backward": 5}[direction]
-    return products * 2 * case.head_dim * case.batch * case.heads[0] * visible_pairs(case)
+    of_keys, of_values = {"forward": (1, 1), "backward": (3, 2)}[direction]
+    columns = of_keys * case.head_dim + of_values * case.output_dim
+    return 2 * columns * case.heads[0] * visible_pairs(case)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import fa4_jax
 from benchmarks import peers, shapes
+from benchmarks.contenders import Eager
 from benchmarks.measure import compile_all, describe, make_inputs
 from benchmarks.shapes import Case
 from benchmarks.timing import burst
@@ -74,6 +75,8 @@ def dispatch(calls: int) -> dict[str, Any]:
     programs: dict[str, Any] = {"jax floor": lambda q, k, v, do: q + do}
     for contender in present:
         attend = contender.attend
+        if isinstance(attend, Eager):
+            continue
         if not contender.backward_only:
             programs[contender.name] = lambda q, k, v, do, f=attend: f(q, k, v)
         programs[f"{contender.name} with gradient"] = lambda q, k, v, do, f=attend: jax.vjp(

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.contenders import Contender, Eager, Foreign, Inputs, Results
 from benchmarks.flops import flops
-from benchmarks.peers import OURS, Contender, contenders
+from benchmarks.peers import OURS, OWN, contenders
 from benchmarks.shapes import Case
 from benchmarks.timing import Call, Protocol, Timing, interleave
 
 DIRECTIONS = ("forward", "backward")
 
-Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Lower = Callable[[], jax.stages.Lowered]
 
 
@@ -29,15 +30,17 @@ def describe(error: Exception) -> str:
 
 def make_inputs(case: Case) -> Inputs:
     """Makes random query, key, value and output cotangent, on the device."""
-    (n, k), h = case.heads, case.head_dim
-    rows, keys = (case.batch, case.query_length, n, h), (case.batch, case.key_length, k, h)
+    n, k = case.heads
+    rows, keys = (case.batch, case.query_length, n), (case.batch, case.key_length, k)
 
     @jax.jit
     def draw(seed: jax.Array) -> Inputs:
         parts = jax.random.split(seed, 4)
-        q, do = (jax.random.normal(parts[i], rows, case.dtype) for i in (0, 3))
-        key, value = (jax.random.normal(parts[i], keys, case.dtype) for i in (1, 2))
-        return q, key, value, do
+        query = jax.random.normal(parts[0], (*rows, case.head_dim), case.dtype)
+        key = jax.random.normal(parts[1], (*keys, case.head_dim), case.dtype)
+        value = jax.random.normal(parts[2], (*keys, case.output_dim), case.dtype)
+        cotangent = jax.random.normal(parts[3], (*rows, case.output_dim), case.dtype)
+        return query, key, value, cotangent
 
     return draw(jax.random.key(0))
 
@@ -59,10 +62,17 @@ def compile_all(jobs: dict[str, Lower]) -> dict[str, jax.stages.Compiled | Excep
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A compiled pass of one contender with its arguments bound."""
+    """A pass of one contender with its arguments bound.
+
+    Attributes:
+      temp_bytes: JAX's temporary memory, None where it is unknown.
+    """
 
     call: Call
     temp_bytes: int | None
+
+
+Passes = dict[str, Pass | Exception]
 
 
 def _bound(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> Pass:
@@ -71,55 +81,71 @@ def _bound(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> Pass:
     return Pass(lambda: compiled(*arguments), temp_bytes)
 
 
-def _forwards(present: list[Contender], inputs: Inputs) -> dict[str, Pass | Exception]:
+def _eager(present: list[Contender], inputs: Inputs, direction: str) -> Passes:
+    outcomes: Passes = {}
+    for contender in present:
+        if isinstance(contender.attend, Eager):
+            try:
+                call = contender.attend.bind(contender.layout.enter(inputs), direction)
+                outcomes[contender.name] = Pass(call, None)
+            except Exception as error:
+                outcomes[contender.name] = error
+    return outcomes
+
+
+def _forwards(present: list[Contender], inputs: Inputs) -> Passes:
     timed = [c for c in present if not c.backward_only]
-    arguments = {c.name: _arguments(c, inputs) for c in timed}
-    compiled = compile_all({c.name: _lowering(c.attend, arguments[c.name]) for c in timed})
-    return {
+    arguments: dict[str, tuple[Any, ...]] = {}
+    jobs: dict[str, Lower] = {}
+    for contender in timed:
+        attend = contender.attend
+        if not isinstance(attend, Eager):
+            arguments[contender.name] = contender.layout.enter(inputs)[:3]
+            jobs[contender.name] = _lowering(attend, arguments[contender.name])
+    outcomes: Passes = {
         name: x if isinstance(x, Exception) else _bound(x, arguments[name])
-        for name, x in compiled.items()
+        for name, x in compile_all(jobs).items()
     }
+    return outcomes | _eager(timed, inputs, "forward")
 
 
-def _backwards(present: list[Contender], inputs: Inputs) -> dict[str, Pass | Exception]:
+def _backwards(present: list[Contender], inputs: Inputs) -> Passes:
     """Makes each contender's vjp with its residuals as arguments, without any forward."""
     timed = [c for c in present if c.no_backward is None]
-    arguments = {c.name: _arguments(c, inputs) for c in timed}
-    programs = compile_all(
-        {c.name: _lowering(_with_residuals(c), arguments[c.name]) for c in timed}
-    )
-    outcomes: dict[str, Pass | Exception] = {}
+    entered: dict[str, Inputs] = {}
+    programs: dict[str, Lower] = {}
+    for contender in timed:
+        attend = contender.attend
+        if not isinstance(attend, Eager):
+            entered[contender.name] = contender.layout.enter(inputs)
+            programs[contender.name] = _lowering(
+                functools.partial(jax.vjp, attend), entered[contender.name][:3]
+            )
+    outcomes: Passes = {}
     jobs: dict[str, Lower] = {}
     residuals: dict[str, tuple[Any, ...]] = {}
-    for name, program in programs.items():
+    for name, program in compile_all(programs).items():
         if isinstance(program, Exception):
             outcomes[name] = program
             continue
         try:
-            _, vjp = program(*arguments[name])
+            *operands, cotangent = entered[name]
+            _, vjp = program(*operands)
             leaves, tree = jax.tree.flatten(vjp)
-            residuals[name] = (leaves, inputs[3])
+            residuals[name] = (leaves, cotangent)
             jobs[name] = _lowering(_apply(tree), residuals[name])
         except Exception as error:
             outcomes[name] = error
     for name, x in compile_all(jobs).items():
         outcomes[name] = x if isinstance(x, Exception) else _bound(x, residuals[name])
-    return outcomes
+    return outcomes | _eager(timed, inputs, "backward")
 
 
-def _arguments(contender: Contender, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    query, key, value, _ = inputs
-    if contender.query_factor != 1:
-        query = (query * contender.query_factor).astype(query.dtype)
-    return query, key, value
+_PREPARE = {"forward": _forwards, "backward": _backwards}
 
 
 def _lowering(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Lower:
     return lambda: jax.jit(function).lower(*arguments)
-
-
-def _with_residuals(contender: Contender) -> Callable[..., Any]:
-    return lambda *operands: jax.vjp(contender.attend, *operands)
 
 
 def _apply(tree: Any) -> Callable[..., Any]:
@@ -143,16 +169,15 @@ def _difference(results: list[jax.Array], expected: list[jax.Array]) -> jax.Arra
     )
 
 
-def _outputs(contender: Contender, outcome: Pass) -> list[jax.Array]:
-    outputs = jax.tree.leaves(outcome.call())
-    if contender.query_factor != 1 and len(outputs) > 1:
-        outputs[0] = outputs[0] * contender.query_factor
-    return outputs
+def _results(contender: Contender, outcome: Pass) -> Results:
+    results = outcome.call()
+    arrays = results.arrays() if isinstance(results, Foreign) else jax.tree.leaves(results)
+    return contender.layout.leave(arrays)
 
 
 def _check(
     present: list[Contender],
-    passes: dict[str, Pass | Exception],
+    passes: Passes,
     records: dict[str, dict[str, Any]],
 ) -> None:
     """Notes how far each contender's results are from ours."""
@@ -163,7 +188,7 @@ def _check(
         outcome = passes.get(contender.name)
         if contender.name != OURS and isinstance(outcome, Pass):
             try:
-                difference = _difference(_outputs(contender, outcome), jax.tree.leaves(ours.call()))
+                difference = _difference(_results(contender, outcome), jax.tree.leaves(ours.call()))
                 records[contender.name]["difference"] = float(difference)
             except Exception as error:
                 records[contender.name]["difference_error"] = describe(error)
@@ -180,17 +205,36 @@ def _record(outcome: Timing | Exception, operations: int) -> dict[str, Any]:
     }
 
 
+def _share_of_dense(case: Case, direction: str, ours: Pass, protocol: Protocol) -> float:
+    """Returns our TFLOP/s over ours of the same shape without a mask; both take turns."""
+    dense = case.without_mask()
+    present, _ = contenders(dense, jax.default_backend())
+    passes = _PREPARE[direction]([c for c in present if c.name == OURS], make_inputs(dense))
+    outcome = passes[OURS]
+    if isinstance(outcome, Exception):
+        raise outcome
+    timings = interleave({"case": ours.call, "dense": outcome.call}, protocol)
+    rates: list[float] = []
+    for name, of_case in (("case", case), ("dense", dense)):
+        timing = timings[name]
+        if isinstance(timing, Exception):
+            raise timing
+        rates.append(flops(of_case, direction) / timing.median)
+    return rates[0] / rates[1]
+
+
 def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
     """Returns the record of a case, as it goes into the JSON file.
 
     It has, for each direction and contender, `seconds` of each burst, `median_s`, `tflops`,
     `temp_bytes`, `difference` from our results; or `error`, or `absent` with the reason. `ratios`
-    are our speed over the contender's.
+    are our speed over the contender's. Where no other contender has a time and the case has a mask,
+    `share_of_dense` is our TFLOP/s over ours of the same shape without one (or `share_error`).
     """
     present, absent = contenders(case, jax.default_backend())
     inputs = make_inputs(case)
     record: dict[str, Any] = {"id": case.id, **dataclasses.asdict(case)}
-    for direction, prepare in zip(DIRECTIONS, (_forwards, _backwards), strict=True):
+    for direction in DIRECTIONS:
         operations = flops(case, direction)
         records: dict[str, dict[str, Any]] = {x.name: {"absent": x.reason} for x in absent}
         records |= {c.name: {} for c in present if direction == "backward" or not c.backward_only}
@@ -198,7 +242,7 @@ def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
             for contender in present:
                 if contender.no_backward is not None:
                     records[contender.name] = {"absent": contender.no_backward}
-        passes = prepare(present, inputs)
+        passes = _PREPARE[direction](present, inputs)
         _check(present, passes, records)
         ready = {name: x for name, x in passes.items() if isinstance(x, Pass)}
         timings: dict[str, Timing | Exception] = {
@@ -209,7 +253,14 @@ def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
             records[name] |= _record(outcome, operations)
             if name in ready:
                 records[name]["temp_bytes"] = ready[name].temp_bytes
-        record[direction] = {"flops": operations, "results": records, "ratios": _ratios(records)}
+        ratios = _ratios(records)
+        record[direction] = {"flops": operations, "results": records, "ratios": ratios}
+        if case.hides_keys and OURS in ready and not set(ratios) - set(OWN):
+            try:
+                share = _share_of_dense(case, direction, ready[OURS], protocol)
+                record[direction]["share_of_dense"] = share
+            except Exception as error:
+                record[direction]["share_error"] = describe(error)
     return record
 
 

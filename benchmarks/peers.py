@@ -1,17 +1,27 @@
-"""The contenders that are timed: fa4_jax and the other attentions that JAX has."""
+"""The contenders that are timed: fa4_jax and the other attentions that there are on a GPU."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import fa4_jax
+from benchmarks.contenders import (
+    AS_GIVEN,
+    Abilities,
+    Absent,
+    Contender,
+    clipped,
+    packed,
+    scaled_query,
+)
 from benchmarks.shapes import Case
+from benchmarks.torch_peer import FA4, FA4_DETERMINISTIC, flash_attn_4
 
 OURS = "fa4_jax"
 DETERMINISTIC = "fa4_jax deterministic"
@@ -21,35 +31,19 @@ FA3 = "FlashAttention-3"
 JLA = "jax-linear-attention"
 XLA = "jax.nn xla"
 
-PEERS = (CUDNN, FA3, JLA, PALLAS)
+OWN = (OURS, DETERMINISTIC)
+
+PEERS = (CUDNN, FA3, FA4, JLA, PALLAS)
 """Others' attention on a GPU; ours is compared with the best of them in each case."""
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+OTHERS = (*PEERS, FA4_DETERMINISTIC, XLA)
+"""Everything that is not ours."""
 
+PACKAGES = ("flash-attn-4", "torch", "dew-flash-attn-cu13", "jax-linear-attention")
+"""The packages of peers whose versions a run records."""
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """An attention as a function of query, key and value.
-
-    Attributes:
-      query_factor: a factor of the queries, applied beforehand, untimed (for one without a scale).
-      backward_only: whether its forward is another contender's.
-      no_backward: why it has no backward, otherwise None.
-    """
-
-    name: str
-    attend: Attention
-    query_factor: float = 1.0
-    backward_only: bool = False
-    no_backward: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Absent:
-    """A contender that cannot take part, and why."""
-
-    name: str
-    reason: str
+_JLA_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
+_PALLAS_KEY_BLOCKS = {64: 256, 128: 128, 256: 64}
 
 
 def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]]:
@@ -58,17 +52,24 @@ def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]
     Args:
       platform: "gpu" (all peers; ours insists on its kernels) or "cpu" (ours and XLA's).
     """
-    peers = (_cudnn, _fa3, _jla, _pallas) if platform == "gpu" else (_xla,)
-    found = [*_ours(case, platform), *(peer(case) for peer in peers)]
+    found: list[Contender | Absent] = [*_ours(case, platform)]
+    if platform == "gpu":
+        found += [_cudnn(case), _fa3(case), *flash_attn_4(case), _jla(case), _pallas(case)]
+    else:
+        found.append(_xla(case))
     present = [x for x in found if isinstance(x, Contender)]
     return present, [x for x in found if isinstance(x, Absent)]
 
 
 def _ours(case: Case, platform: str) -> list[Contender]:
+    lengths = None if case.lengths is None else jnp.asarray(case.lengths)
     attend = functools.partial(
         fa4_jax.attention,
         is_causal=case.is_causal,
         query_offset=case.query_offset,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=case.window,
         implementation="kernel" if platform == "gpu" else None,
     )
     deterministic = functools.partial(attend, deterministic=True)
@@ -79,17 +80,24 @@ def _ours(case: Case, platform: str) -> list[Contender]:
 
 
 def _jax_nn(name: str, implementation: str, case: Case) -> Contender | Absent:
-    if case.is_causal and case.query_offset:
-        return Absent(name, "jax.nn.dot_product_attention has no query offset")
+    refusal = Abilities(windows=True, lengths=True).refusal(case)
+    if refusal is not None:
+        return Absent(name, refusal)
+    lengths = None if case.lengths is None else jnp.asarray(case.lengths, jnp.int32)
     attend = functools.partial(
         jax.nn.dot_product_attention,
         is_causal=case.is_causal,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=case.window,
         implementation=implementation,  # type: ignore[arg-type]
     )
-    return Contender(name, attend)
+    return Contender(name, attend, clipped(case))
 
 
 def _cudnn(case: Case) -> Contender | Absent:
+    if case.window is not None and not case.is_causal:
+        return Absent(CUDNN, "it has no limit on the right of a window")
     return _jax_nn(CUDNN, "cudnn", case)
 
 
@@ -101,31 +109,65 @@ def _xla(case: Case) -> Contender | Absent:
 
 def _fa3(case: Case) -> Contender | Absent:
     """FlashAttention-3's C++ kernels through an XLA FFI (the package dew-flash-attn)."""
-    if case.is_causal and case.query_offset:
-        return Absent(FA3, "a query offset was not tried with it")
+    refusal = Abilities(windows=True, lengths=True, last_key=True).refusal(case)
+    if refusal is not None:
+        return Absent(FA3, refusal)
     try:
         flash: Any = importlib.import_module("dew_flash_attn")
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return Absent(FA3, f"cannot be imported: {error}")
-    return Contender(FA3, functools.partial(flash.flash_mha, is_causal=case.is_causal))
+    # A window holds causality, too: its right side is then 0.
+    options: dict[str, Any] = {
+        "is_causal": case.is_causal and case.window is None,
+        "window_size": case.window or (-1, -1),
+    }
+    if case.lengths is None:
+        return Contender(FA3, functools.partial(flash.flash_mha, **options))
+    attend = functools.partial(
+        flash.flash_mha_varlen,
+        cu_seqlens=jnp.asarray(list(itertools.accumulate(case.lengths, initial=0)), jnp.int32),
+        max_seqlen=max(case.lengths),
+        **options,
+    )
+    return Contender(FA3, attend, packed(case))
 
 
 def _jla(case: Case) -> Contender | Absent:
     """The softmax attention of jax-linear-attention, in Pallas (Mosaic GPU)."""
-    if not case.is_causal or case.query_offset:
-        return Absent(JLA, "it is causal, without a query offset")
+    refusal = Abilities(value_dim=True, windows=True, lengths=True).refusal(case)
+    if refusal is not None:
+        return Absent(JLA, refusal)
+    if not case.is_causal or case.query_length != case.key_length:
+        return Absent(JLA, "it is causal, with as many keys as queries")
+    if (case.head_dim, case.output_dim) not in _JLA_HEAD_DIMS:
+        return Absent(JLA, f"its head dims of query and value are {_JLA_HEAD_DIMS}")
     try:
         flash: Any = importlib.import_module("jla.ops.mosaic_gpu.attention")
     except ImportError as error:
         return Absent(JLA, f"cannot be imported: {error}")
-    return Contender(JLA, functools.partial(flash.flash_attention, backward="fused"))
+    lengths = case.lengths
+    segments = None
+    if lengths is not None:
+        segments = jnp.repeat(jnp.arange(len(lengths)), jnp.asarray(lengths))[None]
+    attend = functools.partial(
+        flash.flash_attention,
+        segment_ids=segments,
+        # It counts the row's own position.
+        sliding_window=None if case.window is None else case.window[0] + 1,
+        # The fused backward needs value's head dim to be query's.
+        backward="fused" if case.value_dim is None else "ranged",
+    )
+    return Contender(JLA, attend, AS_GIVEN if lengths is None else packed(case, batch_axis=True))
 
 
 def _pallas(case: Case) -> Contender | Absent:
     if case.dtype != "float16":
         return Absent(PALLAS, "its shared memory is float16, whatever the operands are")
-    if case.is_causal and case.query_offset:
-        return Absent(PALLAS, "it has no query offset")
+    refusal = Abilities().refusal(case)
+    if refusal is not None:
+        return Absent(PALLAS, refusal)
+    if case.head_dim not in _PALLAS_KEY_BLOCKS:
+        return Absent(PALLAS, f"its head dims are {tuple(_PALLAS_KEY_BLOCKS)}")
     try:
         from jax.experimental.pallas.ops.gpu import attention_mgpu
     except ImportError as error:
@@ -134,7 +176,7 @@ def _pallas(case: Case) -> Contender | Absent:
     # memory. Backward: two warpgroups where both of their tiles fit.
     config = attention_mgpu.TuningConfig(
         block_q=64,
-        block_kv={64: 256, 128: 128, 256: 64}[case.head_dim],
+        block_kv=_PALLAS_KEY_BLOCKS[case.head_dim],
         max_concurrent_steps=2,
         causal=case.is_causal,
         compute_wgs_bwd=1 if case.head_dim == 256 else 2,
@@ -146,6 +188,6 @@ def _pallas(case: Case) -> Contender | Absent:
     return Contender(
         PALLAS,
         lambda q, k, v: attention_mgpu.attention(q, k, v, config),
-        query_factor=case.head_dim**-0.5,
+        layout=scaled_query(case.head_dim**-0.5),
         no_backward="it has no causal backward" if case.is_causal else None,
     )

@@ -1,15 +1,17 @@
-"""Makes a Markdown report and a plot from the JSON file of a run.
+"""Makes a Markdown report and a plot from the JSON file of a run, or of several partial runs.
 
-python -m benchmarks.report benchmarks/results/nvidia-h200.json
+    python -m benchmarks.report nvidia-h200.json
+    python -m benchmarks.report nvidia-h200.json nvidia-h200-grid.json nvidia-h200-gqa.json
+
+The second form writes the first file out of the others.
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
 import json
 import os
-import statistics
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,35 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.measure import DIRECTIONS
-from benchmarks.peers import CUDNN, DETERMINISTIC, FA3, JLA, OURS, PALLAS, PEERS, XLA
+from benchmarks.peers import (
+    CUDNN,
+    DETERMINISTIC,
+    FA3,
+    FA4,
+    FA4_DETERMINISTIC,
+    JLA,
+    OTHERS,
+    OURS,
+    PALLAS,
+    XLA,
+)
+from benchmarks.summary import BEST, Record, ratio, summary
 
-FLOOR_LENGTH = 4096
-"""Cells of the grid at least this long enter the summary."""
+TITLES = {
+    "grid": "Self-attention, bfloat16",
+    "gqa": "Grouped queries, bfloat16",
+    "values": "Value's head dim differs from query's, bfloat16",
+    "d96": "Head dim 96, bfloat16",
+    "odd": "Lengths that are multiples of no tile, bfloat16",
+    "window": "Windows, bfloat16",
+    "lengths": "A length for each batch entry, bfloat16",
+    "cross": "Different lengths of queries and keys, bfloat16",
+    "fp16": "Self-attention, float16",
+}
+"""The report's part for each group of cases."""
 
-COLUMNS = (*PEERS, XLA)
-
-BEST = "the best peer"
-
-DISAGREEMENT = 0.03
-"""Contenders whose results differ by more (relative, Euclidean) compute something different."""
+SAME = ("device", "driver", "jax", "jaxlib", "commit")
+"""What partial runs must have in common to be joined."""
 
 COLORS = {
     OURS: "C0",
@@ -37,11 +57,11 @@ COLORS = {
     CUDNN: "C1",
     FA3: "C5",
     JLA: "C6",
+    FA4: "C8",
+    FA4_DETERMINISTIC: "C9",
     PALLAS: "C4",
     XLA: "C3",
 }
-
-Record = dict[str, Any]
 
 
 def save(run: Record, path: Path) -> None:
@@ -59,89 +79,33 @@ def write(path: Path) -> str:
     return "\n".join(["", *summary(run), "", f"written: {path.with_suffix('')}.json, .md, .png"])
 
 
-def ratio(case: Record, direction: str, name: str) -> float | None:
-    """Returns our speed over a contender's, or over that of the best peer, None without them."""
-    ratios: dict[str, float] = case[direction]["ratios"]
-    names = PEERS if name == BEST else (name,)
-    return min((ratios[x] for x in names if x in ratios), default=None)
+def joined(runs: Sequence[Record]) -> Record:
+    """Returns one run with the cases of all; a later run's replaces an earlier one's.
 
-
-def ratio_summary(run: Record, direction: str, name: str) -> Record | None:
-    """Returns our speed over a contender's (or BEST's), in the grid's long cells.
-
-    Returns:
-      `geometric_mean`, `worst`, `worst_case` and `cells`, or None where there are no such cells.
+    Raises:
+      ValueError: the runs were not made on the same device with the same versions.
     """
-    ratios = {
-        case["id"]: found
-        for case in run["cases"]
-        if case["group"] == "grid" and case["key_length"] >= FLOOR_LENGTH
-        if (found := ratio(case, direction, name)) is not None
-    }
-    if not ratios:
-        return None
-    worst = min(ratios, key=lambda x: ratios[x])
+    first, *others = (run["environment"] for run in runs)
+    for other in others:
+        for key in SAME:
+            if first.get(key) != other.get(key):
+                raise ValueError(f"{key} differs: {first.get(key)} and {other.get(key)}")
+    environment = dict(first)
+    for other in others:
+        environment["packages"] = first.get("packages", {}) | other.get("packages", {})
+    environment["run_s"] = sum(run["environment"].get("run_s", 0.0) for run in runs)
+    cases: dict[str, Record] = {}
+    host: Record = {}
+    for run in runs:
+        cases |= {case["id"]: case for case in run["cases"]}
+        host |= run["host"]
+    missing = {name for run in runs for name in run.get("not_started", [])} - set(cases)
     return {
-        "geometric_mean": statistics.geometric_mean(ratios.values()),
-        "worst": ratios[worst],
-        "worst_case": worst,
-        "cells": len(ratios),
+        "environment": environment,
+        "host": host,
+        "cases": list(cases.values()),
+        "not_started": sorted(missing),
     }
-
-
-def summary(run: Record) -> list[str]:
-    """Returns lines with the deciding ratios, what failed, and which contenders disagree."""
-    lines = []
-    for direction, name in itertools.product(DIRECTIONS, (BEST, *PEERS)):
-        found = ratio_summary(run, direction, name)
-        if found is not None:
-            lines.append(
-                f"- {direction}, our speed over {name} at S >= {FLOOR_LENGTH}: geometric mean "
-                f"{found['geometric_mean']:.3f} over {found['cells']} cells, worst "
-                f"{found['worst']:.3f} ({found['worst_case']})"
-            )
-    slower = slowdown(run)
-    if slower is not None:
-        lines.append(slower)
-    lines += problems(run)
-    return lines
-
-
-def slowdown(run: Record) -> str | None:
-    """Returns the deterministic backward's speed over the fast one's: the inverse of our ratio to
-    it.
-    """
-    ratios = {
-        case["id"]: 1 / case["backward"]["ratios"][DETERMINISTIC]
-        for case in run["cases"]
-        if case["group"] == "grid"
-        and case["key_length"] >= FLOOR_LENGTH
-        and DETERMINISTIC in case["backward"]["ratios"]
-    }
-    if not ratios:
-        return None
-    worst = min(ratios, key=lambda x: ratios[x])
-    return (
-        f"- deterministic backward's speed over the fast one's at S >= {FLOOR_LENGTH}: geometric "
-        f"mean {statistics.geometric_mean(ratios.values()):.3f} over {len(ratios)} cells, worst "
-        f"{ratios[worst]:.3f} ({worst})"
-    )
-
-
-def problems(run: Record) -> list[str]:
-    """Returns lines with the errors, and the results that disagree with ours."""
-    lines = []
-    for case in run["cases"]:
-        for direction in DIRECTIONS:
-            for name, result in case[direction]["results"].items():
-                where = f"- {case['id']} {direction}, {name}"
-                for key in ("error", "difference_error"):
-                    if key in result:
-                        lines.append(f"{where}: {result[key]}")
-                difference = result.get("difference", 0.0)
-                if not difference <= DISAGREEMENT:
-                    lines.append(f"{where}: differs from {OURS} by {difference:.3g}")
-    return lines
 
 
 def markdown(run: Record, plot_name: str) -> str:
@@ -151,25 +115,22 @@ def markdown(run: Record, plot_name: str) -> str:
     versions = [f"JAX {env['jax']}, jaxlib {env['jaxlib']}", f"Python {env['python']}"]
     versions += [f"driver {env['driver']}"] if env.get("driver") else []
     versions += [f"commit {env['commit'][:12]}"] if env.get("commit") else []
+    versions += [f"{name} {version}" for name, version in env.get("packages", {}).items()]
     parts.append(", ".join(versions) + ".")
     parts.append(
-        "TFLOP/s of the visible pairs (4 H each forward, 10 H backward); the median of bursts of "
-        "back-to-back calls, contenders in turns in one process, random normal inputs. Backward is "
-        "the vjp alone. In brackets: our speed over the contender's."
+        "TFLOP/s of the visible pairs (two products forward, five backward); the median of bursts "
+        "of back-to-back calls, contenders in turns in one process, random normal inputs. Backward "
+        "is the vjp alone. In brackets: our speed over the contender's. *Best*: our speed over the "
+        "best peer's, or, where no other contender can do a case, our TFLOP/s over ours of the "
+        "same shape without a mask."
     )
     parts.append("\n".join(summary(run)))
     if any(case["group"] == "grid" for case in run["cases"]):
         parts.append(f"![TFLOP/s over length]({plot_name})")
-    titles = {
-        "grid": "bfloat16, self-attention",
-        "gqa": "Grouped queries, bfloat16",
-        "cross": "Different lengths, bfloat16",
-        "fp16": "float16, self-attention",
-    }
-    for group, title in titles.items():
+    for group, title in TITLES.items():
         cases = [case for case in run["cases"] if case["group"] == group and "batch" in case]
         if cases:
-            parts += [f"## {title}", table(cases)]
+            parts += [f"## {title} ({group})", table(cases)]
     parts += host(run["host"])
     parts += absences(run)
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -177,23 +138,47 @@ def markdown(run: Record, plot_name: str) -> str:
 
 def table(cases: list[Record]) -> str:
     """Returns a table with cases as rows, contenders and directions as columns."""
-    columns = [
-        (direction, name)
-        for direction in DIRECTIONS
-        for name in (OURS, DETERMINISTIC, *COLUMNS)
-        if any("tflops" in case[direction]["results"].get(name, {}) for case in cases)
-    ]
-    head = ["d", "causal", "B", "T", "S", "heads"]
-    head += [f"{name} {direction}" for direction, name in columns]
+    head = ["d", "mask", "B", "T", "S", "heads"]
+    names: dict[str, list[str]] = {}
+    for direction in DIRECTIONS:
+        names[direction] = [
+            name
+            for name in (OURS, DETERMINISTIC, *OTHERS)
+            if any("tflops" in case[direction]["results"].get(name, {}) for case in cases)
+        ]
+        head += [*(f"{name} {direction}" for name in names[direction]), f"best {direction}"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     order = ("head_dim", "is_causal", "key_length", "query_length", "batch")
     for case in sorted(cases, key=lambda x: [x[field] for field in order]):
-        causal = "yes" if case["is_causal"] else "no"
-        cells = [case["head_dim"], causal, case["batch"], case["query_length"], case["key_length"]]
+        dims = case["head_dim"]
+        if case.get("value_dim") is not None:
+            dims = f"{dims}, {case['value_dim']}"
+        cells = [dims, mask(case), case["batch"], case["query_length"], case["key_length"]]
         cells.append("/".join(map(str, case["heads"])))
-        cells += [cell(case[direction], name) for direction, name in columns]
+        for direction in DIRECTIONS:
+            cells += [cell(case[direction], name) for name in names[direction]]
+            cells.append(best(case, direction))
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(rows)
+
+
+def mask(case: Record) -> str:
+    """Returns what hides keys from rows, in words."""
+    words = ["causal" if case["is_causal"] else "dense"]
+    if case.get("window") is not None:
+        words.append("window {} left, {} right".format(*case["window"]))
+    if case.get("lengths") is not None:
+        words.append(f"{sum(case['lengths'])} of {case['batch'] * case['key_length']} tokens")
+    return ", ".join(words)
+
+
+def best(case: Record, direction: str) -> str:
+    """Returns our speed over the best peer's, or our share of the rate without a mask."""
+    found = ratio(case, direction, BEST)
+    if found is not None:
+        return f"{found:.2f}"
+    share = case[direction].get("share_of_dense")
+    return "" if share is None else f"{share:.2f} of dense"
 
 
 def cell(part: Record, name: str) -> str:
@@ -201,8 +186,8 @@ def cell(part: Record, name: str) -> str:
     result = part["results"].get(name, {})
     if "tflops" not in result:
         return "error" if "error" in result else ""
-    ratio = part["ratios"].get(name)
-    return f"{result['tflops']:.4g}" + ("" if ratio is None else f" ({ratio:.2f})")
+    beside = part["ratios"].get(name)
+    return f"{result['tflops']:.4g}" + ("" if beside is None else f" ({beside:.2f})")
 
 
 def host(costs: Record) -> list[str]:
@@ -306,7 +291,7 @@ def _lines(axis: Any, cases: list[Record], direction: str) -> list[tuple[str, An
     """Draws each contender's line in bfloat16; float16 is dashed, for ours and its own peer."""
     drawn = []
     for group, names in (
-        ("grid", (OURS, DETERMINISTIC, CUDNN, FA3, JLA, XLA)),
+        ("grid", (OURS, DETERMINISTIC, CUDNN, FA3, FA4, JLA, XLA)),
         ("fp16", (OURS, PALLAS)),
     ):
         for name in names:
@@ -325,5 +310,17 @@ def _lines(axis: Any, cases: list[Record], direction: str) -> list[tuple[str, An
     return drawn
 
 
+def main(argv: list[str] | None = None) -> None:
+    """Writes the report that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, help="the run")
+    parser.add_argument("parts", type=Path, nargs="*", help="partial runs that make up the run")
+    options = parser.parse_args(argv)
+    if options.parts:
+        save(joined([json.loads(path.read_text()) for path in options.parts]), options.file)
+    print(write(options.file))
+
+
 if __name__ == "__main__":
-    print(write(Path(sys.argv[1])))
+    main()

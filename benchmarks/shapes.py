@@ -18,13 +18,19 @@ LENGTHS = (4096, 8192, 16384, 32768, 1024, 2048)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: query [batch, query_length, heads[0], head_dim], keys likewise with heads[1].
+    """One problem: query [batch, query_length, heads[0], head_dim], key and value likewise with
+    key_length and heads[1].
 
     Attributes:
-      group: "grid", "gqa", "cross" or "fp16": the part of the report it belongs to.
+      group: the part of the report it belongs to, one of GROUPS.
       heads: (query heads, KV heads).
       query_offset: position of query row 0 among the keys (causal only).
       dtype: "bfloat16" or "float16".
+      value_dim: value's head dim, where it is not head_dim.
+      window: (left, right): how many keys a row sees on either side of its own position. The right
+        one is 0 in a causal case.
+      lengths: length of the queries and keys of each batch entry, the same for both; the rest is
+        padding.
     """
 
     group: str
@@ -36,11 +42,23 @@ class Case:
     is_causal: bool = False
     query_offset: int = 0
     dtype: str = "bfloat16"
+    value_dim: int | None = None
+    window: tuple[int, int] | None = None
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Returns value's head dim, which is the output's."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def id(self) -> str:
-        """Returns a readable and unique name, such as "grid-d128-causal-b8-s4096"."""
-        parts = [self.group, f"d{self.head_dim}", "causal" if self.is_causal else "dense"]
+        """Returns a readable and unique name, such as "grid-d128-causal-b4-s8192"."""
+        values = "" if self.value_dim is None else f":{self.value_dim}"
+        parts = [self.group, f"d{self.head_dim}{values}", "causal" if self.is_causal else "dense"]
+        if self.window is not None:
+            left, right = self.window
+            parts.append(f"w{left}" if self.is_causal else f"w{left}:{right}")
         parts.append(f"b{self.batch}")
         if self.heads[0] != self.heads[1]:
             parts.append(f"h{self.heads[0]}:{self.heads[1]}")
@@ -48,6 +66,15 @@ class Case:
             parts.append(f"t{self.query_length}")
         parts.append(f"s{self.key_length}")
         return "-".join(parts)
+
+    @property
+    def hides_keys(self) -> bool:
+        """Returns whether there are pairs of a row and a key that do not see each other."""
+        return self.is_causal or self.window is not None or self.lengths is not None
+
+    def without_mask(self) -> Case:
+        """Returns the case of the same shape in which every row sees every key."""
+        return dataclasses.replace(self, is_causal=False, query_offset=0, window=None, lengths=None)
 
 
 def self_attention(group: str, head_dim: int, length: int, is_causal: bool, dtype: str) -> Case:
@@ -76,6 +103,44 @@ GQA = (
     Case("gqa", 2, 8192, 8192, (32, 8), 128),
     Case("gqa", 4, 8192, 8192, (16, 1), 128, is_causal=True),
     Case("gqa", 2, 8192, 8192, (16, 2), 256, is_causal=True),
+    Case("gqa", 8, 2048, 2048, (32, 8), 128, is_causal=True),
+    Case("gqa", 1, 32768, 32768, (32, 8), 128, is_causal=True),
+)
+
+VALUES = tuple(
+    Case("values", TOKENS // s, s, s, (16, 16), 192, is_causal=is_causal, value_dim=128)
+    for s, is_causal in itertools.product((8192, 2048, 4096, 16384), (False, True))
+)
+"""DeepSeek's head dims."""
+
+D96 = tuple(
+    Case("d96", TOKENS // s, s, s, (32, 32), 96, is_causal=is_causal)
+    for s, is_causal in itertools.product((8192, 2048, 4096, 16384), (False, True))
+)
+
+ODD = tuple(
+    self_attention("odd", head_dim, length, is_causal, "bfloat16")
+    for length, head_dim, is_causal in itertools.product((5000, 1111), HEAD_DIMS, (False, True))
+)
+"""The lengths are multiples of no tile."""
+
+WINDOW = (
+    *(
+        dataclasses.replace(
+            self_attention("window", head_dim, 16384, True, "bfloat16"), window=(1024, 0)
+        )
+        for head_dim in HEAD_DIMS
+    ),
+    Case("window", 2, 16384, 16384, (32, 8), 128, is_causal=True, window=(1024, 0)),
+    Case("window", 2, 16384, 16384, (16, 16), 128, window=(512, 512)),
+)
+
+BATCH_LENGTHS = (4096, 3839, 3000, 2500, 1777, 1024, 513, 65)
+PADDED = tuple(
+    dataclasses.replace(
+        self_attention("lengths", head_dim, 4096, is_causal, "bfloat16"), lengths=BATCH_LENGTHS
+    )
+    for head_dim, is_causal in itertools.product(HEAD_DIMS, (False, True))
 )
 
 CROSS = (
@@ -89,14 +154,31 @@ FP16 = tuple(
     self_attention("fp16", head_dim, length, is_causal, "float16")
     for length, head_dim, is_causal in itertools.product((16384, 4096), HEAD_DIMS, (False, True))
 )
-"""The cases for the peer that accepts float16 alone."""
 
-ALL = (*GRID, *GQA, *CROSS, *FP16)
+GROUPS = {
+    "grid": GRID,
+    "gqa": GQA,
+    "values": VALUES,
+    "d96": D96,
+    "odd": ODD,
+    "window": WINDOW,
+    "lengths": PADDED,
+    "cross": CROSS,
+    "fp16": FP16,
+}
+"""The cases by group, in the order in which they are timed."""
+
+ALL = tuple(itertools.chain.from_iterable(GROUPS.values()))
 
 QUICK = (
     Case("grid", 2, 256, 256, (2, 2), 64),
     Case("grid", 2, 256, 256, (2, 2), 64, is_causal=True),
     Case("gqa", 1, 256, 256, (4, 2), 64, is_causal=True),
+    Case("values", 1, 128, 128, (2, 2), 64, is_causal=True, value_dim=32),
+    Case("d96", 1, 128, 128, (2, 2), 96, is_causal=True),
+    Case("odd", 1, 111, 111, (2, 2), 64),
+    Case("window", 1, 256, 256, (2, 2), 64, is_causal=True, window=(64, 0)),
+    Case("lengths", 2, 128, 128, (2, 2), 64, is_causal=True, lengths=(128, 77)),
     Case("cross", 1, 128, 256, (2, 2), 64, is_causal=True, query_offset=128),
     Case("fp16", 1, 256, 256, (2, 2), 64, dtype="float16"),
 )
