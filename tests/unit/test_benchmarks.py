@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, cpu, measure, peers, report, shapes
+from benchmarks import attention, cpu, measure, peers, report, shapes, summary
 from benchmarks.flops import flops, visible_pairs
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol, Timing, interleave
@@ -26,8 +26,14 @@ def test_pairs_are_those_of_the_mask(rows, keys, offset):
 
 
 def test_flops_of_known_cases():
+    seen = {"dense": 3 * 5, "window": 1 + 2 + 3 + 3, "lengths": 1 + 2 + 3 + 1}
     dense = Case("grid", 2, 3, 5, (4, 2), 8)
-    assert flops(dense, "forward") == 4 * 2 * 4 * 3 * 5 * 8
+    window = Case("window", 2, 4, 4, (4, 4), 8, is_causal=True, window=(2, 0))
+    lengths = Case("lengths", 2, 4, 4, (1, 1), 8, is_causal=True, value_dim=16, lengths=(3, 1))
+    assert flops(window, "forward") == 4 * 2 * 4 * seen["window"] * 8
+    assert flops(lengths, "forward") == 2 * seen["lengths"] * (8 + 16)
+    assert flops(lengths, "backward") == 2 * seen["lengths"] * (3 * 8 + 2 * 16)
+    assert flops(dense, "forward") == 4 * 2 * 4 * seen["dense"] * 8
     assert flops(dense, "backward") == 10 * 2 * 4 * 3 * 5 * 8
     causal = shapes.self_attention("grid", 128, 4096, True, "bfloat16")
     assert flops(causal, "forward") == 4 * 8 * 16 * (4096 * 4097 // 2) * 128
@@ -68,33 +74,13 @@ def test_contenders_take_turns_and_a_failing_one_stays_alone():
     assert firsts[-4:] in (["c", "a", "c", "a"], ["a", "c", "a", "c"])
 
 
-def test_peers_say_why_they_are_absent():
-    offset = Case("cross", 1, 16, 32, (1, 1), 64, is_causal=True, query_offset=16)
-    present, absent = peers.contenders(offset, "gpu")
-    assert [x.name for x in present] == [peers.OURS, peers.DETERMINISTIC]
-    assert {x.name: x.reason for x in absent} == {
-        peers.CUDNN: "jax.nn.dot_product_attention has no query offset",
-        peers.FA3: "a query offset was not tried with it",
-        peers.JLA: "it is causal, without a query offset",
-        peers.PALLAS: "its shared memory is float16, whatever the operands are",
-    }
-
-
-def test_peers_that_are_not_installed_are_absent(monkeypatch: pytest.MonkeyPatch):
-    for name in ("dew_flash_attn", "jla.ops.mosaic_gpu.attention"):
-        monkeypatch.setitem(sys.modules, name, None)
-    _, absent = peers.contenders(Case("grid", 1, 16, 16, (1, 1), 64, is_causal=True), "gpu")
-    reasons = {x.name: x.reason for x in absent}
-    for name in (peers.FA3, peers.JLA):
-        assert reasons[name].startswith("cannot be imported")
-
-
 def test_our_speed_is_compared_with_the_best_peer_of_each_case():
     ratios = {peers.CUDNN: 1.2, peers.FA3: 0.9, peers.DETERMINISTIC: 0.5}
     case = {"forward": {"ratios": ratios}, "backward": {"ratios": {}}}
-    assert report.ratio(case, "forward", report.BEST) == 0.9
-    assert report.ratio(case, "forward", peers.CUDNN) == 1.2
-    assert report.ratio(case, "backward", report.BEST) is None
+    cudnn = summary.Comparison(peers.OURS, peers.CUDNN, (peers.CUDNN,))
+    assert summary.ratio(case, "forward", summary.BEST) == 0.9
+    assert summary.ratio(case, "forward", cudnn) == 1.2
+    assert summary.ratio(case, "backward", summary.BEST) is None
 
 
 def test_a_case_goes_from_measurement_to_report(tmp_path):
@@ -107,16 +93,24 @@ def test_a_case_goes_from_measurement_to_report(tmp_path):
     environment = {"device": "d", "date": "2000-01-01", "jax": "1", "jaxlib": "2", "python": "3"}
     broken = attention.measure_safely(Case("gqa", 1, 8, 8, (3, 2), 8), Protocol(1, 1e-9))
     report.save({"environment": environment, "host": {}, "cases": [record, broken]}, path)
-    summary = report.write(path)
+    shown = report.write(path)
     text = path.with_suffix(".md").read_text()
-    assert "gqa-d8-dense-b1-h3:2-s8 forward, fa4_jax: ValueError" in summary
-    assert "| 8 | yes | 1 | 16 | 16 | 2/1 |" in text
+    assert "gqa-d8-dense-b1-h3:2-s8 forward, fa4_jax: ValueError" in shown
+    assert "| 8 | causal | 1 | 16 | 16 | 2/1 |" in text
     assert path.with_suffix(".png").stat().st_size > 1000
 
 
-def test_summary_takes_the_long_cells_of_the_grid():
+def test_summary_has_geometric_mean_and_worst_cell_of_each_group():
     def case(length, group, ratio):
-        part = {"results": {}, "ratios": {peers.CUDNN: ratio, peers.DETERMINISTIC: 2.0}}
+        part = {
+            "results": {},
+            "ratios": {
+                peers.FA3: ratio,
+                peers.CUDNN: 9.0,
+                peers.DETERMINISTIC: 2.0,
+                peers.FA4_DETERMINISTIC: 3.0,
+            },
+        }
         return {
             "id": f"{group}{length}",
             "group": group,
@@ -125,28 +119,69 @@ def test_summary_takes_the_long_cells_of_the_grid():
             "backward": part,
         }
 
-    cases = [case(1024, "grid", 0.1), case(4096, "gqa", 0.1)]
-    run = {"cases": [*cases, case(4096, "grid", 0.8), case(8192, "grid", 1.25)]}
-    found = report.ratio_summary(run, "forward", peers.CUDNN)
-    assert found is not None
-    assert found["geometric_mean"] == pytest.approx(1)
-    assert (found["worst"], found["worst_case"], found["cells"]) == (0.8, "grid4096", 2)
-    assert "0.500" in str(report.slowdown(run))
+    cases = [case(4096, "gqa", 0.1), case(1024, "grid", 0.8), case(8192, "grid", 1.25)]
+    lines = summary.summary({"cases": cases})
+    assert "| grid | forward | fa4_jax | the best peer | 1.000 | 0.800 | grid1024 | 2 |" in lines
+    assert "| gqa | forward | fa4_jax | the best peer | 0.100 | 0.100 | gqa4096 | 1 |" in lines
+    assert "| grid | backward | fa4_jax | jax.nn cudnn | 9.000 | 9.000 | grid1024 | 2 |" in lines
+    deterministic = "| grid | backward | fa4_jax deterministic |"
+    assert f"{deterministic} flash-attn-4 deterministic | 1.500 | 1.500 | grid1024 | 2 |" in lines
+    assert f"{deterministic} fa4_jax | 0.500 | 0.500 | grid1024 | 2 |" in lines
 
 
-def test_results_that_disagree_are_reported():
-    part = {"results": {"x": {"difference": float("nan")}}, "ratios": {}}
+def test_problems_are_reported():
+    part = {"results": {"x": {"difference": float("nan")}}, "ratios": {}, "share_error": "broken"}
     run = {"cases": [{"id": "c", "group": "grid", "forward": part, "backward": part}]}
-    assert len(report.problems(run)) == 2
+    assert len(summary.problems(run)) == 4
+    assert "not started" in summary.problems(run | {"not_started": ["c"]})[-1]
+
+
+def test_every_group_has_a_title():
+    assert set(report.TITLES) == set(shapes.GROUPS) == {case.group for case in shapes.QUICK}
+
+
+def test_partial_runs_are_joined():
+    def run(ids, commit="c", **more):
+        environment = {"device": "d", "jax": "1", "commit": commit, "run_s": 2.0}
+        return {"environment": environment, "host": {}, "cases": [{"id": x} for x in ids]} | more
+
+    joined = report.joined([run(["a"], not_started=["b", "c"]), run(["b"])])
+    assert [case["id"] for case in joined["cases"]] == ["a", "b"]
+    assert joined["not_started"] == ["c"]
+    assert joined["environment"]["run_s"] == 4.0
+    with pytest.raises(ValueError, match="commit differs: c and e"):
+        report.joined([run(["a"]), run(["b"], commit="e")])
 
 
 def test_a_lesser_run_does_not_replace_a_whole_one():
     names = {
         attention.file_name("NVIDIA H200", attention.arguments(argv))
-        for argv in ([], ["--quick"], ["--only", "d64"], ["--quick", "--only", "d64"])
+        for argv in (
+            [],
+            ["--quick"],
+            ["--only", "d64"],
+            ["--quick", "--only", "d64"],
+            ["--group", "grid"],
+            ["--group", "grid", "gqa"],
+        )
     }
-    assert len(names) == 4
-    assert "nvidia-h200.json" in names
+    assert len(names) == 6
+    assert {"nvidia-h200.json", "nvidia-h200-grid-gqa.json"} <= names
+
+
+def test_the_command_line_runs_a_group(tmp_path, capsys):
+    path = attention.main(["--quick", "--group", "window", "--output", str(tmp_path)])
+    run = json.loads(path.read_text())
+    assert [case["group"] for case in run["cases"]] == ["window"]
+    assert "tflops" in run["cases"][0]["backward"]["results"][peers.OURS]
+    assert run["host"] == {}
+    path = attention.main(
+        ["--quick", "--group", "grid", "--budget", "0", "--output", str(tmp_path)]
+    )
+    run = json.loads(path.read_text())
+    assert run["cases"] == []
+    assert run["not_started"] == [case.id for case in shapes.QUICK if case.group == "grid"]
+    assert "not started" in capsys.readouterr().out
 
 
 def test_a_failed_compilation_is_a_value():
