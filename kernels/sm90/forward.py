@@ -26,13 +26,12 @@ first warpgroup, which do so after their last turn.
 
 Note [tickets]: under a band tiles are not equally long, so persistent CTAs take them when they need
 them: a CTA's first tile is its block index, each later one the number of CTAs plus a ticket from
-`tile_ticket`, which is 0 when the kernel starts. The load warp takes the ticket before it loads a
-tile's last block, late enough that a CTA which falls behind takes fewer tiles, and early enough
-that the products of two blocks hide the latency. A tile's index travels with its Q: the load warp
-stores it to `tile` before it arrives on `q_full`, and all warps have read it when they release Q.
-(The first one everybody knows, so that nothing waits for Q to find out where its rows are.) An
-index past the last tile comes without Q and ends the CTA. No CTA waits for another, so they may
-start in any order.
+`tile_ticket`, which is 0 when the kernel starts. The load warp takes the ticket of the next tile
+before it loads a tile, so that the loads hide the latency even where a tile has few blocks. A
+tile's index travels with its Q: the load warp stores it to `tile` before it arrives on `q_full`,
+and all warps have read it when they release Q. (The first one everybody knows, so that nothing
+waits for Q to find out where its rows are.) An index past the last tile comes without Q and ends
+the CTA. No CTA waits for another, so they may start in any order.
 """
 
 import cutlass
@@ -120,7 +119,7 @@ class Forward(ForwardHost):
                 shared.barriers.q_empty.wait_free(round_index)
                 self.load_query(maps, shared, work, round_index)
                 count = work.blocks.end - work.blocks.begin
-                self.load_blocks(maps, shared, work, (Int32(0), count), blocks_done)
+                self.load_blocks(maps, shared, work, blocks_done)
                 blocks_done += count
 
     @cute.jit
@@ -133,17 +132,15 @@ class Forward(ForwardHost):
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
             work = assign(index, schedule, self.shape)
+            ticket = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                ticket = ptx.take_ticket(tile_ticket)
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 cute.make_tensor(shared.tile, cute.make_layout(1))[0] = index
             self.load_query(maps, shared, work, tiles_done)
             count = work.blocks.end - work.blocks.begin
-            before_last = cutlass.max(count - 1, 0)
-            self.load_blocks(maps, shared, work, (Int32(0), before_last), blocks_done)
-            ticket = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                ticket = ptx.take_ticket(tile_ticket)
-            self.load_blocks(maps, shared, work, (before_last, count), blocks_done)
+            self.load_blocks(maps, shared, work, blocks_done)
             index = ctas + cute.arch.make_warp_uniform(ticket)
             tiles_done += 1
             blocks_done += count
@@ -164,20 +161,13 @@ class Forward(ForwardHost):
         tensors.tma_load(maps.q, q_tile, shared.q, q_full)
 
     @cute.jit
-    def load_blocks(
-        self,
-        maps: Maps,
-        shared: Shared,
-        work: Work,
-        steps: tuple[Int32, Int32],
-        blocks_done: Int32,
-    ):
-        """Loads K and V of a tile's blocks of `steps`, after `blocks_done` in earlier tiles."""
+    def load_blocks(self, maps: Maps, shared: Shared, work: Work, blocks_done: Int32):
+        """Loads K and V of a tile's blocks, after `blocks_done` in earlier tiles."""
         tile, d = self.tile, self.head_dim
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         block_bytes = tile.n * d * 2
-        for step in cutlass.range(steps[0], steps[1], unroll=1):
+        for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.end - 1 - step
             use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
@@ -400,16 +390,13 @@ class Forward(ForwardHost):
 
     @cute.jit
     def rescale(self, acc: cute.Tensor, factors: list[Float32]):
-        """Multiplies acc by each row's factor.
-
-        A warp in which no row's reference moved skips it.
-        """
-        moved = (factors[0] != 1.0) | (factors[1] != 1.0)
-        if cute.arch.vote_any_sync(moved):
-            for row in cutlass.range_constexpr(softmax.ROWS):
-                for pair, column in softmax.fragment_columns(acc):
-                    index = softmax.fragment_index(pair, row, column)
-                    acc[index] = acc[index] * factors[row]
+        """Multiplies acc by each row's factor; ForwardTile.skips_rescaling."""
+        if cutlass.const_expr(self.tile.skips_rescaling):
+            moved = (factors[0] != 1.0) | (factors[1] != 1.0)
+            if cute.arch.vote_any_sync(moved):
+                softmax.scale_rows(acc, factors)
+        else:
+            softmax.scale_rows(acc, factors)
 
     def release(self, empty: cute.Pointer):
         """Arrives, once per warp: this warp's wgmma no longer reads the slot."""

@@ -81,3 +81,11 @@ def exponentiate_row(
         scores[index] = exp2(scores[index] * scale_log2 - shift)
         total[column] = total[column] + scores[index]
     return total[0] + total[1]
+
+
+def scale_rows(acc: cute.Tensor, factors: list[Float32]):
+    """Multiplies each row of an accumulator fragment by its factor."""
+    for row in range(ROWS):
+        for pair, column in fragment_columns(acc):
+            index = fragment_index(pair, row, column)
+            acc[index] = acc[index] * factors[row]
