@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from benchmarks.grid_model.grids import Access, Grid, Work, by_tile, resident_ctas, to_and_fro
-from benchmarks.grid_model.recording import ROWS_OF_BACKWARD, Code, Sizes, record
+from benchmarks.grid_model.recording import Code, Sizes, record
 from fa4_jax import bands
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import HOPPER, Rates
@@ -85,6 +85,8 @@ class Estimator:
         grid = Grid(self.rates, stages)
         if not code.launch.persistent:
             return grid.run(tiles)
+        if any(result.zeroed for result in code.launch.results):  # Tickets deal the tiles.
+            return cost.start + grid.run(tiles)
         hands = to_and_fro(tiles, min(self.rates.multiprocessors, len(tiles)))
         return cost.start + grid.run(hands)
 
@@ -176,5 +178,5 @@ def _forward_cycles(code: Code, rates: Rates, tiles: int, blocks: int) -> float:
 
 
 def _backward_cycles(code: Code, rates: Rates, steps: int) -> float:
-    problem = Sizes(1, ROWS_OF_BACKWARD * steps, code.tile["n"])
+    problem = Sizes(1, code.tile["m"] * steps, code.tile["n"])
     return estimate(record(code, problem), rates).cycles

@@ -20,8 +20,6 @@ from kernels.emulator.driver import arguments
 from kernels.emulator.driver.arguments import DTYPES
 from kernels.emulator.machine.trace import Trace
 
-ROWS_OF_BACKWARD = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class Code:

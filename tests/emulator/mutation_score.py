@@ -32,6 +32,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator import Policy
+from kernels.sm90.tiles import BACKWARD_TILES
 from tests.emulator import attention
 from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
@@ -134,7 +135,10 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """
     rows, few = (64, 20) if key.head_dim > 128 else (128, 98)
     key_length = 300 if key.deterministic else 200
-    many_turns = Case(**common, batch=1, heads=(1, 1), query_length=24 * 64, key_length=100)
+    many_turns = []
+    if key.arch == "sm_90a" and key.kernel == Pass.BACKWARD:
+        length = 24 * BACKWARD_TILES[key.head_dim].m
+        many_turns = [Case(**common, batch=1, heads=(1, 1), query_length=length, key_length=100)]
     return (
         Case(
             **common,
@@ -155,7 +159,7 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             key_length=key_length,
             query_offset=key_length - 2 * rows if key.band else 0,
         ),
-        *([many_turns] if key.arch == "sm_90a" and key.kernel == Pass.BACKWARD else []),
+        *many_turns,
     )
 
 

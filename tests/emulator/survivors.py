@@ -16,7 +16,10 @@ _WAIT = f"never waits: {_TRY_WAIT}"
 _PRODUCT_FENCE = "removed: wgmma.fence.sync.aligned"
 _PRODUCT_GROUP = "removed: wgmma.commit_group.sync.aligned"
 _MEETING = "removed: bar.warp.sync"
-_STORED = "waits for reads: cp.async.bulk.wait_group"
+_BULK_WAIT = "cp.async.bulk.wait_group"
+_STORED = f"waits for reads: {_BULK_WAIT}"
+_GLOBAL_FENCE = "removed: fence.proxy.async.global"
+_PRODUCTS = Counter({_PRODUCT_FENCE: 3, _PRODUCT_GROUP: 1})
 _MASKED_FACTOR = Counter(
     {f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")}
 )
@@ -40,11 +43,12 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_bwd_post_bf16_d256": Counter(),
     "sm_90a_fwd_bf16_d64": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 1, _STORED: 1}),
     "sm_90a_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3, _STORED: 1}),
-    "sm_90a_bwd_bf16_d64_deterministic": Counter(
-        {_REGISTERS: 1, _WAIT: 1, _PRODUCT_FENCE: 3, _PRODUCT_GROUP: 1, _STORED: 1}
-    ),
-    "sm_90a_bwd_bf16_d128": Counter(
-        {_REGISTERS: 1, _WAIT: 1, _PRODUCT_FENCE: 3, _PRODUCT_GROUP: 1, _STORED: 1}
+    "sm_90a_bwd_bf16_d64_deterministic": _PRODUCTS
+    + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1, _GLOBAL_FENCE: 2}),
+    "sm_90a_bwd_bf16_d128": _PRODUCTS
+    + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 2})
+    + Counter(
+        {f"{change}: {_BULK_WAIT}": 1 for change in ("removed", "waits for all but one more")}
     ),
     "sm_90a_bwd_post_bf16_d64": Counter({_STORED: 1}),
 }
