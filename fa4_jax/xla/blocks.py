@@ -10,10 +10,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
 
-Int = Any  # int or int32[]
+Int = Any  # int, int32[] or uint32[]
 
 
 class Range(NamedTuple):
@@ -47,11 +49,21 @@ def band_range(first: Int, last: Int, window: tuple[int, int], side: Side) -> Ra
       side: blocks of the other side.
     """
     below, above = window
-    lo, hi = 0, side.count
+    # Unsigned, since a division of signed numbers costs ten operations in every kernel.
+    size, count = (jnp.asarray(x, jnp.uint32) for x in (side.size, side.count))
+
+    def number(position: Int) -> Int:
+        """0 for what lies before all positions."""
+        position = lax.convert_element_type(position, jnp.int32)
+        return lax.convert_element_type(lax.max(position, np.int32(0)), jnp.uint32)
+
+    lo, hi = 0, count
     if below < UNBOUNDED:
-        lo = jnp.clip((first - below) // side.size, 0, side.count)
+        lo = lax.min(lax.div(number(first - below), size), count)
     if above < UNBOUNDED:
         # Beyond every position of the other side: further would change nothing, but overflow.
-        last = jnp.minimum(last, UNBOUNDED - 1)
-        hi = jnp.clip((last + above) // side.size + 1, lo, side.count)
+        last = lax.min(lax.convert_element_type(last, jnp.int32), np.int32(UNBOUNDED - 1))
+        # As many blocks as hold the positions up to the last.
+        hi = lax.div(number(last + (above + 1)) + (size - 1), size)
+        hi = lax.clamp(jnp.asarray(lo, jnp.uint32), hi, count)
     return Range(lo, hi)

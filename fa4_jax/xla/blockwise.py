@@ -23,7 +23,7 @@ from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import Problem
 from fa4_jax.xla import tile as tiles
 from fa4_jax.xla.blocks import Range, Side, band_range, block_size
-from fa4_jax.xla.tile import Call, Products, Tile
+from fa4_jax.xla.tile import Call, Products, Softmax, Tile
 
 Array = jax.Array
 
@@ -73,8 +73,8 @@ class Grid:
         """Key blocks that a block of rows sees."""
         side = self.tiling.rows
         least, greatest = self.offsets
-        first = row_block * side.size
-        last = first + side.size - 1
+        first = lax.convert_element_type(row_block, jnp.int32) * side.size
+        last = first + (side.size - 1)
         window = self.call.problem.window
         return band_range(first + least, last + greatest, window, self.tiling.keys)
 
@@ -83,8 +83,8 @@ class Grid:
         side = self.tiling.keys
         least, greatest = self.offsets
         below, above = self.call.problem.window
-        first = key_block * side.size
-        last = first + side.size - 1
+        first = lax.convert_element_type(key_block, jnp.int32) * side.size
+        last = first + (side.size - 1)
         return band_range(first - greatest, last - least, (above, below), self.tiling.rows)
 
 
@@ -120,28 +120,30 @@ def _visit(sides: _Sides, step: Callable[..., Any], init: Any, axes: frozenset[s
     An outer block that meets none is visited once. The state varies over `axes`.
     """
     outer, inner, meeting = sides
+    # Unsigned, since a division of signed numbers costs ten operations in every kernel.
+    count = jnp.asarray(inner.count, jnp.uint32)
 
-    def first(block: Any) -> Any:
+    def first(block: Array) -> Array:
         lo = meeting(block).lo
-        return block * inner.count + (lo if isinstance(lo, int) else lax.min(lo, last))
+        start = block * count
+        return start if isinstance(lo, int) else start + lax.min(lo, count - 1)
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         pair, state = carry
-        block, other = pair // inner.count, pair % inner.count
+        block = lax.div(pair, count)
+        other = pair - block * count
         state = step(block, other, state)
-        more = other + 1 < meeting(block).hi
-        pair = jnp.where(more, pair + 1, first(block + 1))
+        pair = lax.select(other + 1 < meeting(block).hi, pair + 1, first(block + 1))
         return mesh_types.cast_varying(pair, axes), state
 
-    last = jnp.asarray(inner.count - 1, jnp.int32)
-    start = mesh_types.cast_varying(jnp.asarray(first(0), jnp.int32), axes)
-    end = outer.count * inner.count
+    start = mesh_types.cast_varying(first(jnp.uint32(0)), axes)
+    end = outer.count * count
     return lax.while_loop(lambda carry: carry[0] < end, body, (start, init))[1]
 
 
 def _put(x: Array, new: Array, axis: int, start: Array) -> Array:
     """x with `new` at [start, ...) of an axis."""
-    return lax.dynamic_update_slice_in_dim(x, new, start.astype(jnp.uint32), axis)
+    return lax.dynamic_update_slice_in_dim(x, new, start, axis)
 
 
 def _add(x: Array, new: Array, axis: int, start: Array) -> Array:
@@ -155,8 +157,29 @@ def _add_dense(total: Array, new: Products, tile: Tile) -> Array:
     part += 0 if new.scores is None else tiles.sum_to(new.scores, total.shape)
     starts = [jnp.uint32(0)] * 5
     for axis, start in ((3, tile.row), (4, tile.key)):
-        starts[axis] = starts[0] if total.shape[axis] == 1 else start.astype(jnp.uint32)
+        starts[axis] = starts[0] if total.shape[axis] == 1 else start
     return lax.dynamic_update_slice(total, part, starts)
+
+
+def _widened(x: Array, before: int, after: int, fill: float) -> Array:
+    """x with columns of `fill` around it."""
+    return lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0)] * 4 + [(before, after, 0)])
+
+
+def _merged(state: Array, tile: Tile, found: Softmax, acc: Array) -> Array:
+    """The state of `forward` with a tile's softmax and its sums of values."""
+    h = acc.shape[-1]
+    old = tiles.part(state, 3, tile.row, tile.rows)
+    # Padded, not concatenated: XLA's CPU would take the maximum of what is concatenated apart, and
+    # with it the chain that its library computes.
+    tops = (_widened(old[..., h + 1 :], 0, 1, -jnp.inf), _widened(found.top, 1, 0, -jnp.inf))
+    tops = lax.max(*tops)
+    share = tiles.exponentials(tops)
+    keep = lax.broadcast_in_dim(share[..., :1], (*acc.shape[:4], h + 1), range(5))
+    new = lax.concatenate((acc, found.total), 4) * share[..., 1:]
+    # The old maximum is finite, or its row NaN in any case.
+    new = old * _widened(keep, 0, 1, 0) + lax.concatenate((new, tiles.row_top(tops)), 4)
+    return _put(state, new, 3, tile.row)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
@@ -165,29 +188,22 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     call, keys = grid.call, tiles.make_keys(grid.call, operands)
     query = tiles.padded(operands.query, 1, call.rows)
 
-    def step(row_block: Array, key_block: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(row_block: Array, key_block: Array, state: Array) -> Array:
         tile = grid.tile(row_block, key_block)
         own = keys.part(tile)
         found = tiles.softmax(call.scores(call.rows_of(query, tile), own, tile))
-        new = tiles.weighted(found.weights, own)
-        top, total, acc = (tiles.part(x, 3, tile.row, tile.rows) for x in state)
-        both = jnp.maximum(top, found.top)
-        old_share, share = jnp.exp(top - both), jnp.exp(found.top - both)
-        total = total * old_share + found.total * share
-        acc = acc * old_share + new * share
-        news = zip(state, (both, total, acc), strict=True)
-        return tuple(_put(x, y, 3, tile.row) for x, y in news)
+        return _merged(state, tile, found, tiles.weighted(found.weights, own))
 
+    # One array, since one kernel begins it and one updates it: [b, k, g, t, h + 2], of which the
+    # last two columns are the sums of the weights and the maxima.
+    h, dtype = problem.head_dims[1], problem.accumulator
+    state = jnp.zeros((problem.batch, problem.kv_heads, problem.group, call.rows, h + 1), dtype)
+    state = _widened(state, 0, 1, jnp.finfo(dtype).min)
     axes = mesh_types.union_varying(operands)
-    shape, dtype = (problem.batch, problem.kv_heads, problem.group, call.rows), problem.accumulator
-    state = (
-        jnp.full((*shape, 1), jnp.finfo(dtype).min, dtype),
-        jnp.zeros((*shape, 1), dtype),
-        jnp.zeros((*shape, problem.head_dims[1]), dtype),
-    )
-    state = tuple(mesh_types.cast_varying(x, axes) for x in state)
+    state = mesh_types.cast_varying(state, axes)
     sides = _Sides(grid.tiling.rows, grid.tiling.keys, grid.row_range)
-    o, lse = tiles.finish(call, *_visit(sides, step, state, axes))
+    state = _visit(sides, step, state, axes)
+    o, lse = tiles.finish(call, state[..., h + 1 :], state[..., h : h + 1], state[..., :h])
     lse = lse.reshape(problem.batch, problem.query_heads, call.rows)
     o = tiles.native_rows(o.astype(query.dtype))
     return o[:, : problem.query_length], lse[:, :, : problem.query_length]
@@ -203,7 +219,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
         tile = grid.tile(row_block, key_block)
         mine, own = rows.part(tile, call), keys.part(tile)
         s = call.scores(mine.query, own, tile)
-        weights = jnp.exp(call.hide(s - mine.shift, s, tile, -jnp.inf))
+        weights = lax.exp(call.hide(s - mine.shift, s, tile, -jnp.inf))
         new = tiles.products(call, mine, own, weights)
         return Products(
             _add(sums.query, new.query, 1, tile.row),

@@ -15,11 +15,17 @@ from fa4_jax.dtypes import wide
 Array = jax.Array
 
 
-def dot(equation: str, x: Array, y: Array) -> Array:
-    """Product whose sums and result are float32, or float64 for float64."""
+def dot(x: Array, y: Array, x_axis: int, y_axis: int, batch: int = 2) -> Array:
+    """Products summed over an axis of x and of y, for each index of the first `batch` axes.
+
+    Returns:
+      [first axes, x's other axis, y's other axis], float32 or, for float64, float64.
+    """
+    each = tuple(range(batch))
+    numbers = (((x_axis,), (y_axis,)), (each, each))
 
     def product(x: Array, y: Array) -> Array:
-        return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype))
+        return lax.dot_general(x, y, numbers, preferred_element_type=wide(x.dtype))
 
     if x.dtype.itemsize >= 4:
         return product(x, y)
@@ -32,9 +38,16 @@ def dot(equation: str, x: Array, y: Array) -> Array:
     return lax.platform_dependent(x, y, cpu=widened, default=product)
 
 
+def select(condition: Array, x: Array, fill: float) -> Array:
+    """x where the condition, which broadcasts to it, holds, and `fill` elsewhere."""
+    if condition.shape != x.shape:
+        condition = lax.broadcast_in_dim(condition, x.shape, range(x.ndim))
+    return lax.select(condition, x, lax.full_like(x, fill))
+
+
 def clean(x: Array) -> Array:
     """x with 0 for Inf and NaN."""
-    return jnp.where(jnp.isfinite(x), x, 0)
+    return select(lax.is_finite(x), x, 0)
 
 
 def poison(x: Array) -> Array:

@@ -21,13 +21,13 @@ from jax import lax
 from fa4_jax.bands import UNBOUNDED
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import Problem
-from fa4_jax.xla.products import clean, dot, poison
+from fa4_jax.xla.products import clean, dot, poison, select
 
 Array = jax.Array
 
 
 class Tile(NamedTuple):
-    """Rows [row, row + rows) and keys [key, key + keys). The starts may be traced."""
+    """Rows [row, row + rows) and keys [key, key + keys). The starts are ints or uint32[]."""
 
     row: Any
     rows: int
@@ -48,8 +48,8 @@ class Keys(NamedTuple):
         key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
         if self.poison is None:
             return Keys(key, value, None)
-        bad = part(self.poison, 1, tile.key, tile.keys).transpose(0, 2, 1)
-        return Keys(key, clean(value), bad[:, :, None, None, :])
+        bad = part(self.poison, 1, tile.key, tile.keys).transpose(0, 2, 1)[..., None]
+        return Keys(key + bad.astype(key.dtype), clean(value), None)
 
 
 class Rows(NamedTuple):
@@ -128,11 +128,11 @@ class Call:
 
     def visible(self, tile: Tile) -> Array | None:
         """Pairs that band, mask and key length allow, broadcasting to bool [b, k, g, t, s]."""
-        keys = tile.key + jnp.arange(tile.keys)
+        keys = _positions(tile.key, tile.keys)
         parts: list[Array] = []
         if self.problem.band:
             left, right = self.problem.window
-            rows = (tile.row + jnp.arange(tile.rows))[None, :, None] + self.offset[:, None, None]
+            rows = _positions(tile.row, tile.rows)[None, :, None] + self.offset[:, None, None]
             distance = keys[None, None, :] - rows
             parts += [distance <= right] if right < UNBOUNDED else []
             parts += [distance >= -left] if left < UNBOUNDED else []
@@ -145,18 +145,16 @@ class Call:
 
     def scores(self, query: Array, keys: Keys, tile: Tile) -> Array:
         """Scores [b, k, g, t, s] of query [b, k, g, t, h]: -inf if masked, else NaN if poisoned."""
-        s = unmerged(dot("bkrh,bksh->bkrs", merged(query), keys.key), query) * self.scale
+        s = unmerged(dot(merged(query), keys.key, 3, 3), query) * self.scale
         if self.bias is not None:
             s += part_of(self.bias, tile).astype(s.dtype)
-        if keys.poison is not None:
-            s += keys.poison
         visible = self.visible(tile)
-        return s if visible is None else jnp.where(visible, s, -jnp.inf)
+        return s if visible is None else select(visible, s, -jnp.inf)
 
     def hide(self, x: Array, scores: Array, tile: Tile, fill: float) -> Array:
         """x with `fill` for the pairs that are masked, whatever it holds there."""
         seen = self.visible(tile) if self.bias is None else scores != -jnp.inf
-        return x if seen is None else jnp.where(seen, x, fill)
+        return x if seen is None else select(seen, x, fill)
 
     def rows_of(self, x: Array, tile: Tile) -> Array:
         """A tile's rows of [B, T, N, H], [b, k, g, t, h]."""
@@ -198,6 +196,14 @@ def padded(x: Array, axis: int, length: Any) -> Array:
     return jnp.pad(x, widths)
 
 
+def _positions(start: Any, size: int) -> Array:
+    """start ... start + size - 1, [size] int32."""
+    positions = lax.iota(jnp.int32, size)
+    return positions + (
+        start if isinstance(start, int) else lax.convert_element_type(start, jnp.int32)
+    )
+
+
 def part_of(x: Array, tile: Tile) -> Array:
     """A tile's part of a dense [b|1, k|1, g|1, t|1, s|1]."""
     if x.shape[3] != 1:
@@ -209,8 +215,8 @@ def part(x: Array, axis: int, start: Any, size: int) -> Array:
     """[start, start + size) of an axis."""
     if isinstance(start, int):
         return x if size == x.shape[axis] else lax.slice_in_dim(x, start, start + size, axis=axis)
-    # An unsigned start cannot count from the end, so nothing is compiled for that.
-    return lax.dynamic_slice_in_dim(x, start.astype(jnp.uint32), size, axis)
+    # The start is unsigned, so that it cannot count from the end and nothing is compiled for that.
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def merged(x: Array) -> Array:
@@ -256,7 +262,7 @@ def known_rows(x: Array, call: Call) -> Array:
 def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
     """What the backward knows of each row."""
     query, output_bar = (known_rows(x, call) for x in (operands.query, cotangents.output_bar))
-    delta = dot("btnh,btnh->bnt", output_bar, cotangents.output) - cotangents.lse_bar
+    delta = dot(output_bar, cotangents.output, 3, 3, 3).transpose(0, 2, 1) - cotangents.lse_bar
     empty = cotangents.lse == -jnp.inf
     delta = jnp.where(empty, 0, delta)
     shift = jnp.where(empty, jnp.inf, cotangents.lse)
@@ -267,18 +273,32 @@ def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
     return Rows(query, output_bar, shift, delta)
 
 
-def softmax(scores: Array) -> Softmax:
-    """Softmax, not yet divided by the sums. A row whose scores are all -inf has weights of 0."""
+def row_top(scores: Array) -> Array:
+    """Greatest score of each row, [..., 1]."""
+    return scores.max(-1, keepdims=True)
+
+
+def exponentials(scores: Array) -> Array:
+    """exp(score - greatest of its row), and 0 in a row whose scores are all -inf."""
     # The least number, since -inf - -inf would be NaN; under the maximum, not after it, lest XLA's
     # CPU compile the exponential anew.
-    top = jnp.maximum(scores, jnp.finfo(scores.dtype).min).max(-1, keepdims=True)
-    weights = jnp.exp(scores - top)
+    least = lax.full_like(scores, jnp.finfo(scores.dtype).min)
+    return lax.exp(scores - row_top(lax.max(scores, least)))
+
+
+def softmax(scores: Array) -> Softmax:
+    """Softmax, not yet divided by the sums. A row whose scores are all -inf has weights of 0."""
+    weights = exponentials(scores)
+    # Maximum and bound the other way round than for the weights: the same number, but XLA would
+    # take their chain apart for a second user of it.
+    top = row_top(scores)
+    top = lax.max(top, lax.full_like(top, jnp.finfo(top.dtype).min))
     return Softmax(top, weights.sum(-1, keepdims=True), weights)
 
 
 def weighted(weights: Array, keys: Keys) -> Array:
     """Sums of values [b, k, g, t, h]."""
-    acc = dot("bkrs,bksh->bkrh", merged(weights.astype(keys.value.dtype)), keys.value)
+    acc = dot(merged(weights.astype(keys.value.dtype)), keys.value, 3, 2)
     return unmerged(acc, weights)
 
 
@@ -295,15 +315,15 @@ def finish(call: Call, top: Array, total: Array, acc: Array) -> tuple[Array, Arr
 def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
     """The products of the backward, from the weights p [b, k, g, t, s] of a tile."""
     query, output_bar, key = merged(rows.query), merged(rows.output_bar), keys.key
-    dp = unmerged(dot("bkrh,bksh->bkrs", output_bar, keys.value), weights)
+    dp = unmerged(dot(output_bar, keys.value, 3, 3), weights)
     ds = weights * (dp - rows.delta)
     if call.is_masked:
         # A query or key that is cleaned has NaN in the weights of every pair that is seen.
         query, key = clean(query), clean(key)
-    dv = dot("bkrs,bkrh->bksh", merged(weights.astype(output_bar.dtype)), output_bar)
+    dv = dot(merged(weights.astype(output_bar.dtype)), output_bar, 2, 2)
     narrow = merged(ds.astype(query.dtype))
-    dk = dot("bkrs,bkrh->bksh", narrow, query)
-    dq = dot("bkrs,bksh->bkrh", narrow, key)
+    dk = dot(narrow, query, 2, 2)
+    dq = dot(narrow, key, 3, 2)
     return Products(native_rows(unmerged(dq, weights)), native_keys(dk), native_keys(dv), ds)
 
 
