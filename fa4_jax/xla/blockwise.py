@@ -10,8 +10,8 @@ Online softmax: Milakov & Gimelshein 2018; blocks and recomputation: FlashAttent
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +52,7 @@ def square(problem: Problem) -> Tiling:
     target = low  # of a symbolic batch, which may be large
     if isinstance(problem.batch, int):
         heads = max(1, problem.batch * problem.query_heads)
-        target = min(high, max(low, math.isqrt(SCORES_PER_BLOCK // heads)))
+        target = min(high, max(low, isqrt(SCORES_PER_BLOCK // heads)))
     return Tiling(_side(problem.query_length, target), _side(problem.key_length, target))
 
 
@@ -170,15 +170,15 @@ def _merged(state: Array, tile: Tile, found: Softmax, acc: Array) -> Array:
     """The state of `forward` with a tile's softmax and its sums of values."""
     h = acc.shape[-1]
     old = tiles.part(state, 3, tile.row, tile.rows)
-    # Padded, not concatenated: XLA's CPU would take the maximum of what is concatenated apart, and
-    # with it the chain that its library computes.
-    tops = (_widened(old[..., h + 1 :], 0, 1, -jnp.inf), _widened(found.top, 1, 0, -jnp.inf))
-    tops = lax.max(*tops)
+    # Padded, not concatenated: XLA's CPU computes the maximum of what is concatenated one by one,
+    # outside the chain that its library has, and compiles long concatenations by themselves.
+    tops = lax.max(_widened(old[..., h + 1 :], 0, 1, -inf), _widened(found.top, 1, 0, -inf))
     share = tiles.exponentials(tops)
     keep = lax.broadcast_in_dim(share[..., :1], (*acc.shape[:4], h + 1), range(5))
-    new = lax.concatenate((acc, found.total), 4) * share[..., 1:]
-    # The old maximum is finite, or its row NaN in any case.
-    new = old * _widened(keep, 0, 1, 0) + lax.concatenate((new, tiles.row_top(tops)), 4)
+    # The maximum of before is finite, unless its row is NaN in any case.
+    new = old * _widened(keep, 0, 1, 0) + _widened(acc * share[..., 1:], 0, 2, 0)
+    new += _widened(found.total * share[..., 1:], h, 1, 0)
+    new += _widened(tiles.row_top(tops), h + 1, 0, 0)
     return _put(state, new, 3, tile.row)
 
 
@@ -198,7 +198,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     # last two columns are the sums of the weights and the maxima.
     h, dtype = problem.head_dims[1], problem.accumulator
     state = jnp.zeros((problem.batch, problem.kv_heads, problem.group, call.rows, h + 1), dtype)
-    state = _widened(state, 0, 1, jnp.finfo(dtype).min)
+    state = _widened(state, 0, 1, float(jnp.finfo(dtype).min))
     axes = mesh_types.union_varying(operands)
     state = mesh_types.cast_varying(state, axes)
     sides = _Sides(grid.tiling.rows, grid.tiling.keys, grid.row_range)
@@ -219,7 +219,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
         tile = grid.tile(row_block, key_block)
         mine, own = rows.part(tile, call), keys.part(tile)
         s = call.scores(mine.query, own, tile)
-        weights = lax.exp(call.hide(s - mine.shift, s, tile, -jnp.inf))
+        weights = lax.exp(call.hide(s - mine.shift, s, tile, -inf))
         new = tiles.products(call, mine, own, weights)
         return Products(
             _add(sums.query, new.query, 1, tile.row),

@@ -275,7 +275,8 @@ def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
 
 def row_top(scores: Array) -> Array:
     """Greatest score of each row, [..., 1]."""
-    return scores.max(-1, keepdims=True)
+    axis = scores.ndim - 1
+    return lax.expand_dims(lax.reduce_max(scores, (axis,)), (axis,))
 
 
 def exponentials(scores: Array) -> Array:
@@ -308,8 +309,9 @@ def finish(call: Call, top: Array, total: Array, acc: Array) -> tuple[Array, Arr
     if call.problem.has_lengths:
         rows = jnp.arange(total.shape[3])
         empty |= (rows[None, :] >= call.extents[:, 0:1])[:, None, None, :, None]
-    total = jnp.where(empty, 1, total)
-    return jnp.where(empty, 0, acc / total), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    seen = lax.bitwise_not(empty)
+    total = select(seen, total, 1)
+    return select(seen, acc / total, 0), select(seen, top + lax.log(total), -jnp.inf)
 
 
 def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
