@@ -7,7 +7,7 @@ p - below ... p + above on the other side.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +16,6 @@ from jax import lax
 from fa4_jax.bands import UNBOUNDED
 
 Int = Any  # int, int32[] or uint32[]
-
-
-class Range(NamedTuple):
-    """Block indices in [lo, hi), lo <= hi."""
-
-    lo: Int
-    hi: Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,30 +33,49 @@ def block_size(length: int, target: int) -> int:
     return -(-length // (blocks * 8)) * 8
 
 
-def band_range(first: Int, last: Int, window: tuple[int, int], side: Side) -> Range:
-    """Blocks of which the positions first..last see at least a part; ints without a window.
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Blocks [lo, hi) of which the positions first..last see at least a part; none if hi <= lo.
 
-    Args:
+    An end is computed where it is read, since what a compiler receives takes time, used or not.
+
+    Attributes:
       first, last: inclusive range of positions, in the coordinates of the other side.
       window: (below, above); UNBOUNDED for no limit.
       side: blocks of the other side.
     """
-    below, above = window
-    # Unsigned, since a division of signed numbers costs ten operations in every kernel.
-    size, count = (jnp.asarray(x, jnp.uint32) for x in (side.size, side.count))
 
-    def number(position: Int) -> Int:
-        """0 for what lies before all positions."""
-        position = lax.convert_element_type(position, jnp.int32)
-        return lax.convert_element_type(lax.max(position, np.int32(0)), jnp.uint32)
+    first: Int
+    last: Int
+    window: tuple[int, int]
+    side: Side
 
-    lo, hi = 0, count
-    if below < UNBOUNDED:
-        lo = lax.min(lax.div(number(first - below), size), count)
-    if above < UNBOUNDED:
+    @property
+    def lo(self) -> Int:
+        """At most the number of blocks; the int 0 without a limit."""
+        below = self.window[0]
+        if below >= UNBOUNDED:
+            return 0
+        blocks = lax.div(_positions_before(self.first - below), unsigned(self.side.size))
+        return lax.min(blocks, unsigned(self.side.count))
+
+    @property
+    def hi(self) -> Int:
+        """At most the number of blocks."""
+        count, above = unsigned(self.side.count), self.window[1]
+        if above >= UNBOUNDED:
+            return count
         # Beyond every position of the other side: further would change nothing, but overflow.
-        last = lax.min(lax.convert_element_type(last, jnp.int32), np.int32(UNBOUNDED - 1))
-        # As many blocks as hold the positions up to the last.
-        hi = lax.div(number(last + (above + 1)) + (size - 1), size)
-        hi = lax.clamp(jnp.asarray(lo, jnp.uint32), hi, count)
-    return Range(lo, hi)
+        last = lax.min(lax.convert_element_type(self.last, jnp.int32), np.int32(UNBOUNDED - 1))
+        positions = _positions_before(last + (above + 1)) + unsigned(self.side.size - 1)
+        return lax.min(lax.div(positions, unsigned(self.side.size)), count)
+
+
+def unsigned(x: Any) -> Any:
+    """A size as uint32: a division of signed numbers costs ten operations in every kernel."""
+    return np.uint32(x) if isinstance(x, int) else jnp.asarray(x, jnp.uint32)
+
+
+def _positions_before(end: Int) -> Int:
+    end = lax.convert_element_type(end, jnp.int32)
+    return lax.convert_element_type(lax.max(end, np.int32(0)), jnp.uint32)

@@ -22,7 +22,7 @@ from fa4_jax import mesh_types
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.problem import Problem
 from fa4_jax.xla import tile as tiles
-from fa4_jax.xla.blocks import Range, Side, band_range, block_size
+from fa4_jax.xla.blocks import Range, Side, block_size, unsigned
 from fa4_jax.xla.tile import Call, Products, Softmax, Tile
 
 Array = jax.Array
@@ -76,7 +76,7 @@ class Grid:
         first = lax.convert_element_type(row_block, jnp.int32) * side.size
         last = first + (side.size - 1)
         window = self.call.problem.window
-        return band_range(first + least, last + greatest, window, self.tiling.keys)
+        return Range(first + least, last + greatest, window, self.tiling.keys)
 
     def key_range(self, key_block: Any) -> Range:
         """Row blocks that see a block of keys."""
@@ -85,7 +85,7 @@ class Grid:
         below, above = self.call.problem.window
         first = lax.convert_element_type(key_block, jnp.int32) * side.size
         last = first + (side.size - 1)
-        return band_range(first - greatest, last - least, (above, below), self.tiling.rows)
+        return Range(first - greatest, last - least, (above, below), self.tiling.rows)
 
 
 def make_grid(problem: Problem, operands: Operands) -> Grid:
@@ -120,8 +120,7 @@ def _visit(sides: _Sides, step: Callable[..., Any], init: Any, axes: frozenset[s
     An outer block that meets none is visited once. The state varies over `axes`.
     """
     outer, inner, meeting = sides
-    # Unsigned, since a division of signed numbers costs ten operations in every kernel.
-    count = jnp.asarray(inner.count, jnp.uint32)
+    count = unsigned(inner.count)
 
     def first(block: Array) -> Array:
         lo = meeting(block).lo

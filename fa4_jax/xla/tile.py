@@ -76,7 +76,10 @@ class Rows(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A tile's maxima and sums [b, k, g, t, 1], and weights exp(s - top) [b, k, g, t, s]."""
+    """A tile's maxima and sums [b, k, g, t, 1], and weights exp(s - top) [b, k, g, t, s].
+
+    A row whose scores are all -inf has that maximum, and weights of 0.
+    """
 
     top: Array
     total: Array
@@ -288,13 +291,10 @@ def exponentials(scores: Array) -> Array:
 
 
 def softmax(scores: Array) -> Softmax:
-    """Softmax, not yet divided by the sums. A row whose scores are all -inf has weights of 0."""
+    """Softmax, not yet divided by the sums."""
     weights = exponentials(scores)
-    # Maximum and bound the other way round than for the weights: the same number, but XLA would
-    # take their chain apart for a second user of it.
-    top = row_top(scores)
-    top = lax.max(top, lax.full_like(top, jnp.finfo(top.dtype).min))
-    return Softmax(top, weights.sum(-1, keepdims=True), weights)
+    # Not the maximum that is in the weights, since a second use of it would take XLA's chain apart.
+    return Softmax(row_top(scores), weights.sum(-1, keepdims=True), weights)
 
 
 def weighted(weights: Array, keys: Keys) -> Array:

@@ -11,7 +11,7 @@ from fa4_jax.bands import UNBOUNDED
 from fa4_jax.operands import Operands
 from fa4_jax.problem import Problem
 from fa4_jax.xla import blockwise
-from fa4_jax.xla.blocks import Side, band_range, block_size
+from fa4_jax.xla.blocks import Range, Side, block_size
 
 SIDES = st.one_of(st.integers(0, 40), st.sampled_from([UNBOUNDED - 1, UNBOUNDED]))
 LARGE = st.sampled_from([-UNBOUNDED, UNBOUNDED])
@@ -26,11 +26,12 @@ LARGE = st.sampled_from([-UNBOUNDED, UNBOUNDED])
     size=st.integers(1, 16),
     length=st.integers(1, 70),
 )
-def test_band_range(first: int, rows: int, below: int, above: int, size: int, length: int):
+def test_range(first: int, rows: int, below: int, above: int, size: int, length: int):
     side = Side(size, -(-length // size), length // size)
     last = first + rows - 1
-    lo, hi = (int(x) for x in band_range(first, last, (below, above), side))
-    assert 0 <= lo <= hi <= side.count
+    found = Range(first, last, (below, above), side)
+    lo, hi = int(found.lo), int(found.hi)
+    assert 0 <= lo <= side.count and 0 <= hi <= side.count
     positions = np.arange(first, last + 1)[:, None]
     for block in range(side.count):
         others = np.arange(block * size, (block + 1) * size)[None, :]
@@ -72,7 +73,7 @@ def test_blocks_of_a_batch_whose_offsets_are_arrays(
         ([grid.key_range(i) for i in range(keys.count)], needed.T, padded.T, rows),
     ):
         for i, found in enumerate(ranges):
-            lo, hi = map(int, found)
+            lo, hi = int(found.lo), int(found.hi)
             blocks = np.arange(side.count)
             assert not (needed_of[i] & ((blocks < lo) | (blocks >= hi))).any()
             if common and side is keys:
