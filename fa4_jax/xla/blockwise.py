@@ -32,6 +32,9 @@ SCORES_PER_BLOCK = 2**20
 
 BLOCK_RANGE = (64, 512)
 
+LIBRARY_ELEMENTS = 4096
+"""Least number of elements of which XLA's CPU leaves a maximum to its library (jaxlib 0.10)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
@@ -171,12 +174,15 @@ def _merged(state: Array, tile: Tile, found: Softmax, acc: Array) -> Array:
     old = tiles.part(state, 3, tile.row, tile.rows)
     # Padded, not concatenated: XLA's CPU computes the maximum of what is concatenated one by one,
     # outside the chain that its library has, and compiles long concatenations by themselves.
-    tops = lax.max(_widened(old[..., h + 1 :], 0, 1, -inf), _widened(found.top, 1, 0, -inf))
+    rows = acc.size // h if isinstance(acc.shape[0], int) else LIBRARY_ELEMENTS
+    columns = max(2, -(-LIBRARY_ELEMENTS // rows))
+    tops = _widened(old[..., h + 1 :], 0, columns - 1, -inf)
+    tops = lax.max(tops, _widened(found.top, 1, columns - 2, -inf))
     share = tiles.exponentials(tops)
     keep = lax.broadcast_in_dim(share[..., :1], (*acc.shape[:4], h + 1), range(5))
     # The maximum of before is finite, unless its row is NaN in any case.
-    new = old * _widened(keep, 0, 1, 0) + _widened(acc * share[..., 1:], 0, 2, 0)
-    new += _widened(found.total * share[..., 1:], h, 1, 0)
+    new = old * _widened(keep, 0, 1, 0) + _widened(acc * share[..., 1:2], 0, 2, 0)
+    new += _widened(found.total * share[..., 1:2], h, 1, 0)
     new += _widened(tiles.row_top(tops), h + 1, 0, 0)
     return _put(state, new, 3, tile.row)
 
