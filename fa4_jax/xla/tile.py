@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     """query and do [B, T, N, H]; shift and delta [B, N, T].
 
     shift: log-sum-exp; +inf for rows that see nothing, whose weights exp(s - shift) are 0, and NaN
-      for those with an Inf or NaN in do.
+      for those with an Inf or NaN in query or do, where pairs may be masked.
     """
 
     query: Array
@@ -66,10 +66,12 @@ class Rows(NamedTuple):
 
     def part(self, tile: Tile, call: Call) -> Rows:
         """Those of a tile: query and do [b, k, g, t, h], shift and delta [b, k, g, t, 1]."""
-        output_bar = call.rows_of(self.output_bar, tile)
+        query, output_bar = (call.rows_of(x, tile) for x in (self.query, self.output_bar))
+        if call.is_masked:
+            query, output_bar = clean(query), clean(output_bar)
         return Rows(
-            call.rows_of(self.query, tile),
-            clean(output_bar) if call.is_masked else output_bar,
+            query,
+            output_bar,
             call.row_vector(self.shift, tile),
             call.row_vector(self.delta, tile),
         )
@@ -87,7 +89,7 @@ class Softmax(NamedTuple):
 
 
 class Products(NamedTuple):
-    """A tile's part of the gradients, in the type of sums, without the softmax scale.
+    """A tile's part of the gradients, in the type of sums, with the softmax scale if it is folded.
 
     query [B, t, N, H], key and value [B, s, K, H], scores [b, k, g, t, s]; the sums over all tiles
     have scores in the shape of the bias, or None.
@@ -107,6 +109,9 @@ class Call:
       rows, keys: lengths, padded to whole tiles.
       extents: as of `Operands`; offset: query offsets, [b|1] int32.
       scale: softmax scale, [], in the type of the sums.
+      folds_scale: whether the backward multiplies the gradient of scores by it, not the sums over
+        tiles: less to compile, but narrow types would round smaller numbers, and a gradient of the
+        scale needs the sums without it.
       bias, mask: [b|1, k|1, g|1, t|1, s|1].
     """
 
@@ -116,6 +121,7 @@ class Call:
     extents: Array
     offset: Array
     scale: Array
+    folds_scale: bool
     bias: Array | None
     mask: Array | None
 
@@ -174,8 +180,10 @@ class Call:
 
 def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Call:
     """The call, its lengths padded to `rows` and `keys`."""
-    scale = operands.scale
-    scale = jnp.asarray(problem.scale, problem.accumulator) if scale is None else scale
+    scale, folds_scale = operands.scale, False
+    if scale is None:
+        scale = jnp.asarray(problem.scale, problem.accumulator)
+        folds_scale = operands.query.dtype == problem.accumulator
     offset = operands.extents[:, 2] if operands.offset is None else operands.offset[None]
 
     def grouped(x: Array | None) -> Array | None:
@@ -187,7 +195,9 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
         return x if x.shape[4] == 1 else padded(x, 4, keys)
 
     bias, mask = grouped(operands.bias), grouped(operands.mask)
-    return Call(problem, rows, keys, operands.extents, offset, scale, bias, mask)
+    return Call(
+        problem, rows, keys, operands.extents, offset, scale, folds_scale, bias, mask
+    )
 
 
 def padded(x: Array, axis: int, length: Any) -> Array:
@@ -266,11 +276,15 @@ def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
     """What the backward knows of each row."""
     query, output_bar = (known_rows(x, call) for x in (operands.query, cotangents.output_bar))
     delta = dot(output_bar, cotangents.output, 3, 3, 3).transpose(0, 2, 1) - cotangents.lse_bar
-    empty = cotangents.lse == -jnp.inf
-    delta = jnp.where(empty, 0, delta)
-    shift = jnp.where(empty, jnp.inf, cotangents.lse)
+    seen, shift = cotangents.lse != -jnp.inf, cotangents.lse
     if call.is_masked:
-        shift, delta = shift + (delta - delta), clean(delta)
+        # Selected, not added, since XLA's CPU would add in the library and compile the logarithm
+        # of the forward by itself.
+        bad = poison(query).transpose(0, 2, 1) + (delta - delta)
+        shift, delta = select(bad == 0, shift, jnp.nan), clean(delta)
+    else:
+        delta = select(seen, delta, 0)
+    shift = select(seen, shift, jnp.inf)
     query, output_bar = (padded(x, 1, call.rows) for x in (query, output_bar))
     shift, delta = (padded(x, 2, call.rows) for x in (shift, delta))
     return Rows(query, output_bar, shift, delta)
@@ -320,10 +334,10 @@ def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
     dp = unmerged(dot(output_bar, keys.value, 3, 3), weights)
     ds = weights * (dp - rows.delta)
     if call.is_masked:
-        # A query or key that is cleaned has NaN in the weights of every pair that is seen.
-        query, key = clean(query), clean(key)
+        # A key that is cleaned has NaN in the weights of every pair that is seen.
+        key = clean(key)
     dv = dot(merged(weights.astype(output_bar.dtype)), output_bar, 2, 2)
-    narrow = merged(ds.astype(query.dtype))
+    narrow = merged((ds * call.scale if call.folds_scale else ds).astype(query.dtype))
     dk = dot(narrow, query, 2, 2)
     dq = dot(narrow, key, 3, 2)
     return Products(native_rows(unmerged(dq, weights)), native_keys(dk), native_keys(dv), ds)
@@ -345,7 +359,9 @@ def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gra
         dbias = sum_to(sums.scores, call.bias.shape)
         dbias = dbias.reshape(b, n, *dbias.shape[3:])[:, :, :rows_of_bias, :keys_of_bias]
         dbias = dbias.astype(operands.bias.dtype)
-    query, key = ((x * call.scale).astype(dtype) for x in (query, key))
+    if not call.folds_scale:
+        query, key = query * call.scale, key * call.scale
+    query, key = query.astype(dtype), key.astype(dtype)
     return Gradients(query, key, value.astype(dtype), dbias, dscale)
 
 
