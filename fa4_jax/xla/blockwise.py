@@ -70,7 +70,8 @@ class Grid:
     def tile(self, row_block: Any, key_block: Any) -> Tile:
         """The tile of a pair of blocks."""
         rows, keys = self.tiling.rows.size, self.tiling.keys.size
-        return Tile(row_block * rows, rows, key_block * keys, keys)
+        row, key = lax.mul(row_block, unsigned(rows)), lax.mul(key_block, unsigned(keys))
+        return Tile(row, rows, key, keys)
 
     def row_range(self, row_block: Any) -> Range:
         """Key blocks that a block of rows sees."""
@@ -123,19 +124,21 @@ def _visit(sides: _Sides, step: Callable[..., Any], init: Any, axes: frozenset[s
     An outer block that meets none is visited once. The state varies over `axes`.
     """
     outer, inner, meeting = sides
-    count = unsigned(inner.count)
+    # `lax`, since an operator of arrays takes four times as long to trace.
+    count, one = unsigned(inner.count), unsigned(1)
 
     def first(block: Array) -> Array:
         lo = meeting(block).lo
-        start = block * count
-        return start if isinstance(lo, int) else start + lax.min(lo, count - 1)
+        start = lax.mul(block, count)
+        return start if isinstance(lo, int) else lax.add(start, lax.min(lo, lax.sub(count, one)))
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         pair, state = carry
         block = lax.div(pair, count)
-        other = pair - block * count
+        other = lax.sub(pair, lax.mul(block, count))
         state = step(block, other, state)
-        pair = lax.select(other + 1 < meeting(block).hi, pair + 1, first(block + 1))
+        more = lax.lt(lax.add(other, one), meeting(block).hi)
+        pair = lax.select(more, lax.add(pair, one), first(lax.add(block, one)))
         return mesh_types.cast_varying(pair, axes), state
 
     start = mesh_types.cast_varying(first(jnp.uint32(0)), axes)
@@ -223,7 +226,9 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
     def step(key_block: Array, row_block: Array, sums: Products) -> Products:
         tile = grid.tile(row_block, key_block)
         mine, own = rows.part(tile, call), keys.part(tile)
-        s = call.scores(mine.query, own, tile)
+        # Of the query that the products need, lest it be cut out twice; the shift has NaN for what
+        # is not finite in it. The dense backward, instead, shares the scores of its forward.
+        s = call.scores(call.cleaned(mine.query), own, tile)
         weights = lax.exp(call.hide(s - mine.shift, s, tile, -inf))
         new = tiles.products(call, mine, own, weights)
         return Products(

@@ -66,12 +66,9 @@ class Rows(NamedTuple):
 
     def part(self, tile: Tile, call: Call) -> Rows:
         """Those of a tile: query and do [b, k, g, t, h], shift and delta [b, k, g, t, 1]."""
-        query, output_bar = (call.rows_of(x, tile) for x in (self.query, self.output_bar))
-        if call.is_masked:
-            query, output_bar = clean(query), clean(output_bar)
         return Rows(
-            query,
-            output_bar,
+            call.rows_of(self.query, tile),
+            call.cleaned(call.rows_of(self.output_bar, tile)),
             call.row_vector(self.shift, tile),
             call.row_vector(self.delta, tile),
         )
@@ -135,6 +132,10 @@ class Call:
         """Whether a tile may hold keys that do not exist."""
         return self.problem.has_lengths or self.keys != self.problem.key_length
 
+    def cleaned(self, x: Array) -> Array:
+        """x, clean if it meets weights of 0 for pairs that are masked."""
+        return clean(x) if self.is_masked else x
+
     def visible(self, tile: Tile) -> Array | None:
         """Pairs that band, mask and key length allow, broadcasting to bool [b, k, g, t, s]."""
         keys = _positions(tile.key, tile.keys)
@@ -195,9 +196,7 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
         return x if x.shape[4] == 1 else padded(x, 4, keys)
 
     bias, mask = grouped(operands.bias), grouped(operands.mask)
-    return Call(
-        problem, rows, keys, operands.extents, offset, scale, folds_scale, bias, mask
-    )
+    return Call(problem, rows, keys, operands.extents, offset, scale, folds_scale, bias, mask)
 
 
 def padded(x: Array, axis: int, length: Any) -> Array:
@@ -330,12 +329,11 @@ def finish(call: Call, top: Array, total: Array, acc: Array) -> tuple[Array, Arr
 
 def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
     """The products of the backward, from the weights p [b, k, g, t, s] of a tile."""
-    query, output_bar, key = merged(rows.query), merged(rows.output_bar), keys.key
+    output_bar = merged(rows.output_bar)
     dp = unmerged(dot(output_bar, keys.value, 3, 3), weights)
     ds = weights * (dp - rows.delta)
-    if call.is_masked:
-        # A key that is cleaned has NaN in the weights of every pair that is seen.
-        key = clean(key)
+    # A query or key that is cleaned has NaN in the weights of every pair that is seen.
+    query, key = merged(call.cleaned(rows.query)), call.cleaned(keys.key)
     dv = dot(merged(weights.astype(output_bar.dtype)), output_bar, 2, 2)
     narrow = merged((ds * call.scale if call.folds_scale else ds).astype(query.dtype))
     dk = dot(narrow, query, 2, 2)

@@ -129,3 +129,18 @@ def test_a_backward_over_some_keys_takes_the_log_sum_exp_of_all(path: str, is_ca
     for name in ("key", "value"):
         joined = jnp.concatenate([getattr(left, name), getattr(right, name)], 1)
         np.testing.assert_allclose(joined, getattr(whole, name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="kernels counted on JAX 0.10")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_the_loop_compiles_few_kernels(heads: int):
+    """XLA's CPU compiles each kernel that is not its library's for 15 to 40 ms."""
+    operand = jax.ShapeDtypeStruct((1, 2048, heads, 64), jnp.float32)
+
+    def forward(*x: jax.Array) -> jax.Array:
+        return attention(*x, is_causal=True)
+
+    gradient = jax.grad(lambda *x: forward(*x).sum(), (0, 1, 2))
+    for function, most in ((forward, 11), (gradient, 28)):
+        text = jax.jit(function).lower(*[operand] * 3).compile().as_text()
+        assert text is not None and text.count("kind=kLoop") <= most
