@@ -137,7 +137,6 @@ class QueryGradient:
             for chunk in cutlass.range_constexpr(chunks):
                 cute.autovec_copy(registers[None, chunk], staging[None, chunk])
             cute.arch.fence_proxy("async.shared", space="cta")
-            arrived = shared.barriers.dq_full
         else:
             head = work.kv_head * work.group + place.member
             query_tile = rows.tile(work.batch, work.heads, head, place.block)
@@ -147,8 +146,8 @@ class QueryGradient:
             for chunk in cutlass.range_constexpr(chunks):
                 values = [dq[4 * chunk + i] for i in range(4)]
                 ptx.reduce_add_v4(target + chunk * stride, values)
-            arrived = shared.barriers.dq_added if self.deterministic else None
-        if cutlass.const_expr(arrived is not None):
+        if cutlass.const_expr(self.has_warp):
             cute.arch.sync_warp()
+            arrived = shared.barriers.dq_full if self.staged else shared.barriers.dq_added
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(arrived.at(place.index))
