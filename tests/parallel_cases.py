@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any
@@ -69,13 +70,15 @@ class Layout:
     Attributes:
       specs: of query, key, value, output's and log-sum-exp's cotangent, and of what is per batch.
       order: shards of a zig-zag order, or None.
-      parts: devices that a sequence is shared out among.
+      shards: parts of a sequence that are computed apart, on devices of a ring or a gathering axis.
+      heads: devices that share out the heads of whole sequences or of shards (Ulysses), or 1.
     """
 
     mesh: Mesh
     specs: tuple[P, P, P, P, P, P]
     order: int | None
-    parts: int
+    shards: int
+    heads: int
 
     def place(self, x: Any, spec: P) -> jax.Array:
         """x on the devices."""
@@ -89,10 +92,11 @@ class Layout:
         positions = np.stack((chunks[: self.order], chunks[: self.order - 1 : -1]), 1).ravel()
         return np.take(x, np.argsort(positions) if natural else positions, axis)
 
-    def shares(self, length: int) -> list[np.ndarray]:
-        """Positions that are computed together: a device's, by chunks in a zig-zag order."""
-        chunks = self.parts if self.order is None else 2 * self.parts
-        return np.array_split(self.ordered(np.arange(length), 0), chunks)
+    def shares(self, length: int) -> list[list[np.ndarray]]:
+        """Positions by shard, in a zig-zag order by chunk, each of which is computed by itself."""
+        chunks = 1 if self.order is None or self.shards == 1 else 2
+        positions = np.array_split(self.ordered(np.arange(length), 0), self.shards)
+        return [np.array_split(share, chunks) for share in positions]
 
 
 def make_layout(
@@ -106,8 +110,11 @@ def make_layout(
     rows, keys = P(batch, scheme.axes, heads), P(batch, scheme.axes, kv_heads)
     order = mesh.shape[scheme.axes[0]] if scheme.layout == "zigzag" else None
     lse = P(batch, heads, scheme.axes)
-    parts = math.prod(mesh.shape[axis] for axis in scheme.axes)
-    return Layout(mesh, (rows, keys, keys, rows, lse, P(batch)), order, parts)
+    devices = [mesh.shape[axis] for axis in scheme.axes]
+    if isinstance(scheme, parallel.Ulysses):
+        devices.insert(0, 1)
+    shards, sharing_heads = (*devices, 1)[:2]
+    return Layout(mesh, (rows, keys, keys, rows, lse, P(batch)), order, shards, sharing_heads)
 
 
 def make_mesh(kind: AxisType, **axes: int) -> Mesh:
@@ -186,7 +193,10 @@ def compiled(
 
 
 def ordinary_in_parts(case: Case, inputs: Inputs, layout: Layout, shift: float) -> dict[str, Any]:
-    """The ordinary computation, by shards whose results are each rounded and summed in float32.
+    """The ordinary computation by shards, whose results are each rounded and summed in float32.
+
+    Gradients of keys and values are rounded where they leave a kernel, a device and a KV head's
+    copies.
 
     Args:
       shift: as in the conformance module's `ordinary`.
@@ -205,8 +215,18 @@ def ordinary_in_parts(case: Case, inputs: Inputs, layout: Layout, shift: float) 
         x = np.repeat(x.astype(np.float32).transpose(0, 2, 1, 3), n // x.shape[2], axis=1)
         return np.where(used[..., None], x, 0)
 
-    def by_key_head(x: np.ndarray) -> np.ndarray:
-        return x.reshape(b, k, n // k, *x.shape[2:]).sum(2)
+    def of_keys(weights: np.ndarray, rows: np.ndarray, scale: Any) -> np.ndarray:
+        """Weights [B, N, T, S] and rows [B, N, T, H] -> gradient [B, K, S, H]."""
+        copies = max(1, layout.heads // k)
+        shards = []
+        for shard in layout.shares(t):
+            parts = []
+            for own in shard:
+                part = rounded(weights[:, :, own].swapaxes(2, 3)) @ rows[:, :, own]
+                part = part.reshape(b, k, copies, n // k // copies, *part.shape[2:]).sum(3)
+                parts.append(rounded(part * scale))
+            shards.append(rounded(np.sum(parts, axis=0)))
+        return rounded(np.sum(shards, axis=0)).sum(2)
 
     query, o_bar = (heads_first(x, seen.any(3)) for x in (inputs.query, inputs.output_bar))
     key, value = (heads_first(x, seen.any(2)) for x in (inputs.key, inputs.value))
@@ -216,21 +236,16 @@ def ordinary_in_parts(case: Case, inputs: Inputs, layout: Layout, shift: float) 
     total = e.sum(-1, keepdims=True)
     safe = np.where(total == 0, 1, total)
     output, dq = np.zeros_like(o_bar), np.zeros_like(query)
-    for own in layout.shares(key.shape[2]):
+    for own in itertools.chain(*layout.shares(key.shape[2])):
         share = np.where((x := e[..., own].sum(-1, keepdims=True)) == 0, 1, x)
         output += rounded(rounded(e[..., own]) @ value[:, :, own] / share) * share / safe
     output = rounded(output)
     delta = (o_bar * output).sum(-1, keepdims=True) - inputs.lse_bar[..., None]
     p = e / safe
     ds = p * (o_bar @ value.swapaxes(2, 3) - delta)
-    for own in layout.shares(key.shape[2]):
+    for own in itertools.chain(*layout.shares(key.shape[2])):
         dq += rounded(rounded(ds[..., own], factor) @ key[:, :, own] * scale)
-    dk, dv = (np.zeros((b, k, *x.shape[2:]), np.float32) for x in (key, value))
-    for own in layout.shares(t):
-        weights, rows = ds[:, :, own].swapaxes(2, 3), query[:, :, own]
-        dk += rounded(by_key_head(rounded(weights, factor) @ rows) * scale)
-        weights, rows = p[:, :, own].swapaxes(2, 3), o_bar[:, :, own]
-        dv += rounded(by_key_head(rounded(weights, factor) @ rows))
+    dk, dv = of_keys(ds * factor, query, scale / factor), of_keys(p * factor, o_bar, 1 / factor)
     lse = np.where(total == 0, -np.inf, top + np.log(safe))[..., 0]
     found = {"output": output, "dq": dq, "dk": dk, "dv": dv}
     return {"lse": lse} | {name: rounded(x).transpose(0, 2, 1, 3) for name, x in found.items()}
