@@ -25,6 +25,10 @@ from fa4_jax.xla.products import clean, dot, poison, select
 
 Array = jax.Array
 
+FEW_ROWS = 16
+"""Up to these, XLA's CPU is faster with the keys on the left: with 4 rows and 2048 keys of 128 a
+bf16 forward takes 1.00 of `jax.nn`'s time, 1.20 with the rows there (float32: 0.70 and 0.84)."""
+
 
 class Tile(NamedTuple):
     """Rows [row, row + rows) and keys [key, key + keys). The starts are ints or uint32[]."""
@@ -155,7 +159,12 @@ class Call:
 
     def scores(self, query: Array, keys: Keys, tile: Tile) -> Array:
         """Scores [b, k, g, t, s] of query [b, k, g, t, h]: -inf if masked, else NaN if poisoned."""
-        s = unmerged(dot(merged(query), keys.key, 3, 3), query) * self.scale
+        rows = merged(query)
+        if rows.shape[2] <= FEW_ROWS:
+            s = dot(keys.key, rows, 3, 3).transpose(0, 1, 3, 2)
+        else:
+            s = dot(rows, keys.key, 3, 3)
+        s = unmerged(s, query) * self.scale
         if self.bias is not None:
             s += part_of(self.bias, tile).astype(s.dtype)
         visible = self.visible(tile)
