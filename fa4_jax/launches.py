@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from fa4_jax import ffi_call
+from fa4_jax.group_split import group_split
 from fa4_jax.operands import Cotangents, Gradients, Operands
 from fa4_jax.plan import Kernel, Plan, scalars
 from fa4_jax.problem import Problem
@@ -33,6 +34,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
     """Gradients of query, key and value, as `xla.backward`."""
+    split = group_split(plan)
+    operands = split.divide(operands)
     buffers = {
         "q": operands.query,
         "k": operands.key,
@@ -43,5 +46,5 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         "do": cotangents.output_bar,
         "dlse": cotangents.lse_bar,
     }
-    results = _run(plan.backward, plan.problem, buffers)
-    return Gradients(results["dq"], results["dk"], results["dv"], None)
+    results = _run(plan.backward, split.plan.problem, buffers)
+    return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), None)

@@ -12,9 +12,17 @@ import numpy as np
 
 from fa4_jax import bands, catalogue, validate
 from fa4_jax.api import Call, canonicalise, find_target
+from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
-from fa4_jax.plan import Plan, kernel_keys, make_plan, new_buffers, unsupported
+from fa4_jax.plan import (
+    Plan,
+    given_shapes,
+    kernel_keys,
+    make_plan,
+    new_buffers,
+    unsupported,
+)
 from fa4_jax.problem import Problem
 from fa4_jax.target import current_target
 
@@ -178,11 +186,18 @@ def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
 
 def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     launches = [kernel.launch for kernel in plan.forward + plan.backward]
-    return tuple(
+    problem = plan.problem
+    found = [
         Workspace(name, result.dtype, shape)
-        for name, (result, shape) in new_buffers(plan.problem, launches).items()
+        for name, (result, shape) in new_buffers(problem, launches).items()
         if name not in _OUTPUTS
-    )
+    ]
+    split = group_split(plan)
+    if split.parts > 1:
+        shapes = given_shapes(split.plan.problem)
+        names = {"k_repeated": "k", "v_repeated": "v", "dk_parts": "k", "dv_parts": "v"}
+        found += [Workspace(name, problem.dtype, shapes[of]) for name, of in names.items()]
+    return tuple(found)
 
 
 def visible_pairs(problem: Problem, call: dict[str, Any]) -> int:

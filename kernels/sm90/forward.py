@@ -18,20 +18,22 @@ pay here, see docs/hopper.md.)
 Bias, dense masks and dropout are not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
-block and arrives on its successor's barrier afterwards. The last warpgroup opens the first turn;
-the first one closes the last turn, so that every arrival is matched when the CTA exits. No
-warpgroup opens the next tile's turns before this tile's are closed: it first waits for the next
-tile's Q, which is loaded only after every warp has released this tile's, among them those of the
-first warpgroup, which do so after their last turn.
+block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
+warpgroup opens the first turn of the kernel, the first one closes the last turn, so that every
+arrival is matched when the CTA exits. Between tiles nothing is opened or closed: all warpgroups
+have as many turns in a tile.
+
+Note [work]: the load warp finds out which rows, head and blocks a tile has, and stores them to
+`work` before it arrives on `q_full`; all warps have read them when they release Q. So the MMA
+warpgroups divide nothing and load no extents between tiles. Work of no tile, which comes without Q,
+ends the CTA. A persistent CTA holds two tiles' Q and work: the next one's are there when a tile
+begins.
 
 Note [tickets]: under a band tiles are not equally long, so persistent CTAs take them when they need
 them: a CTA's first tile is its block index, each later one the number of CTAs plus a ticket from
 `tile_ticket`, which is 0 when the kernel starts. The load warp takes the ticket of the next tile
-before it loads a tile, so that the loads hide the latency even where a tile has few blocks. A
-tile's index travels with its Q: the load warp stores it to `tile` before it arrives on `q_full`,
-and all warps have read it when they release Q. (The first one everybody knows, so that nothing
-waits for Q to find out where its rows are.) An index past the last tile comes without Q and ends
-the CTA. No CTA waits for another, so they may start in any order.
+before it loads a tile, so that the loads hide the latency even where a tile has few blocks. No CTA
+waits for another, so they may start in any order.
 """
 
 import cutlass
@@ -43,7 +45,7 @@ from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import ForwardShape, Schedule
+from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule
 from kernels.common.softmax import rescale_factor, select
 from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
@@ -51,7 +53,15 @@ from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, lse_of_head, make_rows
 from kernels.sm90.forward_description import description
-from kernels.sm90.forward_schedule import Work, assign, make_schedule
+from kernels.sm90.forward_schedule import (
+    Work,
+    assign,
+    is_tile,
+    make_schedule,
+    publish,
+    publish_end,
+    published,
+)
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 
 
@@ -101,53 +111,46 @@ class Forward(ForwardHost):
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                if cutlass.const_expr(self.by_ticket):
-                    self.load_by_ticket(maps, shared, schedule, tile_ticket)
-                else:
-                    self.load(maps, shared, schedule)
+                self.load(maps, shared, schedule, tile_ticket)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             self.mma(maps, shared, schedule, lse, scalars)
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, schedule: Schedule):
-        """Load warp: loads Q of every tile, then K and V of each block, last block first."""
-        blocks_done = Int32(0)
-        for round_index in cutlass.range(schedule.rounds, unroll=1):
-            if schedule.tile(round_index) < schedule.tiles:
-                work = assign(schedule.tile(round_index), schedule, self.shape)
-                shared.barriers.q_empty.wait_free(round_index)
-                self.load_query(maps, shared, work, round_index)
-                count = work.blocks.end - work.blocks.begin
-                self.load_blocks(maps, shared, work, blocks_done)
-                blocks_done += count
-
-    @cute.jit
-    def load_by_ticket(
-        self, maps: Maps, shared: Shared, schedule: Schedule, tile_ticket: cute.Pointer
+    def load(
+        self,
+        maps: Maps,
+        shared: Shared,
+        schedule: Schedule,
+        tile_ticket: cute.Pointer | None,
     ):
-        """Load warp: as `load`, where tickets deal the tiles; Note [tickets]."""
-        index, _, _ = cute.arch.block_idx()
+        """Load warp: finds a tile's work, loads Q, then K and V of each block, last block first."""
         ctas, _, _ = cute.arch.grid_dim()
+        index = schedule.tile(Int32(0))
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
             work = assign(index, schedule, self.shape)
             ticket = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                ticket = ptx.take_ticket(tile_ticket)
+            if cutlass.const_expr(self.by_ticket):
+                if cute.arch.lane_idx() == 0:
+                    ticket = ptx.take_ticket(tile_ticket)
+            if cutlass.const_expr(self.tile.persistent):
+                shared.barriers.q_empty.wait_free(tiles_done)
+            with cute.arch.elect_one():
+                publish(work, self.words(shared, tiles_done))
+            self.load_query(maps, shared, work, tiles_done)
+            self.load_blocks(maps, shared, work, blocks_done)
+            tiles_done += 1
+            blocks_done += work.blocks.end - work.blocks.begin
+            if cutlass.const_expr(self.by_ticket):
+                index = ctas + cute.arch.make_warp_uniform(ticket)
+            else:
+                index = schedule.tile(tiles_done)
+        if cutlass.const_expr(self.tile.persistent):
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
-                cute.make_tensor(shared.tile, cute.make_layout(1))[0] = index
-            self.load_query(maps, shared, work, tiles_done)
-            count = work.blocks.end - work.blocks.begin
-            self.load_blocks(maps, shared, work, blocks_done)
-            index = ctas + cute.arch.make_warp_uniform(ticket)
-            tiles_done += 1
-            blocks_done += count
-        shared.barriers.q_empty.wait_free(tiles_done)
-        with cute.arch.elect_one():
-            cute.make_tensor(shared.tile, cute.make_layout(1))[0] = index
-            cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
+                publish_end(self.words(shared, tiles_done))
+                cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
 
     @cute.jit
     def load_query(self, maps: Maps, shared: Shared, work: Work, tiles_done: Int32):
@@ -158,7 +161,8 @@ class Forward(ForwardHost):
         q_full = shared.barriers.q_full.at(tiles_done)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(q_full, tile.m * d * 2)
-        tensors.tma_load(maps.q, q_tile, shared.q, q_full)
+        slot = shared.barriers.q_full.use(tiles_done).slot
+        tensors.tma_load(maps.q, q_tile, shared.q[None, None, slot], q_full)
 
     @cute.jit
     def load_blocks(self, maps: Maps, shared: Shared, work: Work, blocks_done: Int32):
@@ -195,35 +199,40 @@ class Forward(ForwardHost):
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
         scales = make_scales(scalars)
-        blocks_done = Int32(0)
-        if cutlass.const_expr(self.by_ticket):
-            tiles_done = Int32(0)
-            index, _, _ = cute.arch.block_idx()
-            while index < schedule.tiles:
-                work = assign(index, schedule, self.shape)
-                row_lse = lse_of_head(lse, work, schedule.sizes)
-                self.mma_tile(maps, shared, work, row_lse, scales, tiles_done, blocks_done)
+        thread, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
+        last = self.tile.mma_warpgroups - 1
+        if cutlass.const_expr(self.takes_turns):
+            if group == last:
+                self.pass_turn(group)
+        tiles_done, blocks_done = Int32(0), Int32(0)
+        shared.barriers.q_full.wait(tiles_done)
+        more = is_tile(self.words(shared, tiles_done))
+        while more:
+            work = published(
+                self.words(shared, tiles_done), schedule.window if self.band else UNBOUNDED
+            )
+            cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
+            row_lse = lse_of_head(lse, work, schedule.sizes)
+            self.mma_tile(maps, shared, work, row_lse, scales, tiles_done, blocks_done)
+            if cutlass.const_expr(self.tile.persistent):
                 tiles_done += 1
                 blocks_done += work.blocks.end - work.blocks.begin
-                index = self.await_tile(shared, tiles_done)
-        else:
-            for round_index in cutlass.range(schedule.rounds, unroll=1):
-                if schedule.tile(round_index) < schedule.tiles:
-                    work = assign(schedule.tile(round_index), schedule, self.shape)
-                    row_lse = lse_of_head(lse, work, schedule.sizes)
-                    self.mma_tile(maps, shared, work, row_lse, scales, round_index, blocks_done)
-                    blocks_done += work.blocks.end - work.blocks.begin
+                shared.barriers.q_full.wait(tiles_done)
+                more = is_tile(self.words(shared, tiles_done))
+            else:
+                more = cutlass.Boolean(False)
+        if cutlass.const_expr(self.takes_turns):
+            if group == 0:
+                self.await_turn(group)
         # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
 
-    def await_tile(self, shared: Shared, tiles_done: Int32) -> Int32:
-        """Waits for the next tile's Q, and returns the index with it; Note [tickets]."""
-        shared.barriers.q_full.wait(tiles_done)
-        index = cute.make_tensor(shared.tile, cute.make_layout(1))[0]
-        cute.arch.sync_warp()  # One lane releases Q, and the index, for all.
-        return cute.arch.make_warp_uniform(index)
+    def words(self, shared: Shared, tiles_done: Int32) -> cute.Tensor:
+        """Returns the words that a tile's work is published in."""
+        return shared.work[None, shared.barriers.q_full.use(tiles_done).slot]
 
-    def make_operands(self, shared: Shared, group: Int32) -> Operands:
+    def make_operands(self, shared: Shared, group: Int32, q_slot: Int32) -> Operands:
         """Makes a warpgroup's products, views of shared memory and registers."""
         tile, d = self.tile, self.head_dim
         warpgroups = (tile.mma_warpgroups, 1)
@@ -237,7 +246,7 @@ class Forward(ForwardHost):
         return Operands(
             qk_product=qk_product,
             pv_product=pv_product,
-            q=qk.make_fragment_A(qk_group.partition_A(shared.q)),
+            q=qk.make_fragment_A(qk_group.partition_A(shared.q))[None, None, None, q_slot],
             k=qk.make_fragment_B(qk_group.partition_B(shared.k)),
             vt=pv.make_fragment_B(pv_group.partition_B(shared.vt)),
             scores=cute.make_rmem_tensor(qk.partition_shape_C((tile.m, tile.n)), Float32),
@@ -253,26 +262,22 @@ class Forward(ForwardHost):
         work: Work,
         row_lse: cute.Tensor,
         scales: Scales,
-        round_index: Int32,
+        tiles_done: Int32,
         blocks_done: Int32,
     ):
-        """Computes 64 query rows of the tile of a round, from scores to the output."""
+        """Computes 64 query rows of a tile whose Q is there, from scores to the output."""
         tile = self.tile
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
-        mma = self.make_operands(shared, group)
+        mma = self.make_operands(shared, group, shared.barriers.q_full.use(tiles_done).slot)
         mma.acc.fill(0.0)
         rows = make_rows(work, work.first_row + (thread // 32) * 16 + lane // 4, (lane % 4) * 2)
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        shared.barriers.q_full.wait(round_index)
         if count > 0:
-            if cutlass.const_expr(self.takes_turns):
-                if group == tile.mma_warpgroups - 1:
-                    self.pass_turn(group)
             self.first_block(shared, work, mma, rows, scales, blocks_done)
 
             place = Place(group, blocks_done + end - 1)
@@ -292,15 +297,10 @@ class Forward(ForwardHost):
             shared.barriers.v_full.wait(use)
             vt = mma.vt[None, None, None, use.slot]
             mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
-            if cutlass.const_expr(self.takes_turns):
-                if group == 0:
-                    self.await_turn(group)
-            if cutlass.const_expr(tile.own_output):
-                self.release(shared.barriers.q_empty.first)
             warpgroup.wait_group(0)
             self.release(shared.barriers.v_empty.at(use))
-        elif cutlass.const_expr(tile.own_output):
-            self.release(shared.barriers.q_empty.first)
+        if cutlass.const_expr(tile.persistent):
+            self.release(shared.barriers.q_empty.at(tiles_done))
         self.write_output(maps, shared, work, mma, rows, row_lse, scales.scale_log2)
 
     @cute.jit
@@ -469,8 +469,6 @@ class Forward(ForwardHost):
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(not self.tile.own_output):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if cutlass.const_expr(not self.tile.own_output):
-            self.release(shared.barriers.q_empty.first)
 
 
 LN_2 = 0.6931471805599453

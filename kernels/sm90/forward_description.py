@@ -24,6 +24,9 @@ from kernels.sm90.tiles import (
     ForwardTile,
 )
 
+WORK_WORDS = 12
+"""int32 words that say what a tile's work is."""
+
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
@@ -41,7 +44,7 @@ def description(head_dim: int, band: bool) -> Description:
             Role("idle", 1, 3, "none", registers=budget.load),
             Role("mma", 4, 4, mma, groups, budget.mma),
         ),
-        barriers=_barriers(tile.kv_stages),
+        barriers=_barriers(tile),
         named_barriers=(
             NamedBarrier(
                 "issue_turn",
@@ -67,7 +70,7 @@ def description(head_dim: int, band: bool) -> Description:
                 meaning="values past the key length are cleared",
             ),
         ),
-        regions=_regions(tile, head_dim, by_ticket),
+        regions=_regions(tile, head_dim),
         division=Division(tile.m, persistent=tile.persistent, by_ticket=by_ticket),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
@@ -78,11 +81,13 @@ def description(head_dim: int, band: bool) -> Description:
     )
 
 
-def _barriers(stages: int) -> tuple[Barrier, ...]:
+def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
+    stages = tile.kv_stages
     loaded, released = (copied("load"),), (warps("mma"),)
+    q_empty = Barrier("q_empty", released, ("load",), "query tile", tile.q_stages)
     return (
-        Barrier("q_full", loaded, ("mma",), "query tile"),
-        Barrier("q_empty", released, ("load",), "query tile"),
+        Barrier("q_full", loaded, ("mma",), "query tile", tile.q_stages),
+        *([q_empty] if tile.persistent else []),
         Barrier("k_full", loaded, ("mma",), "block", stages),
         Barrier("k_empty", released, ("load",), "block", stages),
         Barrier("v_full", loaded, ("mma",), "block", stages),
@@ -90,13 +95,14 @@ def _barriers(stages: int) -> tuple[Barrier, ...]:
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int, by_ticket: bool) -> tuple[Region, ...]:
+def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
     span, d, ring = tile.span_bytes, head_dim, tile.kv_stages
     shared_with_q = "" if tile.own_output else "q"
-    index = Region("tile", (), "the query tile's place in the order of work", "i32")
+    tiles = tile.q_stages
+    work = Region("work", (WORK_WORDS, tiles), "rows, head and blocks of the query tiles", "i32")
     return (
-        *([index] if by_ticket else []),
-        operand("q", (tile.m, d), span, "the query tile"),
+        work,
+        operand("q", (tile.m, d, tiles), span, "query tiles"),
         operand("k", (tile.n, d, ring), span, "K blocks"),
         operand("v", (tile.n, d, ring), span, "V blocks"),
         operand("vt", (d, tile.n, ring), span, "V transposed", shares="v", transposed=True),

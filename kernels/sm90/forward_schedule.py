@@ -1,4 +1,8 @@
-"""The order of work of the Hopper forward: query tiles of one head each."""
+"""The order of work of the Hopper forward: query tiles of one head each.
+
+The load warp finds out what a tile's work is, ahead of the MMA warpgroups, and tells them by
+`publish`: divisions and loads of extents take a thousand cycles, in which they would wait.
+"""
 
 import dataclasses
 
@@ -10,6 +14,7 @@ from fa4_jax import bands
 from kernels.common import tensors
 from kernels.common.schedule import ForwardShape, Schedule, batch_band, nth_tile
 from kernels.interface import Sizes, Window
+from kernels.sm90.forward_description import WORK_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +54,39 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     blocks = bands.visited_blocks(band, first_row, shape.m, shape.n, tensors.INT32)
     padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
     return Work(first_row, head, head // group, batch_index, band, blocks, padded)
+
+
+_NO_TILE = -1
+
+
+def publish(work: Work, words: cute.Tensor):
+    """Writes a tile's work; words [WORK_WORDS]."""
+    band, blocks = work.band, work.blocks
+    values = (
+        *(work.first_row, work.head, work.kv_head, work.batch),
+        *(band.query_length, band.key_length, band.offset),
+        *(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end),
+        Int32(work.padded_keys),
+    )
+    for i, value in enumerate(values):
+        words[i] = value
+
+
+def publish_end(words: cute.Tensor):
+    """Writes that no tile is left."""
+    words[0] = Int32(_NO_TILE)
+
+
+def is_tile(words: cute.Tensor) -> cutlass.Boolean:
+    """Whether a tile's work is published, not the end."""
+    return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
+
+
+def published(words: cute.Tensor, window: Window) -> Work:
+    """Reads a tile's work."""
+    values = [cute.arch.make_warp_uniform(words[i]) for i in range(WORK_WORDS)]
+    first_row, head, kv_head, batch, query_length, key_length, offset, *blocks, padded = values
+    band = bands.Band(query_length, key_length, offset, window.left, window.right)
+    return Work(
+        first_row, head, kv_head, batch, band, bands.BlockRange(*blocks), padded != Int32(0)
+    )

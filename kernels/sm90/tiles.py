@@ -60,6 +60,11 @@ class ForwardTile:
         """
         return self.own_output
 
+    @property
+    def q_stages(self) -> int:
+        """Depth of the query ring: a persistent CTA loads the next tile's while it computes one."""
+        return 2 if self.persistent else 1
+
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, band)

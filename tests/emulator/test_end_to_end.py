@@ -84,7 +84,19 @@ SMALL = (
         numerics="exact",
     ),
     case_of_list("bf16-d256-b2-h2-t1-s1"),
+    Case(batch=1, heads=(4, 2), query_length=150, key_length=200, is_causal=True),
+    Case(
+        head_dim=128,
+        batch=1,
+        heads=(4, 1),
+        query_length=130,
+        key_length=190,
+        is_causal=True,
+        query_offset=50,
+        deterministic=True,
+    ),
 )
+"""The last two split a group of query heads in the backward."""
 
 
 @pytest.fixture(scope="module")

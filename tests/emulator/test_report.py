@@ -23,6 +23,7 @@ from kernels.emulator.instructions.binding import kind_of
 from kernels.emulator.ptx.costs import QUANTITIES
 from kernels.emulator.ptx.parser import parse
 from kernels.emulator.ptx.syntax import Immediate, Instruction
+from kernels.sm90.forward_description import WORK_WORDS
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
 from tests.emulator.sm100_programs import GEMM
@@ -133,17 +134,17 @@ def test_forward(key_length: int) -> None:
     # A warpgroup reads its 64 rows of Q and all of K for S, and all of V for O; P is in registers.
     groups = t // 64
     assert everything["shared_mma_bytes"] == 2 * d * groups * blocks * (64 + 2 * tile_n)
-    # O goes through shared memory once.
-    assert everything["shared_written_bytes"] == 2 * t * d
+    # O goes through shared memory once; so does what a tile's work is, and that none follows.
+    assert everything["shared_written_bytes"] == 2 * t * d + tiles * 4 * (WORK_WORDS + 1)
     # A row's statistics are kept by the four lanes that share it: a rescale factor each per block.
     exponentials = sum(c["ex2.approx.ftz.f32"] for c in report.instructions)
     assert 32 * exponentials == t * s + 4 * t * blocks
     others = ("lg2.approx.ftz.f32", "rcp.rn.f32", "div.rn.f32")
     rest = sum(c[name] for c in report.instructions for name in others)
     assert everything["special_function_ops"] == 32 * (exponentials + rest)
-    # The load warp waits for empty slots, every MMA warp for Q, K and V.
+    # The load warp waits for empty slots, every MMA warp for Q, K and V, and for the end of tiles.
     mma_warps = 8
-    assert roles["mma0"].quantities["mbarrier_waits"] * 2 == mma_warps * tiles * (1 + 2 * blocks)
+    assert roles["mma0"].quantities["mbarrier_waits"] * 2 == mma_warps * tiles * (2 + 2 * blocks)
 
 
 @needs_compiler

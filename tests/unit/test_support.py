@@ -63,6 +63,9 @@ def test_explain_kernels(kernels_present: None):
         "dq_order": tiles * 4,
         "dq_ticket": 4,
         "tile_ticket": 4,
+        **dict.fromkeys(
+            ("k_repeated", "v_repeated", "dk_parts", "dv_parts"), 2 * 500 * 4 * 128 * 2
+        ),
     }
     for text in (*told.forward, *told.backward, "dq_acc", "GFLOP"):
         assert text in str(told)
