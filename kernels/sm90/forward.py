@@ -32,8 +32,8 @@ begins.
 Note [tickets]: under a band tiles are not equally long, so persistent CTAs take them when they need
 them: a CTA's first tile is its block index, each later one the number of CTAs plus a ticket from
 `tile_ticket`, which is 0 when the kernel starts. The load warp takes the ticket of the next tile
-before it loads a tile, so that the loads hide the latency even where a tile has few blocks. No CTA
-waits for another, so they may start in any order.
+when few blocks of a tile are left, whose loads hide the latency. No CTA waits for another, so they
+may start in any order.
 """
 
 import cutlass
@@ -46,13 +46,14 @@ from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule
-from kernels.common.softmax import rescale_factor, select
+from kernels.common.softmax import rescale_factor
 from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, lse_of_head, make_rows
 from kernels.sm90.forward_description import description
+from kernels.sm90.forward_output import divide
 from kernels.sm90.forward_schedule import (
     Work,
     assign,
@@ -130,27 +131,21 @@ class Forward(ForwardHost):
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
             work = assign(index, schedule, self.shape)
-            ticket = Int32(0)
-            if cutlass.const_expr(self.by_ticket):
-                if cute.arch.lane_idx() == 0:
-                    ticket = ptx.take_ticket(tile_ticket)
-            if cutlass.const_expr(self.tile.persistent):
-                shared.barriers.q_empty.wait_free(tiles_done)
+            shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, self.words(shared, tiles_done))
             self.load_query(maps, shared, work, tiles_done)
-            self.load_blocks(maps, shared, work, blocks_done)
+            ticket = self.load_blocks(maps, shared, work, tile_ticket, tiles_done, blocks_done)
             tiles_done += 1
             blocks_done += work.blocks.end - work.blocks.begin
             if cutlass.const_expr(self.by_ticket):
                 index = ctas + cute.arch.make_warp_uniform(ticket)
             else:
                 index = schedule.tile(tiles_done)
-        if cutlass.const_expr(self.tile.persistent):
-            shared.barriers.q_empty.wait_free(tiles_done)
-            with cute.arch.elect_one():
-                publish_end(self.words(shared, tiles_done))
-                cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
+        shared.barriers.q_empty.wait_free(tiles_done)
+        with cute.arch.elect_one():
+            publish_end(self.words(shared, tiles_done))
+            cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
 
     @cute.jit
     def load_query(self, maps: Maps, shared: Shared, work: Work, tiles_done: Int32):
@@ -165,13 +160,32 @@ class Forward(ForwardHost):
         tensors.tma_load(maps.q, q_tile, shared.q[None, None, slot], q_full)
 
     @cute.jit
-    def load_blocks(self, maps: Maps, shared: Shared, work: Work, blocks_done: Int32):
-        """Loads K and V of a tile's blocks, after `blocks_done` in earlier tiles."""
+    def load_blocks(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        tile_ticket: cute.Pointer | None,
+        tiles_done: Int32,
+        blocks_done: Int32,
+    ) -> Int32:
+        """Loads K and V of a tile's blocks, after `blocks_done` in earlier tiles.
+
+        Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
+        """
         tile, d = self.tile, self.head_dim
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
         block_bytes = tile.n * d * 2
-        for step in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
+        count = work.blocks.end - work.blocks.begin
+        ticket = Int32(0)
+        if cutlass.const_expr(self.by_ticket):
+            if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
+                ticket = ptx.take_ticket(tile_ticket)
+        for step in cutlass.range(count, unroll=1):
+            if cutlass.const_expr(self.by_ticket):
+                if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
+                    ticket = ptx.take_ticket(tile_ticket)
             block = work.blocks.end - 1 - step
             use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
@@ -179,6 +193,9 @@ class Forward(ForwardHost):
                 empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand]
                 target = (shared.k, shared.v)[operand]
                 empty.wait_free(use)
+                if cutlass.const_expr(operand == 1 and not tile.own_output):
+                    if step == 0:
+                        shared.barriers.o_empty.wait_free(tiles_done)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, block_bytes)
                 tensors.tma_load(
@@ -187,6 +204,7 @@ class Forward(ForwardHost):
                     target[None, None, use.slot],
                     full,
                 )
+        return ticket
 
     @cute.jit
     def mma(
@@ -215,13 +233,10 @@ class Forward(ForwardHost):
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
             row_lse = lse_of_head(lse, work, schedule.sizes)
             self.mma_tile(maps, shared, work, row_lse, scales, tiles_done, blocks_done)
-            if cutlass.const_expr(self.tile.persistent):
-                tiles_done += 1
-                blocks_done += work.blocks.end - work.blocks.begin
-                shared.barriers.q_full.wait(tiles_done)
-                more = is_tile(self.words(shared, tiles_done))
-            else:
-                more = cutlass.Boolean(False)
+            tiles_done += 1
+            blocks_done += work.blocks.end - work.blocks.begin
+            shared.barriers.q_full.wait(tiles_done)
+            more = is_tile(self.words(shared, tiles_done))
         if cutlass.const_expr(self.takes_turns):
             if group == 0:
                 self.await_turn(group)
@@ -297,11 +312,21 @@ class Forward(ForwardHost):
             shared.barriers.v_full.wait(use)
             vt = mma.vt[None, None, None, use.slot]
             mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
+            self.release(shared.barriers.q_empty.at(tiles_done))
             warpgroup.wait_group(0)
             self.release(shared.barriers.v_empty.at(use))
-        if cutlass.const_expr(tile.persistent):
+        else:
             self.release(shared.barriers.q_empty.at(tiles_done))
-        self.write_output(maps, shared, work, mma, rows, row_lse, scales.scale_log2)
+        output = divide(work, mma.acc, rows, row_lse, scales.scale_log2, self.dtype)
+        if cutlass.const_expr(tile.own_output):
+            self.store(maps, shared.o, shared, work, output)
+        else:
+            # Warpgroup w writes into the slot of V's last use but one, or of the last.
+            use = shared.barriers.v_full.use(blocks_done + count - tile.mma_warpgroups + group)
+            shared.barriers.v_empty.wait(use)
+            if count == 0:  # No V of this tile was loaded after the output before had been read.
+                shared.barriers.o_empty.wait_free(tiles_done)
+            self.store(maps, shared.v[None, None, use.slot], shared, work, output)
 
     @cute.jit
     def first_block(
@@ -415,63 +440,47 @@ class Forward(ForwardHost):
         resources.arrive(self.issue_turn, following)
 
     @cute.jit
-    def write_output(
-        self,
-        maps: Maps,
-        shared: Shared,
-        work: Work,
-        mma: Operands,
-        rows: Rows,
-        row_lse: cute.Tensor,
-        scale_log2: Float32,
+    def store(
+        self, maps: Maps, memory: cute.Tensor, shared: Shared, work: Work, output: cute.Tensor
     ):
-        """Stores O / sum to global memory, through shared memory, and LSE.
+        """Stores 64 rows of O through the warpgroup's part of `memory`, or where V was: its start.
 
-        Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
+        Args:
+          memory: (rows, head_dim) shared memory.
+          output: the warpgroup's fragment.
         """
-        acc = mma.acc
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        lane = thread % 32
-        first_row = work.first_row + (thread // 32) * 16 + lane // 4
-        for row in cutlass.range_constexpr(softmax.ROWS):
-            total = softmax.quad_reduce(rows.row_sum[row], lambda a, b: a + b)
-            query = first_row + 8 * row
-            valid = (query < work.band.query_length) & (total != 0.0)
-            inverse = select(valid, 1.0 / total, Float32(0.0))
-            lse = (rows.reference[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
-            lse = select(valid, lse, -Float32.inf)
-            if (lane % 4 == 0) & (query < cute.size(row_lse)):
-                row_lse[query] = lse
-            for pair, column in softmax.fragment_columns(acc):
-                index = softmax.fragment_index(pair, row, column)
-                acc[index] = select(valid, acc[index] * inverse, Float32(0.0))
-        output = cute.make_rmem_tensor(acc.shape, self.dtype)
-        wgmma.round_fragment(acc, output)
-        # Where o is q's memory, a warpgroup overwrites its own rows, which it alone has read.
+        part = group if self.tile.own_output else Int32(0)
+        source = cute.local_tile(memory, (64, self.head_dim), (part, 0))
         first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
         if cutlass.const_expr(self.tile.own_output):
             if first_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             resources.meet(self.epilogue, group)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, mma.pv_product.tiled()).get_slice(thread)
-        cute.copy(atom, copy.retile(output), copy.partition_D(shared.o))
+        majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
+        product = wgmma.Wgmma(self.dtype, (1, 1), self.head_dim, majors, wgmma.REGISTERS)
+        copy = cute.make_tiled_copy_C(atom, product.tiled()).get_slice(thread % WARPGROUP)
+        cute.copy(atom, copy.retile(output), copy.partition_D(source))
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.epilogue, group)
         if first_warp:
             o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
             o = cute.domain_offset((work.first_row + group * 64, 0), o)
             target = cute.local_tile(o, (64, self.head_dim), (0, 0))
-            source = cute.local_tile(shared.o, (64, self.head_dim), (group, 0))
             tensors.tma_store(maps.o, source, target)
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(not self.tile.own_output):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(not self.tile.own_output):
+            self.release(shared.barriers.o_empty.first)
 
 
-LN_2 = 0.6931471805599453
+TICKET_BLOCKS = 4
+"""Blocks of a tile that are still to be loaded when the next tile's ticket is taken: few, so that
+the CTA that is ahead gets the longer tile, and enough to hide the addition's latency."""
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -35,8 +35,7 @@ def description(head_dim: int, band: bool) -> Description:
     """Describes the forward kernel of a head dim, with or without a band."""
     tile = FORWARD_TILES[head_dim, band]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
-    by_ticket = band and tile.persistent
-    job = "TMA: Q, then K and V blocks" + ("; takes tickets" if by_ticket else "")
+    job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
     return Description(
         roles=(
@@ -71,7 +70,7 @@ def description(head_dim: int, band: bool) -> Description:
             ),
         ),
         regions=_regions(tile, head_dim),
-        division=Division(tile.m, persistent=tile.persistent, by_ticket=by_ticket),
+        division=Division(tile.m, persistent=True, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
             TensorMap("k", "k", tile.n, head_dim, tile.span_bytes),
@@ -84,20 +83,22 @@ def description(head_dim: int, band: bool) -> Description:
 def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
     stages = tile.kv_stages
     loaded, released = (copied("load"),), (warps("mma"),)
-    q_empty = Barrier("q_empty", released, ("load",), "query tile", tile.q_stages)
+    both = ("load", "mma")
+    o_empty = Barrier("o_empty", released, both, "query tile")
     return (
         Barrier("q_full", loaded, ("mma",), "query tile", tile.q_stages),
-        *([q_empty] if tile.persistent else []),
+        Barrier("q_empty", released, ("load",), "query tile", tile.q_stages),
         Barrier("k_full", loaded, ("mma",), "block", stages),
         Barrier("k_empty", released, ("load",), "block", stages),
         Barrier("v_full", loaded, ("mma",), "block", stages),
-        Barrier("v_empty", released, ("load",), "block", stages),
+        Barrier("v_empty", released, ("load",) if tile.own_output else both, "block", stages),
+        *([] if tile.own_output else [o_empty]),
     )
 
 
 def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
     span, d, ring = tile.span_bytes, head_dim, tile.kv_stages
-    shared_with_q = "" if tile.own_output else "q"
+    output = operand("o", (tile.m, d), span, "the output on its way")
     tiles = tile.q_stages
     work = Region("work", (WORK_WORDS, tiles), "rows, head and blocks of the query tiles", "i32")
     return (
@@ -106,5 +107,5 @@ def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
         operand("k", (tile.n, d, ring), span, "K blocks"),
         operand("v", (tile.n, d, ring), span, "V blocks"),
         operand("vt", (d, tile.n, ring), span, "V transposed", shares="v", transposed=True),
-        operand("o", (tile.m, d), span, "the output on its way", shares=shared_with_q),
+        *([output] if tile.own_output else []),
     )

@@ -34,8 +34,8 @@ class ForwardTile:
       n: keys of a block.
       kv_stages: depth of the K ring and of the V ring.
       span_bytes: swizzle span of all operand tiles.
-      own_output: the output tile has memory of its own, so that the next query tile can be loaded
-        while it is stored; otherwise it uses the query tile's memory.
+      own_output: the output tile has memory of its own; otherwise it goes through V's ring when the
+        tile's last product is complete.
       skips_rescaling: a warp in which no row's reference moved does not multiply its output by the
         factors, which are 1; otherwise it always multiplies. The branch keeps the compiler from
         rounding P while exponentials are computed: which costs more was measured.
@@ -53,17 +53,9 @@ class ForwardTile:
         return self.m // 64
 
     @property
-    def persistent(self) -> bool:
-        """Whether one CTA per SM computes tile after tile.
-
-        It pays where the next loads can start early.
-        """
-        return self.own_output
-
-    @property
     def q_stages(self) -> int:
-        """Depth of the query ring: a persistent CTA loads the next tile's while it computes one."""
-        return 2 if self.persistent else 1
+        """Depth of the query ring: the next tile's is loaded early where memory is left."""
+        return 2 if self.own_output else 1
 
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
