@@ -76,10 +76,12 @@ def _parts(plan: Plan) -> int:
     problem = plan.problem
     if plan.arch != "sm_90a" or not problem.band or problem.group == 1 or not plan.backward:
         return 1
+    if problem.deterministic:
+        # A part's blocks wait less for their turn to add to dQ. No other size decides, so that a
+        # program with symbolic dimensions gives the same bits.
+        return problem.group
     if not all(isinstance(size, int) for size in given_shapes(problem)["q"]):
         return 1  # Symbolic dimensions: the number of thread blocks is not known.
-    if problem.deterministic:
-        return problem.group  # A part's blocks wait less for their turn to add to dQ.
     blocks = _thread_blocks(plan)
     divisors = [r for r in range(1, problem.group + 1) if problem.group % r == 0]
     enough = next((r for r in divisors if r * blocks >= ENOUGH_BLOCKS), problem.group)

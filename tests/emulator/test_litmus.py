@@ -129,6 +129,13 @@ mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r9], [%rd1], 256, [%r2];
 COPIED:
 """
+STORED_OVER = (
+    ONE_ARRIVES_FOR_ALL.partition("mbarrier.arrive.expect_tx")[0]
+    + """
+st.shared.b32 [%r9+4], %r1;
+COPIED:
+"""
+)
 EVERYBODY = INIT.format(fence="").replace("], 1;", "], 64;")
 STATE = (
     WRITE_COPY
@@ -345,6 +352,16 @@ ROWS = (
         "loads by all lanes, arrival of one, copy over it",
         "race",
         ONE_ARRIVES_FOR_ALL.format(between="") + WAIT_0,
+    ),
+    Litmus(
+        "loads by all lanes, barrier of the warp, arrival of one, store over it",
+        None,
+        STORED_OVER.format(between="bar.warp.sync 0xffffffff;"),
+    ),
+    Litmus(
+        "loads by all lanes, arrival of one, store over it",
+        "race",
+        STORED_OVER.format(between=""),
     ),
     Litmus("copy, nobody waits", "outstanding", INIT_FENCED + COPY_256),
     Litmus(

@@ -33,7 +33,14 @@ from fa4_jax.key import KernelKey, Pass
 from fa4_jax.target import current_target
 from kernels.build import cubin_info
 
-_OPCODES = {0x3BA: "UBLKCP", 0x984: "LDS", 0x388: "STS", 0x5B4: "UTMALDG", 0x3B5: "UTMASTG"}
+_OPCODES = {
+    0x3BA: "UBLKCP",
+    0x984: "LDS",
+    0x388: "STS",
+    0x988: "STS",
+    0x5B4: "UTMALDG",
+    0x3B5: "UTMASTG",
+}
 _INSTRUCTION_BYTES = 16
 _SANITIZER = ("compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "analysis")
 _OPTIONS = ("--print-limit", "100000", "--kernel-name", "kns=fa4")
@@ -47,6 +54,13 @@ EXPLAINED = {
         "over the named barrier to the lane that arrives. The emulator's happens-before does: it "
         "accepts the kernels, and refuses the same program without the named barrier "
         "(tests/emulator/test_litmus.py, loads by all lanes and an arrival of one)."
+    ),
+    ("fwd", "STS", "LDS"): (
+        "The load warp's stores of the next tile's work follow the MMA warps' loads of this one's. "
+        "All lanes load; then the warp synchronises; then one lane arrives on q_empty; the load "
+        "warp waits for these arrivals and stores. racecheck does not carry a lane's loads over "
+        "the warp's barrier to the lane that arrives; the emulator's happens-before does, and it "
+        "refuses the same program without that barrier (the same file, store over it)."
     ),
 }
 """(kernel, writing instruction, reading instruction): the order that makes the pair safe."""

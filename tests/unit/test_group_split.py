@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,17 @@ def test_only_hopper_splits() -> None:
     plan = make(4, (16, 1), 8192)
     assert group_split(dataclasses.replace(plan, arch="sm_100f")).parts == 1
     assert group_split(dataclasses.replace(plan, backward=())).parts == 1
+
+
+def test_symbolic_sizes() -> None:
+    """A deterministic program gives the bits of the call with these sizes, so it splits alike."""
+    batch, length = jax.export.symbolic_shape("b, t")
+    plan = make(8, (32, 8), 2048)
+    sizes = {"batch": batch, "query_length": length}
+    problem = dataclasses.replace(plan.problem, **sizes, deterministic=True)
+    assert group_split(dataclasses.replace(plan, problem=problem)).parts == 4
+    problem = dataclasses.replace(problem, deterministic=False)
+    assert group_split(dataclasses.replace(plan, problem=problem)).parts == 1
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
