@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
+from kernels.common import ptx, tensors
 from kernels.interface import Sizes, Window
 
 UNBOUNDED = Window(bands.UNBOUNDED, bands.UNBOUNDED)
@@ -84,3 +85,51 @@ def batch_band(extents: cute.Pointer, batch: Int32, window: Window | None) -> ba
     limits = cute.make_tensor(extents + batch * 4, cute.make_layout(4))
     window = window or UNBOUNDED
     return bands.Band(limits[0], limits[1], limits[2], window.left, window.right)
+
+
+def mask_words(
+    band: bands.Band, blocks: bands.BlockRange, padded_keys: cutlass.Boolean
+) -> list[Int32]:
+    """Lists what limits a tile's keys as words in shared memory, but for the window."""
+    return [
+        *(band.query_length, band.key_length, band.offset),
+        *(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end),
+        Int32(padded_keys),
+    ]
+
+
+def from_mask_words(
+    words: list[Int32], window: Window | None
+) -> tuple[bands.Band, bands.BlockRange, cutlass.Boolean]:
+    """Inverts `mask_words`; a role that does not apply the mask gives no window."""
+    window = window or UNBOUNDED
+    band = bands.Band(*words[:3], window.left, window.right)
+    return band, bands.BlockRange(*words[3:7]), words[7] != 0
+
+
+def turn(band: bands.Band | None, key_tile: Int32, block: Int32, m: int, n: int) -> Int32:
+    """Counts the key tiles of n keys before this one that visit a block of m rows.
+
+    Args:
+      band: None if all tiles visit all blocks.
+    """
+    if band is None:
+        return key_tile
+    return key_tile - bands.visited_blocks(band, block * m, m, n, tensors.INT32).begin
+
+
+@cute.jit
+def await_count(counter: cute.Pointer, count: Int32):
+    """Waits until a counter in global memory is at least `count`, and for what came before it."""
+    seen = count - 1
+    while seen < count:
+        seen = ptx.load_acquire(counter)
+
+
+def synchronise(ctas: int):
+    """Synchronises all threads of the CTA, or of a pair of CTAs."""
+    if ctas == 1:
+        cute.arch.sync_threads()
+    else:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()

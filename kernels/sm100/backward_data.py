@@ -4,12 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa4_jax import bands
 from fa4_jax.key import KernelKey
 from kernels.common import backward_schedule, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.backward_schedule import BackwardShape, StartIndex, Work
 from kernels.common.resources import Barriers, Shared
+from kernels.common.schedule import await_count, turn
 from kernels.common.state import Rows
 from kernels.interface import Sizes, Window
 from kernels.sm100 import products, ptx
@@ -125,17 +125,10 @@ def take_turns(
     for step in cutlass.range(work.steps(), unroll=1):
         head, block = work.step(step, True)
         counter = rows.dq_order + rows.tile(work.batch, work.heads, head, block)
-        index = work.tile
-        if cutlass.const_expr(config.band):
-            visiting = bands.visited_blocks(
-                work.band, block * tile.m, tile.m, tile.n, tensors.INT32
-            )
-            index = work.tile - visiting.begin
-        earlier = index * tile.ctas
+        band = work.band if config.band else None
+        earlier = turn(band, work.tile, block, tile.m, tile.n) * tile.ctas
         with cute.arch.elect_one():
-            added = earlier - 1
-            while added < earlier:
-                added = common_ptx.load_acquire(counter)
+            await_count(counter, earlier)
             cute.arch.mbarrier_arrive(barriers.dq_turn.at(step))
             barriers.dq_added.wait(step)
             common_ptx.increment_release(counter)

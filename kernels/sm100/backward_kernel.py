@@ -11,6 +11,7 @@ from kernels.common import resources
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import BackwardHost
 from kernels.common.resources import Maps, Shared
+from kernels.common.schedule import synchronise
 from kernels.common.state import Rows, make_rows
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
@@ -60,7 +61,7 @@ class BackwardKernel(BackwardHost):
             if warp == order.first_warp:
                 take_ticket(self.config, shared, buffers.dq_ticket)
         cute.arch.mbarrier_init_fence()
-        self.synchronise()
+        synchronise(self.config.tile.ctas)
         common_ptx.await_launch_before()
 
         call = (buffers.extents, sizes, scalars.window)
@@ -90,19 +91,10 @@ class BackwardKernel(BackwardHost):
             elif warp == order.first_warp:
                 if cutlass.const_expr(self.config.deterministic):
                     take_turns(self.config, shared.barriers, work, rows)
-        self.synchronise()
+        synchronise(self.config.tile.ctas)
         if warp == mma.first_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS, pair)
-
-    @cute.jit
-    def synchronise(self):
-        """Synchronises all threads of the CTA, or of the pair."""
-        if cutlass.const_expr(self.config.tile.ctas == 1):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: loads every operand into shared memory."""

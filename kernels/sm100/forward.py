@@ -45,7 +45,7 @@ from fa4_jax.key import KernelKey
 from kernels.common import resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import Schedule
+from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import ForwardScalars, Sizes
 from kernels.kernel_source import KernelSource
@@ -89,7 +89,7 @@ class Forward(ForwardHost):
             with cute.arch.elect_one():
                 resources.initialise(description, shared.barriers)
         cute.arch.mbarrier_init_fence()
-        self.synchronise()
+        synchronise(self.config.tile.ctas)
 
         window = scalars.window
         # Each role counts its rounds: one number for all would stay in a register of every role.
@@ -121,19 +121,10 @@ class Forward(ForwardHost):
                 self.store(maps, shared, rounds)
             else:
                 self.assign(shared, schedule, rounds)
-        self.synchronise()
+        synchronise(self.config.tile.ctas)
         if warp == mma.first_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS, pair)
-
-    @cute.jit
-    def synchronise(self):
-        """Synchronises all threads of the CTA, or of the pair."""
-        if cutlass.const_expr(self.config.tile.ctas == 1):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def assign(self, shared: Shared, schedule: Schedule, rounds: Int32):

@@ -14,7 +14,14 @@ from cutlass import Int32
 
 from fa4_jax import bands
 from kernels.common import tensors
-from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule, batch_band, nth_tile
+from kernels.common.schedule import (
+    ForwardShape,
+    Schedule,
+    batch_band,
+    from_mask_words,
+    mask_words,
+    nth_tile,
+)
 from kernels.interface import Sizes, Window
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.tiles import ForwardTile
@@ -41,24 +48,15 @@ class Work:
 
 def to_words(work: Work) -> list[Int32]:
     """Lists a tile's work as words in shared memory, without the window, which all roles have."""
-    band, blocks = work.band, work.blocks
     return [
         *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
-        *(band.query_length, band.key_length, band.offset),
-        *(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end),
-        Int32(work.padded_keys),
+        *mask_words(work.band, work.blocks, work.padded_keys),
     ]
 
 
 def from_words(words: list[Int32], window: Window | None) -> Work:
     """Inverts `to_words`; a role that does not apply the mask gives no window."""
-    window = window or UNBOUNDED
-    return Work(
-        *words[:5],
-        bands.Band(*words[5:8], window.left, window.right),
-        bands.BlockRange(*words[8:12]),
-        words[12] != 0,
-    )
+    return Work(*words[:5], *from_mask_words(words[5:], window))
 
 
 def make_schedule(

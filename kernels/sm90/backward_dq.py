@@ -30,10 +30,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa4_jax import bands
-from kernels.common import ptx, tensors
+from kernels.common import ptx
 from kernels.common.backward_schedule import Work
 from kernels.common.resources import Shared
+from kernels.common.schedule import await_count, turn
 from kernels.common.state import Rows
 from kernels.sm90.backward_data import Step
 from kernels.sm90.tiles import WARPGROUP, BackwardTile
@@ -88,18 +88,11 @@ class QueryGradient:
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0)
 
-    @cute.jit
     def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
         """Waits until the CTA may add to a query tile; Note [dq order]."""
-        turn = work.tile
-        if cutlass.const_expr(self.band):
-            visiting = bands.visited_blocks(
-                work.band, block * self.tile.m, self.tile.m, self.tile.n, tensors.INT32
-            )
-            turn = work.tile - visiting.begin
-        added = turn - 1
-        while added < turn:
-            added = ptx.load_acquire(rows.dq_order + query_tile)
+        band = work.band if self.band else None
+        earlier = turn(band, work.tile, block, self.tile.m, self.tile.n)
+        await_count(rows.dq_order + query_tile, earlier)
 
     @cute.jit
     def reduce(

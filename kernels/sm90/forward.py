@@ -45,7 +45,7 @@ from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import UNBOUNDED, ForwardShape, Schedule
+from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import rescale_factor
 from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, Sizes
@@ -227,9 +227,7 @@ class Forward(ForwardHost):
         shared.barriers.q_full.wait(tiles_done)
         more = is_tile(self.words(shared, tiles_done))
         while more:
-            work = published(
-                self.words(shared, tiles_done), schedule.window if self.band else UNBOUNDED
-            )
+            work = published(self.words(shared, tiles_done), schedule.window if self.band else None)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
             row_lse = lse_of_head(lse, work, schedule.sizes)
             self.mma_tile(maps, shared, work, row_lse, scales, tiles_done, blocks_done)

@@ -12,7 +12,14 @@ from cutlass import Int32
 
 from fa4_jax import bands
 from kernels.common import tensors
-from kernels.common.schedule import ForwardShape, Schedule, batch_band, nth_tile
+from kernels.common.schedule import (
+    ForwardShape,
+    Schedule,
+    batch_band,
+    from_mask_words,
+    mask_words,
+    nth_tile,
+)
 from kernels.interface import Sizes, Window
 from kernels.sm90.forward_description import WORK_WORDS
 
@@ -61,12 +68,9 @@ _NO_TILE = -1
 
 def publish(work: Work, words: cute.Tensor):
     """Writes a tile's work; words [WORK_WORDS]."""
-    band, blocks = work.band, work.blocks
     values = (
         *(work.first_row, work.head, work.kv_head, work.batch),
-        *(band.query_length, band.key_length, band.offset),
-        *(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end),
-        Int32(work.padded_keys),
+        *mask_words(work.band, work.blocks, work.padded_keys),
     )
     for i, value in enumerate(values):
         words[i] = value
@@ -82,11 +86,7 @@ def is_tile(words: cute.Tensor) -> cutlass.Boolean:
     return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
 
 
-def published(words: cute.Tensor, window: Window) -> Work:
+def published(words: cute.Tensor, window: Window | None) -> Work:
     """Reads a tile's work."""
     values = [cute.arch.make_warp_uniform(words[i]) for i in range(WORK_WORDS)]
-    first_row, head, kv_head, batch, query_length, key_length, offset, *blocks, padded = values
-    band = bands.Band(query_length, key_length, offset, window.left, window.right)
-    return Work(
-        first_row, head, kv_head, batch, band, bands.BlockRange(*blocks), padded != Int32(0)
-    )
+    return Work(*values[:4], *from_mask_words(values[4:], window))
