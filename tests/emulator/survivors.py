@@ -23,6 +23,12 @@ _PRODUCTS = Counter({_PRODUCT_FENCE: 3, _PRODUCT_GROUP: 1})
 _MASKED_FACTOR = Counter(
     {f"{change}: bar.arrive": 1 for change in ("removed", "more threads", "fewer threads")}
 )
+_LAST_STORES = Counter(
+    {
+        f"{change}: {_BULK_WAIT}": 1
+        for change in ("removed", "waits for reads", "waits for all but one more")
+    }
+)
 _OF_PAIR = Counter({_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1})
 
 SURVIVORS: dict[str, Counter[str]] = {
@@ -43,13 +49,12 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_bwd_post_bf16_d256": Counter(),
     "sm_90a_fwd_bf16_d64": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 1, _STORED: 1}),
     "sm_90a_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3, _STORED: 1}),
+    "sm_90a_fwd_bf16_d256_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3}) + _LAST_STORES,
     "sm_90a_bwd_bf16_d64_deterministic": _PRODUCTS
     + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1, _GLOBAL_FENCE: 2}),
     "sm_90a_bwd_bf16_d128": _PRODUCTS
-    + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 2})
-    + Counter(
-        {f"{change}: {_BULK_WAIT}": 1 for change in ("removed", "waits for all but one more")}
-    ),
+    + _LAST_STORES
+    + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1}),
     "sm_90a_bwd_post_bf16_d64": Counter({_STORED: 1}),
 }
 """Kernels, and what is not noticed when one of their instructions is dropped, weakened or counts
