@@ -153,7 +153,7 @@ def _put(x: Array, new: Array, axis: int, start: Array) -> Array:
 
 def _add(x: Array, new: Array, axis: int, start: Array) -> Array:
     """x with `new` added at [start, ...) of an axis."""
-    return _put(x, tiles.part(x, axis, start, new.shape[axis]) + new, axis, start)
+    return _put(x, lax.add(tiles.part(x, axis, start, new.shape[axis]), new), axis, start)
 
 
 def _add_dense(total: Array, new: Products, tile: Tile) -> Array:
@@ -199,7 +199,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     def step(row_block: Array, key_block: Array, state: Array) -> Array:
         tile = grid.tile(row_block, key_block)
         own = keys.part(tile)
-        found = tiles.softmax(call.scores(call.rows_of(query, tile), own, tile))
+        found = tiles.softmax(call.scores(call.query_of(query, tile), own, tile))
         return _merged(state, tile, found, tiles.weighted(found.weights, own))
 
     # One array, since one kernel begins it and one updates it: [b, k, g, t, h + 2], of which the

@@ -26,7 +26,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Attention output and log-sum-exp, as `xla.forward`."""
     call, tile = _whole(problem, operands)
     keys = tiles.make_keys(call, operands).part(tile)
-    query = call.rows_of(tiles.known_rows(operands.query, call), tile)
+    query = call.query_of(tiles.known_rows(operands.query, call), tile)
     found = tiles.softmax(call.scores(query, keys, tile))
     acc = tiles.weighted(found.weights, keys)
     o, lse = tiles.finish(call, found.top, found.total, acc)

@@ -71,7 +71,7 @@ class Rows(NamedTuple):
     def part(self, tile: Tile, call: Call) -> Rows:
         """Those of a tile: query and do [b, k, g, t, h], shift and delta [b, k, g, t, 1]."""
         return Rows(
-            call.rows_of(self.query, tile),
+            call.query_of(self.query, tile),
             call.cleaned(call.rows_of(self.output_bar, tile)),
             call.row_vector(self.shift, tile),
             call.row_vector(self.delta, tile),
@@ -90,7 +90,7 @@ class Softmax(NamedTuple):
 
 
 class Products(NamedTuple):
-    """A tile's part of the gradients, in the type of sums, with the softmax scale if it is folded.
+    """A tile's part of the gradients, in the type of sums, with the scale if queries have it.
 
     query [B, t, N, H], key and value [B, s, K, H], scores [b, k, g, t, s]; the sums over all tiles
     have scores in the shape of the bias, or None.
@@ -110,9 +110,9 @@ class Call:
       rows, keys: lengths, padded to whole tiles.
       extents: as of `Operands`; offset: query offsets, [b|1] int32.
       scale: softmax scale, [], in the type of the sums.
-      folds_scale: whether the backward multiplies the gradient of scores by it, not the sums over
-        tiles: less to compile, but narrow types would round smaller numbers, and a gradient of the
-        scale needs the sums without it.
+      scales_query: whether queries are multiplied by it, not the scores and the gradients' sums:
+        less to compute and to compile, but narrow types would be rounded once more, and a gradient
+        of the scale needs the sums without it.
       bias, mask: [b|1, k|1, g|1, t|1, s|1].
     """
 
@@ -122,7 +122,7 @@ class Call:
     extents: Array
     offset: Array
     scale: Array
-    folds_scale: bool
+    scales_query: bool
     bias: Array | None
     mask: Array | None
 
@@ -158,13 +158,17 @@ class Call:
         return functools.reduce(operator.and_, parts) if parts else None
 
     def scores(self, query: Array, keys: Keys, tile: Tile) -> Array:
-        """Scores [b, k, g, t, s] of query [b, k, g, t, h]: -inf if masked, else NaN if poisoned."""
+        """Scores [b, k, g, t, s] of query [b, k, g, t, h]: -inf if masked, else NaN if poisoned.
+
+        The query is that of `query_of`.
+        """
         rows = merged(query)
         if rows.shape[2] <= FEW_ROWS:
             s = dot(keys.key, rows, 3, 3).transpose(0, 1, 3, 2)
         else:
             s = dot(rows, keys.key, 3, 3)
-        s = unmerged(s, query) * self.scale
+        s = unmerged(s, query)
+        s = s if self.scales_query else s * self.scale
         if self.bias is not None:
             s += part_of(self.bias, tile).astype(s.dtype)
         visible = self.visible(tile)
@@ -182,6 +186,11 @@ class Call:
         x = x.reshape(b, t, self.problem.kv_heads, self.problem.group, h)
         return x.transpose(0, 2, 3, 1, 4)
 
+    def query_of(self, x: Array, tile: Tile) -> Array:
+        """A tile's rows of the query, [b, k, g, t, h], scaled if queries are."""
+        x = self.rows_of(x, tile)
+        return x * self.scale if self.scales_query else x
+
     def row_vector(self, x: Array, tile: Tile) -> Array:
         """A tile's rows of [B, N, T], [b, k, g, t, 1]."""
         x = part(x, 2, tile.row, tile.rows)
@@ -190,10 +199,10 @@ class Call:
 
 def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Call:
     """The call, its lengths padded to `rows` and `keys`."""
-    scale, folds_scale = operands.scale, False
+    scale, scales_query = operands.scale, False
     if scale is None:
         scale = jnp.asarray(problem.scale, problem.accumulator)
-        folds_scale = operands.query.dtype == problem.accumulator
+        scales_query = operands.query.dtype == problem.accumulator
     offset = operands.extents[:, 2] if operands.offset is None else operands.offset[None]
 
     def grouped(x: Array | None) -> Array | None:
@@ -205,7 +214,7 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
         return x if x.shape[4] == 1 else padded(x, 4, keys)
 
     bias, mask = grouped(operands.bias), grouped(operands.mask)
-    return Call(problem, rows, keys, operands.extents, offset, scale, folds_scale, bias, mask)
+    return Call(problem, rows, keys, operands.extents, offset, scale, scales_query, bias, mask)
 
 
 def padded(x: Array, axis: int, length: Any) -> Array:
@@ -344,9 +353,10 @@ def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
     # A query or key that is cleaned has NaN in the weights of every pair that is seen.
     query, key = merged(call.cleaned(rows.query)), call.cleaned(keys.key)
     dv = dot(merged(weights.astype(output_bar.dtype)), output_bar, 2, 2)
-    narrow = merged((ds * call.scale if call.folds_scale else ds).astype(query.dtype))
+    narrow = merged(ds.astype(query.dtype))
     dk = dot(narrow, query, 2, 2)
     dq = dot(narrow, key, 3, 2)
+    dq = dq * call.scale if call.scales_query else dq
     return Products(native_rows(unmerged(dq, weights)), native_keys(dk), native_keys(dv), ds)
 
 
@@ -366,7 +376,7 @@ def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gra
         dbias = sum_to(sums.scores, call.bias.shape)
         dbias = dbias.reshape(b, n, *dbias.shape[3:])[:, :, :rows_of_bias, :keys_of_bias]
         dbias = dbias.astype(operands.bias.dtype)
-    if not call.folds_scale:
+    if not call.scales_query:
         query, key = query * call.scale, key * call.scale
     query, key = query.astype(dtype), key.astype(dtype)
     return Gradients(query, key, value.astype(dtype), dbias, dscale)
