@@ -213,7 +213,9 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     state = _visit(sides, step, state, axes)
     o, lse = tiles.finish(call, state[..., h + 1 :], state[..., h : h + 1], state[..., :h])
     lse = lse.reshape(problem.batch, problem.query_heads, call.rows)
-    o = tiles.native_rows(o.astype(query.dtype))
+    # Lest a gradient's program compute the output twice, in the backward's layout, too: one kernel
+    # and one copy less to compile.
+    o = lax.optimization_barrier(tiles.native_rows(o.astype(query.dtype)))
     return o[:, : problem.query_length], lse[:, :, : problem.query_length]
 
 
