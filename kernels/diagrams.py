@@ -68,6 +68,7 @@ def _key(arch: str, kernel: Pass, head_dim: int, value_dim: int, ordered: bool) 
 SHOWN = (
     Shown("Hopper forward", _key("sm_90a", Pass.FORWARD, 128, 128, False)),
     Shown("Hopper backward", _key("sm_90a", Pass.BACKWARD, 128, 128, True)),
+    Shown("Hopper backward, a pair of CTAs", _key("sm_90a", Pass.BACKWARD, 256, 256, True)),
     Shown("Blackwell forward, two query tiles", _key("sm_100f", Pass.FORWARD, 128, 128, False)),
     Shown("Blackwell forward, a pair of CTAs", _key("sm_100f", Pass.FORWARD, 256, 256, False)),
     Shown("Blackwell backward", _key("sm_100f", Pass.BACKWARD, 128, 128, True)),

@@ -32,6 +32,11 @@ def module(key: KernelKey) -> str:
 
         if isinstance(tiles.BACKWARD_TILES[key.head_dim, key.value_dim], tiles.BackwardPairTile):
             name = "backward_pair"
+    if key.arch == "sm_90a" and key.kernel is Pass.BACKWARD:
+        from kernels.sm90 import tiles
+
+        if tiles.BACKWARD_TILES[key.head_dim].ctas == 2:
+            name = "backward_pair"
     return f"{_PACKAGES[key.arch]}.{name}"
 
 

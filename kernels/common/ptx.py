@@ -69,6 +69,52 @@ def load_acquire(source: cute.Pointer) -> Int32:
     )
 
 
+def load_of_even(source: cute.Pointer) -> Int32:
+    """ld.shared::cluster: loads 32 bits of the pair's even CTA."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 even; mapa.shared::cluster.u32 even, {$r0}, 0;"
+        " ld.shared::cluster.s32 {$w0}, [even]; }",
+        write_only_types=[Int32],
+        read_only_args=[source.toint().to(Int32)],
+    )
+
+
+def arrive_in(barrier: cute.Pointer, cta: Int32):
+    """mbarrier.arrive: arrives at a barrier of a CTA of the cluster.
+
+    It says that reads are complete, and hands no data over: a release at cluster scope would wait
+    for all of the thread's additions to global memory.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1};"
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }",
+        read_only_args=[barrier.toint().to(Int32), cta],
+    )
+
+
+def bulk_send(
+    target: cute.Pointer, source: cute.Pointer, num_bytes: int, barrier: cute.Pointer, cta: Int32
+):
+    """cp.async.bulk: copies shared memory to a CTA of the cluster, where an mbarrier counts it.
+
+    One thread issues it. target, barrier: that CTA's, as addresses of this one; num_bytes and
+    addresses are multiples of 16.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .b32 there, full; mapa.shared::cluster.u32 there, {$r0}, {$r4};"
+        " mapa.shared::cluster.u32 full, {$r3}, {$r4};"
+        " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+        " [there], [{$r1}], {$r2}, [full]; }",
+        read_only_args=[
+            target.toint().to(Int32),
+            source.toint().to(Int32),
+            Int32(num_bytes),
+            barrier.toint().to(Int32),
+            cta,
+        ],
+    )
+
+
 def take_ticket(counter: cute.Pointer) -> Int32:
     """atom.relaxed.gpu: adds one and returns the value before, which no other thread gets."""
     return cute.arch.inline_ptx(

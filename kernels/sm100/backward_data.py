@@ -12,7 +12,7 @@ from kernels.common.resources import Barriers, Shared
 from kernels.common.schedule import await_count, turn
 from kernels.common.state import Rows
 from kernels.interface import Sizes, Window
-from kernels.sm100 import products, ptx
+from kernels.sm100 import products
 from kernels.sm100.backward_description import description
 from kernels.sm100.tiles import (
     BACKWARD_TILES,
@@ -92,7 +92,7 @@ def take_ticket(config: cutlass.Constexpr[BackwardConfig], shared: Shared, dq_ti
 def start_index(config: BackwardConfig, shared: Shared) -> Int32:
     """Returns the place of this CTA, or pair, in the order of work; a barrier comes before."""
     if config.deterministic and config.tile.ctas == 2:
-        return cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket))
+        return cute.arch.make_warp_uniform(common_ptx.load_of_even(shared.ticket))
     if config.deterministic:
         ticket = cute.make_tensor(shared.ticket, cute.make_layout(1))[0]
         return cute.arch.make_warp_uniform(ticket)

@@ -114,16 +114,6 @@ def store_swizzled_row(row: Int32, index: Int32, words: list[Int32], cta: Int32)
     cute.arch.inline_ptx(" ".join([*lines, "}"]), read_only_args=[row, cta, swizzle, *words])
 
 
-def load_of_even(source: cute.Pointer) -> Int32:
-    """ld.shared::cluster: loads 32 bits of the pair's even CTA."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 even; mapa.shared::cluster.u32 even, {$r0}, 0;"
-        " ld.shared::cluster.s32 {$w0}, [even]; }",
-        write_only_types=[Int32],
-        read_only_args=[source.toint().to(Int32)],
-    )
-
-
 def fence_proxy_of_cluster():
     """fence.proxy.async: orders accesses to shared memory, that of other CTAs, too."""
     cute.arch.inline_ptx("fence.proxy.async.shared::cluster;")

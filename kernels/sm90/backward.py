@@ -10,18 +10,18 @@ that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.
                        query block that sees the key tile: Q, lse_log2 and dO, delta into two rings
     reduce warp        adds dQ to global memory where it is staged in shared memory (backward_dq)
     order warp         opens the turns to add dQ where their order is fixed and it is not staged
-    MMA warpgroup 0, 1 issue the products; BackwardTile.split_keys and split_rows say who has what
+    MMA warpgroup 0, 1 issue the products: each has 64 keys of S, dP, dV and dK, and the half of dQ
+                       that BackwardTile.split_rows says
 
 A CTA walks all query heads of its group, so dK and dV are summed in registers whatever the group
 size, in a fixed order.
 
-Where P and dS are operands in registers, P is rounded after dS has been computed: dS then takes the
+P and dS are operands in registers. P is rounded after dS has been computed: dS then takes the
 registers of dP, and P, rounded, and dS, rounded, those of the scores.
 
-Note [scores]: dS (and P, where it is not kept in registers) has two buffers used in turn, so one
-barrier a step is enough: a warpgroup passes `scores_ready` of step i + 1 only when the other one
-has arrived there, which it does after its products of step i have read buffer i % 2. So step i + 2
-may write that buffer.
+Note [scores]: dS has two buffers used in turn, so one barrier a step is enough: a warpgroup passes
+`scores_ready` of step i + 1 only when the other one has arrived there, which it does after its
+products of step i have read buffer i % 2. So step i + 2 may write that buffer.
 """
 
 import cutlass
@@ -35,6 +35,8 @@ from kernels.common import ptx, resources, tensors
 from kernels.common.backward_schedule import BackwardShape, StartIndex, Work, assign
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.common.ring import Use
+from kernels.common.schedule import synchronise
 from kernels.common.softmax import exp2
 from kernels.common.state import Rows, make_rows
 from kernels.interface import BackwardScalars, RowBuffers, Sizes
@@ -47,6 +49,7 @@ from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
     L2_BUDGET_BYTES,
+    REGISTER_BUDGETS,
     WARPGROUP,
 )
 
@@ -63,7 +66,7 @@ class Backward(BackwardHost):
         self.description = description(key.head_dim, key.deterministic)
         self.shape = BackwardShape(
             m=self.tile.m,
-            n=self.tile.n,
+            n=self.tile.keys,
             row_bytes=key.head_dim * (2 + 2 + 4),
             l2_bytes=L2_BUDGET_BYTES,
             least_heads=DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1,
@@ -77,8 +80,9 @@ class Backward(BackwardHost):
             self.tile.stages_dq(key.deterministic),
         )
         named = self.description.named_barrier
-        self.scores_ready, self.finished = named("scores_ready"), named("finished")
         self.padding = named("padding")
+        if self.tile.ctas == 1:
+            self.scores_ready, self.finished = named("scores_ready"), named("finished")
 
     @cute.kernel
     def kernel(
@@ -96,53 +100,54 @@ class Backward(BackwardHost):
                 resources.initialise(self.description, shared.barriers)
         second_warp = 1
         if cutlass.const_expr(self.deterministic):
-            if warp_index == second_warp:
+            if (warp_index == second_warp) & self.draws_ticket():
                 with cute.arch.elect_one():
                     place = cute.make_tensor(shared.ticket, cute.make_layout(1))
                     place[0] = ptx.take_ticket(buffers.dq_ticket)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        synchronise(self.tile.ctas)
 
         call = (self.shape, buffers.extents, sizes, scalars.window)
-        work = assign(*call, lambda: StartIndex(self.start_index(shared)))
+        work = assign(*call, lambda: self.start(shared))
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
-        load, mma = self.description.role("load"), self.description.role("mma")
-        if warp_index < mma.first_warp:
-            cute.arch.setmaxregister_decrease(load.registers)
+        registers, load = REGISTER_BUDGETS[self.tile.mma_warpgroups], self.description.role("load")
+        if warp_index < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(registers.load)
             if warp_index == load.first_warp:
                 self.load(maps, shared, work, rows)
             if cutlass.const_expr(self.query_gradient.has_warp):
                 if warp_index == second_warp:
                     self.query_gradient.run_warp(shared, work, rows)
         else:
-            cute.arch.setmaxregister_increase(mma.registers)
+            cute.arch.setmaxregister_increase(registers.mma)
             self.mma(maps, shared, work, rows, scalars)
+        if cutlass.const_expr(self.tile.ctas > 1 and self.deterministic):
+            # The even CTA's memory outlasts the reads of its ticket.
+            synchronise(self.tile.ctas)
 
-    def start_index(self, shared: Shared) -> Int32:
+    def draws_ticket(self) -> cutlass.Boolean | bool:
+        """Whether the CTA draws a ticket (Note [dq order])."""
+        return True
+
+    def start(self, shared: Shared) -> StartIndex:
         """Returns the CTA's place in the order of work (Note [dq order]).
 
         Call it after the first barrier.
         """
         if self.deterministic:
             ticket = cute.make_tensor(shared.ticket, cute.make_layout(1))[0]
-            return cute.arch.make_warp_uniform(ticket)
+            return StartIndex(cute.arch.make_warp_uniform(ticket))
         cta, _, _ = cute.arch.block_idx()
-        return cta
+        return StartIndex(cta)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: loads K and V, then Q, lse_log2 and dO, delta of every step."""
         tile, d = self.tile, self.head_dim
         coordinates = tensors.bthd_coordinates()
-        kv = coordinates[None, None, work.kv_head, work.batch]
         steps = work.blocks.end - work.blocks.begin
         if steps > 0:
-            kv_full = shared.barriers.kv_full.first
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 2 * tile.n * d * 2)
-            key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
-            tensors.tma_load(maps.k, key_tile, shared.k, kv_full)
-            tensors.tma_load(maps.v, key_tile, shared.v, kv_full)
+            self.load_keys(maps, shared, work, coordinates[None, None, work.kv_head, work.batch])
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
             block = self.query_gradient.query_block(work, step - member * steps)
@@ -150,8 +155,9 @@ class Backward(BackwardHost):
             query = coordinates[None, None, head, work.batch]
             query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
             row = rows.tile(work.batch, work.heads, head, block) * tile.m
-            use = shared.barriers.q_full.use(step)
+            uses = self.uses(shared, step)
             for operand in cutlass.range_constexpr(2):
+                use = uses[operand]
                 full = (shared.barriers.q_full, shared.barriers.do_full)[operand].at(use)
                 empty = (shared.barriers.q_empty, shared.barriers.do_empty)[operand][use.slot]
                 target = (shared.q, shared.do)[operand][None, None, use.slot]
@@ -162,6 +168,23 @@ class Backward(BackwardHost):
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
                 tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
+
+    def uses(self, shared: Shared, step: Int32) -> tuple[Use, Use]:
+        """Returns a step's uses of the rings of Q and of dO."""
+        use = shared.barriers.q_full.use(step)
+        if self.tile.do_stages == self.tile.stages:
+            return use, use
+        return use, shared.barriers.do_full.use(step)
+
+    @cute.jit
+    def load_keys(self, maps: Maps, shared: Shared, work: Work, kv: cute.Tensor):
+        """Loads K and V of the CTA's keys; kv: coordinates of the KV head."""
+        tile, d, kv_full = self.tile, self.head_dim, shared.barriers.kv_full.first
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 2 * tile.n * d * 2)
+        key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
+        tensors.tma_load(maps.k, key_tile, shared.k, kv_full)
+        tensors.tma_load(maps.v, key_tile, shared.v, kv_full)
 
     @cute.jit
     def mma(
@@ -258,23 +281,18 @@ class Backward(BackwardHost):
             first_row = work.band.query_length - block * tile.m
             self.clear_padding(q_tile, do_tile, first_row, thread)
         products.scores.issue(scores, k, q, accumulate=False)
-        lse_log2 = self.statistics(shared.lse_log2, slot, group)
+        lse_log2 = self.statistics(shared.lse_log2, slot)
         shared.barriers.do_full.wait(use)
         products.scores.issue(dp, v, do, accumulate=False)
         warpgroup.wait_group(1)
-        self.mask(work, scores, block, group)
+        self.mask(work, scores, block)
         self.exponentiate(scores, lse_log2, scale_log2)
-        delta = self.statistics(shared.delta, slot, group)
-        if cutlass.const_expr(not tile.split_keys):
-            p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
+        delta = self.statistics(shared.delta, slot)
         warpgroup.wait_group(0)
         self.score_gradient(scores, dp, delta)
-        if cutlass.const_expr(tile.split_keys):
-            p = self.operand(grads_mma, grads_slice, scores, shared.p[None, None, buffer])
-        ds = self.operand(grads_mma, grads_slice, dp, shared.ds[None, None, buffer])
-        if cutlass.const_expr(tile.split_keys):
-            self.to_shared(dp, shared.ds[None, None, buffer])
-            products.grads.issue(grads.dv, p, dot, accumulate=True)
+        p, ds = self.operand(grads_mma, scores), self.operand(grads_mma, dp)
+        self.to_shared(dp, shared.ds[None, None, buffer])
+        products.grads.issue(grads.dv, p, dot, accumulate=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.scores_ready)
 
@@ -283,8 +301,6 @@ class Backward(BackwardHost):
         dst = dq_mma.make_fragment_A(dq_slice.partition_A(shared.dst[None, None, buffer]))
         kt = dq_mma.make_fragment_B(dq_slice.partition_B(shared.kt))
         dq = cute.make_rmem_tensor(dq_mma.partition_shape_C((tile.m, d)), Float32)
-        if cutlass.const_expr(not tile.split_keys):
-            products.grads.issue(grads.dv, p, dot, accumulate=True)
         products.dq.issue(dq, dst, kt, accumulate=False)
         products.grads.issue(grads.dk, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
@@ -302,15 +318,12 @@ class Backward(BackwardHost):
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.padding)
 
-    def operand(self, mma, mma_slice, values: cute.Tensor, staging: cute.Tensor) -> cute.Tensor:
-        """Makes scores operand A of the dV and dK products, in registers or in shared memory."""
-        if self.tile.split_keys:
-            shape = mma.partition_shape_A((self.tile.n, self.tile.m))
-            fragment = cute.make_rmem_tensor(shape, self.dtype)
-            wgmma.round_fragment(values, fragment)
-            return fragment
-        self.to_shared(values, staging)
-        return mma.make_fragment_A(mma_slice.partition_A(staging))
+    def operand(self, mma: cute.TiledMma, values: cute.Tensor) -> cute.Tensor:
+        """Rounds scores or their gradient to operand A of the dV or dK product, in registers."""
+        shape = mma.partition_shape_A((self.tile.n, self.tile.m))
+        fragment = cute.make_rmem_tensor(shape, self.dtype)
+        wgmma.round_fragment(values, fragment)
+        return fragment
 
     def to_shared(self, values: cute.Tensor, staging: cute.Tensor):
         """Rounds a score fragment to the storage type and writes it to a (n, m) tile."""
@@ -324,22 +337,20 @@ class Backward(BackwardHost):
         wgmma.round_fragment(values, rounded)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
 
-    def first_query(self, group: Int32) -> Int32:
+    def first_query(self) -> Int32:
         """Returns the first column (query of the block) of this thread's score fragment."""
         thread, _, _ = cute.arch.thread_idx()
-        column = thread % 4 * 2
-        return column if self.tile.split_keys else column + group * (self.tile.m // 2)
+        return thread % 4 * 2
 
     @cute.jit
-    def mask(self, work: Work, scores: cute.Tensor, block: Int32, group: Int32):
+    def mask(self, work: Work, scores: cute.Tensor, block: Int32):
         """Sets scores of pairs outside the band to -inf, in blocks that hold any."""
         tile = self.tile
         edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
         if edge | work.padded_keys:
             thread, _, _ = cute.arch.thread_idx()
             thread = thread - WARPGROUP
-            warp_row = thread // 32 if tile.split_keys else thread // 32 % 4
-            key = work.first_key + warp_row * 16 + thread % 32 // 4
+            key = work.first_key + thread // 32 * 16 + thread % 32 // 4
             low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
             high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
             for row in cutlass.range_constexpr(softmax.ROWS):
@@ -347,14 +358,14 @@ class Backward(BackwardHost):
                 first, last = bands.row_limits(work.band.transposed(), index, tensors.INT32)
                 low[row] = first
                 high[row] = Int32(cutlass.select_(index < work.band.key_length, last, Int32(0)))
-            softmax.mask_band(scores, block * tile.m + self.first_query(group), low, high)
+            softmax.mask_band(scores, block * tile.m + self.first_query(), low, high)
 
-    def statistics(self, tensor: cute.Tensor, slot: Int32, group: Int32) -> cute.Tensor:
+    def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
         """Returns the per-query values of this thread's columns of scores: (2, column_pair).
 
         They are in registers where the tile has them loaded early, else in shared memory.
         """
-        pointer = tensor[None, slot].iterator + self.first_query(group)
+        pointer = tensor[None, slot].iterator + self.first_query()
         pairs = self.tile.m // 8
         view = cute.make_tensor(pointer, cute.make_layout((2, pairs), stride=(1, 8)))
         if not self.tile.early_statistics:

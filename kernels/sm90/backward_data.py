@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.sm90 import wgmma
-from kernels.sm90.tiles import BackwardTile
+from kernels.sm90.tiles import WARPGROUP_ROWS, BackwardTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +40,23 @@ class Products:
 
     scores: wgmma.Wgmma  # S^T and dP^T: (n, m)
     grads: wgmma.Wgmma  # dV and dK: (n, head_dim)
-    dq: wgmma.Wgmma  # dQ: (m, head_dim)
+    dq: wgmma.Wgmma  # dQ: (m, head_dim), or half of its columns in a pair
 
 
 def make_products(dtype, head_dim: int, tile: BackwardTile) -> Products:
-    """Returns the products; it decides how the two warpgroups tile each."""
-    d = head_dim
+    """Returns the products; it decides how warpgroups tile each.
+
+    Where a CTA has 128 keys, both warpgroups have 64 of them; in a pair each product of 64 keys is
+    one warpgroup's.
+    """
+    d, groups = head_dim, tile.n // WARPGROUP_ROWS
     k_major, mn_major = wgmma.K_MAJOR, wgmma.MN_MAJOR
-    if tile.split_keys:
-        scores = wgmma.Wgmma(dtype, (2, 1), tile.m, (k_major, k_major))
-        grads = wgmma.Wgmma(dtype, (2, 1), d, (k_major, mn_major), wgmma.REGISTERS)
-    else:
-        scores = wgmma.Wgmma(dtype, (1, 2), tile.m // 2, (k_major, k_major))
-        grads = wgmma.Wgmma(dtype, (1, 2), d // 2, (k_major, mn_major))
-    warpgroups, columns = ((2, 1), d) if tile.split_rows else ((1, 2), d // 2)
-    dq = wgmma.Wgmma(dtype, warpgroups, columns, (mn_major, mn_major))
-    return Products(scores, grads, dq)
+    scores = wgmma.Wgmma(dtype, (groups, 1), tile.m, (k_major, k_major))
+    grads = wgmma.Wgmma(dtype, (groups, 1), d, (k_major, mn_major), wgmma.REGISTERS)
+    return Products(scores, grads, query_gradient_product(dtype, d // tile.ctas, tile))
+
+
+def query_gradient_product(dtype, columns: int, tile: BackwardTile) -> wgmma.Wgmma:
+    """Returns the product that has `columns` columns of dQ."""
+    warpgroups, columns = ((2, 1), columns) if tile.split_rows else ((1, 2), columns // 2)
+    return wgmma.Wgmma(dtype, warpgroups, columns, (wgmma.MN_MAJOR, wgmma.MN_MAJOR))

@@ -24,33 +24,25 @@ from kernels.sm90.tiles import (
     WARPGROUP,
     WARPGROUP_ROWS,
     BackwardTile,
-    RegisterBudget,
 )
 
 SCORE_BUFFERS = 2
+"""Buffers of dS, which steps use in turn."""
 
 
 @functools.cache
 def description(head_dim: int, deterministic: bool) -> Description:
     """Describes the main backward kernel of a head dim."""
     tile = BACKWARD_TILES[head_dim]
-    budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     staged = tile.stages_dq(deterministic)
-    meanings = {
-        "scores_ready": "dS, and P unless in registers, are in shared memory; Note [scores]",
-        "finished": "K and V have been read; then: dK and dV are in their memory",
-        "padding": "rows past a length are cleared",
-    }
     return Description(
-        roles=_roles(budget, groups, staged, deterministic),
-        barriers=_barriers(tile.stages, staged, deterministic),
-        named_barriers=tuple(
-            NamedBarrier(name, number, groups * WARPGROUP, ("mma",), meaning)
-            for number, (name, meaning) in enumerate(meanings.items(), 1)
-        ),
+        roles=_roles(tile, staged, deterministic),
+        barriers=_barriers(tile, staged, deterministic),
+        named_barriers=_named_barriers_of_pair() if tile.ctas > 1 else _named_barriers(tile),
         regions=_regions(tile, head_dim, staged, deterministic),
-        division=Division(tile.m, tile.n, head_dim),
+        division=Division(tile.m, tile.keys, head_dim),
         maps=_maps(tile, head_dim),
+        ctas=tile.ctas,
     )
 
 
@@ -65,41 +57,91 @@ def post(head_dim: int) -> Description:
     return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.span_bytes)
 
 
-def _roles(
-    budget: RegisterBudget, groups: int, staged: bool, deterministic: bool
-) -> tuple[Role, ...]:
-    load = budget.load
+def _users(tile: BackwardTile) -> tuple[str, ...]:
+    """Names the roles that issue products."""
+    return ("scores", "gradient") if tile.ctas > 1 else ("mma",)
+
+
+def _roles(tile: BackwardTile, staged: bool, deterministic: bool) -> tuple[Role, ...]:
+    budget = REGISTER_BUDGETS[tile.mma_warpgroups]
+    load, groups = budget.load, tile.mma_warpgroups
     order = Role(
         "order", 1, 1, "opens the turns to add dQ; backward_dq, Note [dq order]", registers=load
     )
     reduce = Role("reduce", 1, 1, "adds dQ to global memory in bulk", registers=load)
     second = [reduce] if staged else [order] if deterministic else []
     idle = 3 - len(second)
+    mma = (Role("mma", 4, 4, "the five products and what lies between them", groups, budget.mma),)
+    of_pair = (
+        Role("scores", 4, 4, "S, P, dV and half of the CTA's dQ", registers=budget.mma),
+        Role("gradient", 8, 4, "dP, dS, dK and half of the CTA's dQ", registers=budget.mma),
+    )
     return (
         Role("load", 0, 1, "TMA: K, V once, then Q, dO and row statistics", registers=load),
         *second,
         Role("idle", 4 - idle, idle, "none", registers=load),
-        Role("mma", 4, 4, "the five products and what lies between them", groups, budget.mma),
+        *(of_pair if tile.ctas > 1 else mma),
     )
 
 
-def _barriers(stages: int, staged: bool, deterministic: bool) -> tuple[Barrier, ...]:
-    loaded, released = (copied("load"),), (warps("mma"),)
+def _named_barriers(tile: BackwardTile) -> tuple[NamedBarrier, ...]:
+    meanings = {
+        "scores_ready": "dS is in shared memory; Note [scores]",
+        "finished": "K and V have been read; then: dK and dV are in their memory",
+        "padding": "rows past a length are cleared",
+    }
+    threads = tile.mma_warpgroups * WARPGROUP
+    return tuple(
+        NamedBarrier(name, number, threads, ("mma",), meaning)
+        for number, (name, meaning) in enumerate(meanings.items(), 1)
+    )
+
+
+def _named_barriers_of_pair() -> tuple[NamedBarrier, ...]:
+    both = ("scores", "gradient")
+    meanings = {
+        "p_ready": (both, "P of a step can be read; then: scores has read K, V"),
+        "ds_ready": (both, "dS is in shared memory, P has been read; then: gradient has read K, V"),
+        "padding": (both, "keys past the length, or rows of dO, are cleared"),
+        "scores_meet": (("scores",), "rows of Q are cleared; then: dV is in V's memory"),
+        "gradient_meet": (("gradient",), "dS is in shared memory; then: dK is in K's memory"),
+    }
+    return tuple(
+        NamedBarrier(name, number, len(roles) * WARPGROUP, roles, meaning)
+        for number, (name, (roles, meaning)) in enumerate(meanings.items(), 1)
+    )
+
+
+def _barriers(tile: BackwardTile, staged: bool, deterministic: bool) -> tuple[Barrier, ...]:
+    users = _users(tile)
+    loaded, released = (copied("load"),), tuple(warps(role) for role in users)
+    q_stages, do_stages = tile.stages, tile.do_stages
     staging = (
         Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory"),
-        Barrier("dq_empty", (one("reduce"),), ("mma",), "step: dQ has been read"),
+        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read"),
     )
     order = (
-        Barrier("dq_turn", (one("order"),), ("mma",), "step: dQ may be added"),
+        Barrier("dq_turn", (one("order"),), users, "step: dQ may be added"),
         Barrier("dq_added", released, ("order",), "step: dQ has been added"),
     )
     return (
-        Barrier("kv_full", loaded, ("mma",), "CTA"),
+        Barrier("kv_full", loaded, users, "CTA"),
         *(staging if staged else order if deterministic else ()),
-        Barrier("q_full", loaded, ("mma",), "step: Q, lse_log2", stages),
-        Barrier("q_empty", released, ("load",), "step", stages),
-        Barrier("do_full", loaded, ("mma",), "step: dO, delta", stages),
-        Barrier("do_empty", released, ("load",), "step", stages),
+        *(_exchange() if tile.ctas > 1 else ()),
+        Barrier("q_full", loaded, users, "step: Q, lse_log2", q_stages),
+        Barrier("q_empty", released, ("load",), "step", q_stages),
+        Barrier("do_full", loaded, users, "step: dO, delta", do_stages),
+        Barrier("do_empty", released, ("load",), "step", do_stages),
+    )
+
+
+def _exchange() -> tuple[Barrier, ...]:
+    """Lists the barriers of backward_pair, Note [exchange]; the other CTA completes them."""
+    users = ("scores", "gradient")
+    used = tuple(warps(role) for role in users)
+    return (
+        Barrier("ds_full", (copied("gradient"),), users, "step: the other's dS", SCORE_BUFFERS),
+        Barrier("ds_empty", used, ("gradient",), "step: the other used dS", SCORE_BUFFERS),
     )
 
 
@@ -107,34 +149,55 @@ def _regions(
     tile: BackwardTile, head_dim: int, staged: bool, deterministic: bool
 ) -> tuple[Region, ...]:
     m, n, d, span, ring = tile.m, tile.n, head_dim, tile.span_bytes, tile.stages
+    do_ring, of_keys = tile.do_stages, tile.key_span_bytes
     ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
     dq = Region("dq", (m * d,), "dQ of a step; backward_dq, Note [dq_acc]", "f32", alignment=128)
-    p_shares = "ds" if tile.split_keys else ""
     return (
         *([ticket] if deterministic else []),
         Region("lse_log2", (m, ring), "LSE, in units of log2", "f32", alignment=1024),
-        Region("delta", (m, ring), "rowsum(dO * O) - dLSE", "f32", alignment=128),
-        operand("k", (n, d), span, "the key tile; later stages dK"),
-        operand("kt", (d, n), span, "K transposed", shares="k", transposed=True),
+        Region("delta", (m, do_ring), "rowsum(dO * O) - dLSE", "f32", alignment=128),
+        operand("k", (n, d), of_keys, "the key tile; later stages dK"),
+        operand("kt", (d, n), of_keys, "K transposed", shares="k", transposed=True),
         operand("v", (n, d), span, "the key tile's values; later stages dV"),
         operand("q", (m, d, ring), span, "queries of a step"),
         operand("qt", (d, m, ring), span, "Q transposed", shares="q", transposed=True),
-        operand("do", (m, d, ring), span, "dO of a step"),
-        operand("dot", (d, m, ring), span, "dO transposed", shares="do", transposed=True),
+        operand("do", (m, d, do_ring), span, "dO of a step"),
+        operand("dot", (d, m, do_ring), span, "dO transposed", shares="do", transposed=True),
         operand("ds", (n, m, SCORE_BUFFERS), 128, "dS of a step"),
         operand("dst", (m, n, SCORE_BUFFERS), 128, "dS transposed", shares="ds", transposed=True),
-        operand("p", (n, m, SCORE_BUFFERS), 128, "P, unless in registers", shares=p_shares),
         *([dq] if staged else []),
+        *(_regions_of_pair(tile, d // tile.ctas) if tile.ctas > 1 else []),
     )
 
 
+def _regions_of_pair(tile: BackwardTile, part: int) -> list[Region]:
+    """Lists P and what a CTA has of the other one, for its `part` columns of dQ."""
+    m, n, span = tile.m, tile.n, tile.key_span_bytes
+    of_other = "the other CTA's keys, columns of this one's dQ"
+    return [
+        Region("p", (n * m,), "P of a step, thread by thread", "f32", alignment=128),
+        operand("other_ds", (n, m, SCORE_BUFFERS), 128, "the other CTA's dS of a step"),
+        operand(
+            *("other_dst", (m, n, SCORE_BUFFERS), 128, "it, transposed"),
+            shares="other_ds",
+            transposed=True,
+        ),
+        operand("other_k", (n, part), span, of_other),
+        operand(
+            *("other_kt", (part, n), span, "they, transposed"), shares="other_k", transposed=True
+        ),
+    ]
+
+
 def _maps(tile: BackwardTile, head_dim: int) -> tuple[TensorMap, ...]:
-    span, d = tile.span_bytes, head_dim
+    span, of_keys, d = tile.span_bytes, tile.key_span_bytes, head_dim
+    other_k = TensorMap("other_k", "k", tile.n, d // tile.ctas, of_keys)
     return (
         TensorMap("q", "q", tile.m, d, span),
-        TensorMap("k", "k", tile.n, d, span),
+        TensorMap("k", "k", tile.n, d, of_keys),
         TensorMap("v", "v", tile.n, d, span),
+        *([other_k] if tile.ctas > 1 else []),
         TensorMap("do", "do", tile.m, d, span),
-        TensorMap("dk", "dk", WARPGROUP_ROWS, d, span, store=True),
+        TensorMap("dk", "dk", WARPGROUP_ROWS, d, of_keys, store=True),
         TensorMap("dv", "dv", WARPGROUP_ROWS, d, span, store=True),
     )

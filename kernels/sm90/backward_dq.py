@@ -91,7 +91,9 @@ class QueryGradient:
     def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
         """Waits until the CTA may add to a query tile; Note [dq order]."""
         band = work.band if self.band else None
-        earlier = turn(band, work.tile, block, self.tile.m, self.tile.n)
+        earlier = turn(band, work.tile, block, self.tile.m, self.tile.keys)
+        if self.tile.ctas > 1:
+            earlier = earlier * self.tile.ctas
         await_count(rows.dq_order + query_tile, earlier)
 
     @cute.jit
@@ -121,6 +123,10 @@ class QueryGradient:
         offset = (thread - WARPGROUP) * 4
         stride = 2 * WARPGROUP * 4
         chunks = cute.size(dq) // 4
+        if cutlass.const_expr(self.tile.ctas > 1):
+            # A CTA's columns are those of a warpgroup of the post kernel.
+            offset = (work.rank * WARPGROUP + thread % WARPGROUP) * 4
+            offset = offset + place.group * (chunks * stride)
         if cutlass.const_expr(self.staged):
             shared.barriers.dq_empty.wait_free(place.index)
             staging = cute.make_tensor(

@@ -18,7 +18,7 @@ from kernels.common.resources import Maps
 from kernels.interface import PostScalars, RowSizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import backward_description
-from kernels.sm90.backward_data import make_products
+from kernels.sm90.backward_data import query_gradient_product
 from kernels.sm90.tiles import BACKWARD_TILES
 
 
@@ -30,7 +30,7 @@ class Postprocess(PostHost):
         self.head_dim = key.head_dim
         self.tile = BACKWARD_TILES[key.head_dim]
         self.description = backward_description.post(key.head_dim)
-        self.product = make_products(self.dtype, self.head_dim, self.tile).dq
+        self.product = query_gradient_product(self.dtype, self.head_dim, self.tile)
 
     @cute.kernel
     def kernel(self, maps: Maps, dq_acc: cute.Pointer, sizes: RowSizes, scalars: PostScalars):

@@ -80,25 +80,27 @@ class BackwardTile:
     Attributes:
       m: query rows of a step.
       n: keys of a CTA.
-      stages: depth of the Q ring and of the dO ring.
-      span_bytes: swizzle span of all operand tiles.
+      stages: depth of the Q ring.
+      do_stages: depth of the dO ring.
+      span_bytes: swizzle span of all operand tiles but K's.
+      key_span_bytes: of K's tiles, which the columns of a warpgroup's dQ divide.
+      ctas: 2 for a pair whose CTAs exchange dS: each then adds half of dQ's columns.
     """
 
     m: int
     n: int
     stages: int
+    do_stages: int = 2
     span_bytes: int = 128
+    key_span_bytes: int = 128
+    ctas: int = 1
 
     mma_warpgroups = 2
 
     @property
-    def split_keys(self) -> bool:
-        """True: a warpgroup owns 64 keys and feeds P, dS to the MMA from registers.
-
-        False: a warpgroup owns half of the queries of S and half of head_dim of dK, dV; P and dS
-        pass through shared memory.
-        """
-        return self.n == 128
+    def keys(self) -> int:
+        """The number of keys of a CTA, or of a pair."""
+        return self.n * self.ctas
 
     @property
     def split_rows(self) -> bool:
@@ -111,26 +113,26 @@ class BackwardTile:
 
         The registers hold them beside the scores of 64 queries, not beside those of 128.
         """
-        return self.split_keys and self.m == 64
+        return self.ctas == 1 and self.m == 64
 
     def stages_dq(self, deterministic: bool) -> bool:
         """Whether dQ goes to global memory by way of shared memory, added in bulk by one warp.
 
-        The MMA warps then wait neither for the L2 to take their registers nor for their turn. With
-        n = 64, shared memory has no room for it. In a fixed order it lost to additions from
+        The MMA warps then wait neither for the L2 to take their registers nor for their turn. A
+        pair's shared memory has no room for it. In a fixed order it lost to additions from
         registers where a step has 64 queries: docs/hopper.md.
         """
-        return self.split_keys and (self.m == 128 or not deterministic)
+        return self.ctas == 1 and (self.m == 128 or not deterministic)
 
 
 BACKWARD_TILES: dict[int, BackwardTile] = {
     64: BackwardTile(m=128, n=128, stages=2),
-    96: BackwardTile(m=64, n=128, stages=2, span_bytes=32),
+    96: BackwardTile(m=64, n=128, stages=2, span_bytes=32, key_span_bytes=32),
     128: BackwardTile(m=64, n=128, stages=2),
-    192: BackwardTile(m=64, n=64, stages=2, span_bytes=64),
-    256: BackwardTile(m=64, n=64, stages=2),
+    192: BackwardTile(m=64, n=64, stages=2, do_stages=2, span_bytes=64, key_span_bytes=32, ctas=2),
+    256: BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
 }
-"""By head_dim. Half of head_dim must be a multiple of the span where dQ's columns are split."""
+"""By head_dim."""
 
 DETERMINISTIC_BAND_HEADS = 8
 """KV heads that the deterministic backward of a band interleaves at least, whatever the L2 holds.

@@ -17,10 +17,11 @@ def test_forward_tiles_fit(key):
 @pytest.mark.parametrize("head_dim", list(tiles.BACKWARD_TILES))
 def test_backward_tiles_fit(head_dim):
     tile = tiles.BACKWARD_TILES[head_dim]
-    assert tile.n == 128 or (tile.n == 64 and not tile.split_keys)
+    assert (tile.n, tile.ctas) in ((128, 1), (64, 2))
     assert tile.m in (64, 128)
-    columns = head_dim if tile.split_rows else head_dim // 2
-    assert columns * 2 % tile.span_bytes == 0, "a warpgroup's columns must be whole swizzle spans"
+    columns = head_dim if tile.split_rows else head_dim // tile.ctas // 2
+    assert columns * 2 % tile.key_span_bytes == 0, "a warpgroup's columns of dQ are whole spans"
+    assert head_dim * 2 % tile.span_bytes == 0
 
 
 def test_every_head_dim_has_tiles():

@@ -1,0 +1,411 @@
+"""Hopper's main backward kernel for wide heads: a pair of CTAs computes dK, dV of one key tile.
+
+The products are those of backward.py. A CTA has half of the tile's keys, n = 64, and its two
+warpgroups have different products, since a warpgroup's registers hold one accumulator of 64 x 256:
+
+    load warp        loads K, V, and of the other CTA's keys the columns of its own dQ; then Q,
+                     lse_log2 and dO, delta of every step into two rings
+    order warp       opens the turns to add dQ where their order is fixed
+    scores           warpgroup 0: S and P of every step, dV, and half of the CTA's dQ
+    gradient         warpgroup 1: dP and dS of every step, dK, and the other half
+
+                     scores                                   gradient
+    step i           P(i) from S(i); publishes it             dP(i) is complete
+                     dV += P(i)^T dO(i); S(i + 1) begins      dS(i) from P(i); sends it
+                                                              dK += dS(i)^T Q(i)
+                     dQ(i): adds its half                     dQ(i); dP(i + 1) begins; adds its half
+
+So the tensor core always has a product of one warpgroup while the other one computes exponentials
+or gradients, and P and dS are operands in registers for dV and dK.
+
+Note [exchange]: both CTAs visit the same query blocks, and CTA r adds half of dQ's columns for the
+keys of both, so each element of dQ is added to once a pair instead of twice:
+
+    dQ[:, columns of r] = dS(own keys) K(own keys, columns of r)
+                        + dS(other keys) K(other keys, columns of r)
+
+When dS of a step is in shared memory, one thread copies it to the other CTA, where `ds_full` counts
+the bytes, and announces as many from there at its own `ds_full`. When both warpgroups have used
+what came, their warps arrive at the sender's `ds_empty`. The sender waits for that before it writes
+the same buffer two steps later: the copy has then read it, and the other CTA's buffer is free. It
+waits for the last ones before it ends, so nothing comes for a CTA that is over. (FlashAttention-4
+exchanges dS in this way between two CTAs of Blackwell.)
+
+Note [messages]: P goes from warpgroup 0 to warpgroup 1 thread by thread, since both have the same
+fragment of it; unrounded, because dS from the rounded P was outside our tolerance (fp16). One
+buffer is enough: warpgroup 0 writes P(i + 1) after it has met `ds_ready` of step i, before which
+warpgroup 1 has read P(i). Warpgroup 1 writes dS(i + 2) over dS(i) after `p_ready` of step i + 1,
+before which warpgroup 0's dQ(i) is complete. After the last step both meet once more in the same
+way: K and V have then been read, and dV and dK take their memory.
+"""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from fa4_jax.key import KernelKey
+from kernels.common import ptx, resources, tensors
+from kernels.common.backward_schedule import StartIndex, Work
+from kernels.common.hosts import backward_source
+from kernels.common.resources import Maps, Shared
+from kernels.common.state import Rows
+from kernels.description import NamedBarrier
+from kernels.interface import BackwardScalars
+from kernels.kernel_source import KernelSource
+from kernels.sm90 import wgmma
+from kernels.sm90.backward import Backward
+from kernels.sm90.backward_data import Products, Step, make_products
+from kernels.sm90.backward_description import SCORE_BUFFERS
+from kernels.sm90.tiles import WARPGROUP
+
+_VECTOR = 4  # values of a message that a thread writes at once
+
+
+class PairBackward(Backward):
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        super().__init__(key)
+        named = self.description.named_barrier
+        self.p_ready, self.ds_ready = named("p_ready"), named("ds_ready")
+        self.scores_meet, self.gradient_meet = named("scores_meet"), named("gradient_meet")
+
+    def draws_ticket(self) -> cutlass.Boolean:
+        """Whether the CTA draws a ticket: the even one does, for the pair."""
+        return cute.arch.block_idx_in_cluster() == 0
+
+    def start(self, shared: Shared) -> StartIndex:
+        """Returns the pair's place in the order of work, and the CTA's rank in it."""
+        cta, _, _ = cute.arch.block_idx()
+        rank = cta % 2
+        if self.deterministic:
+            return StartIndex(cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket)), rank)
+        return StartIndex(cta // 2, rank)
+
+    @cute.jit
+    def load_keys(self, maps: Maps, shared: Shared, work: Work, kv: cute.Tensor):
+        """Loads K, V of the CTA's keys and its columns of the other's; kv: coordinates."""
+        tile, d, kv_full = self.tile, self.head_dim, shared.barriers.kv_full.first
+        part, own, other = d // 2, work.tile * 2 + work.rank, work.tile * 2 + (work.rank ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, tile.n * (2 * d + part) * 2)
+        own_tile = cute.local_tile(kv, (tile.n, d), (own, 0))
+        tensors.tma_load(maps.k, own_tile, shared.k, kv_full)
+        tensors.tma_load(maps.v, own_tile, shared.v, kv_full)
+        other_tile = cute.local_tile(kv, (tile.n, part), (other, work.rank))
+        tensors.tma_load(maps.other_k, other_tile, shared.other_k, kv_full)
+
+    @cute.jit
+    def mma(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        rows: Rows,
+        scalars: BackwardScalars,
+    ):
+        """MMA warpgroups: each has its products, and stores dV or dK."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        if work.steps() > 0:
+            shared.barriers.kv_full.wait(0)
+            if work.padded_keys:
+                self.clear_keys(shared, work, thread)
+        if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
+            self.scores(maps, shared, work, rows, scalars)
+        else:
+            self.gradient(maps, shared, work, rows, scalars)
+
+    @cute.jit
+    def clear_keys(self, shared: Shared, work: Work, thread: Int32):
+        """Writes 0 to keys past the length, which may hold anything, of all tiles of keys."""
+        rows = work.band.key_length - work.first_key
+        own = cutlass.max(rows - work.rank * self.tile.n, 0)
+        other = cutlass.max(rows - (work.rank ^ 1) * self.tile.n, 0)
+        tensors.zero_rows(shared.other_k, other, thread, 2 * WARPGROUP)
+        self.clear_padding(shared.k, shared.v, own, thread)
+
+    @cute.jit
+    def scores(self, maps: Maps, shared: Shared, work: Work, rows: Rows, scalars: BackwardScalars):
+        """Warpgroup 0: computes P of every step, dV, and half of the CTA's dQ."""
+        tile, barriers, products = self.tile, shared.barriers, self.products()
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % WARPGROUP
+        scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
+        scores_slice, grads_slice = scores_mma.get_slice(0), grads_mma.get_slice(0)
+        k = scores_mma.make_fragment_A(scores_slice.partition_A(shared.k))
+        scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
+        dv = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
+        dv.fill(0.0)
+        own = dataclasses.replace(work, first_key=work.first_key + work.rank * tile.n)
+        steps = work.steps()
+        if steps > 0:
+            self.receive_queries(shared, work, Int32(0), thread)
+            q = shared.q[None, None, 0]
+            q = scores_mma.make_fragment_B(scores_slice.partition_B(q))
+            products.scores.issue(scores, k, q, accumulate=False)
+            warpgroup.wait_group(0)
+        for step in cutlass.range(steps, unroll=1):
+            place, (use, do_use) = self.place(work, step, 0), self.uses(shared, step)
+            lse_log2 = self.statistics(shared.lse_log2, use.slot)
+            self.mask(own, scores, place.block)
+            self.exponentiate(scores, lse_log2, scalars.scale_log2)
+            self.write_message(shared, scores, thread)
+            p = self.operand(grads_mma, scores)
+            if self.padded(work, place.block):
+                resources.meet(self.padding)
+            resources.arrive(self.p_ready)
+            self.release_reads(barriers.q_empty.at(use))
+            barriers.do_full.wait(do_use)
+            dot = shared.dot[None, None, do_use.slot]
+            dot = grads_mma.make_fragment_B(grads_slice.partition_B(dot))
+            products.grads.issue(dv, p, dot, accumulate=True)
+            if step + 1 < steps:
+                self.receive_queries(shared, work, step + 1, thread)
+            # The last step computes its scores once more, which spares a branch.
+            following = barriers.q_full.use(cutlass.min(step + 1, steps - 1)).slot
+            q = shared.q[None, None, following]
+            q = scores_mma.make_fragment_B(scores_slice.partition_B(q))
+            products.scores.issue(scores, k, q, accumulate=False)
+            warpgroup.wait_group(1)
+            self.release(barriers.do_empty.at(do_use))
+            resources.meet(self.ds_ready)
+            dq = self.issue_own_dq(shared, work, step, 0)
+            self.issue_other_dq(shared, dq, step, 0)
+            warpgroup.wait_group(0)
+            self.release_dq(shared, work, step)
+            self.query_gradient.add(shared, work, rows, dq, place)
+        resources.arrive(self.p_ready)
+        resources.meet(self.ds_ready)
+        self.store(dv, shared.v, maps.dv, work, self.scores_meet)
+
+    @cute.jit
+    def gradient(
+        self, maps: Maps, shared: Shared, work: Work, rows: Rows, scalars: BackwardScalars
+    ):
+        """Warpgroup 1: computes dS of every step, dK, and half of the CTA's dQ."""
+        tile, barriers, products = self.tile, shared.barriers, self.products()
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % WARPGROUP
+        scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
+        scores_slice, grads_slice = scores_mma.get_slice(0), grads_mma.get_slice(0)
+        v = scores_mma.make_fragment_A(scores_slice.partition_A(shared.v))
+        dp = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
+        dk = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
+        dk.fill(0.0)
+        steps = work.steps()
+        if steps > 0:
+            self.receive_gradients(shared, work, Int32(0), thread)
+            do = shared.do[None, None, 0]
+            do = scores_mma.make_fragment_B(scores_slice.partition_B(do))
+            products.scores.issue(dp, v, do, accumulate=False)
+            warpgroup.wait_group(0)
+        for step in cutlass.range(steps, unroll=1):
+            place, (use, do_use) = self.place(work, step, 1), self.uses(shared, step)
+            delta = self.statistics(shared.delta, do_use.slot)
+            resources.meet(self.p_ready)
+            p = self.read_message(shared, thread, dp)
+            self.score_gradient(p, dp, delta)
+            self.release_reads(barriers.do_empty.at(do_use))
+            barriers.ds_empty.wait_free(step)
+            ds = self.write_ds(shared, dp, step, thread)
+            resources.meet(self.gradient_meet)
+            resources.arrive(self.ds_ready)
+            if thread // 32 == 0:
+                self.send(shared, step, work.rank)
+            barriers.q_full.wait(use)
+            qt = shared.qt[None, None, use.slot]
+            qt = grads_mma.make_fragment_B(grads_slice.partition_B(qt))
+            products.grads.issue(dk, ds, qt, accumulate=True)
+            dq = self.issue_own_dq(shared, work, step, 1)
+            warpgroup.wait_group(1)
+            self.release(barriers.q_empty.at(use))
+            self.issue_other_dq(shared, dq, step, 1)
+            if step + 1 < steps:
+                self.receive_gradients(shared, work, step + 1, thread)
+            following = barriers.do_full.use(cutlass.min(step + 1, steps - 1)).slot
+            do = shared.do[None, None, following]
+            do = scores_mma.make_fragment_B(scores_slice.partition_B(do))
+            products.scores.issue(dp, v, do, accumulate=False)
+            warpgroup.wait_group(1)
+            self.release_dq(shared, work, step)
+            self.query_gradient.add(shared, work, rows, dq, place)
+            warpgroup.wait_group(0)
+        for element in cutlass.range_constexpr(cute.size(dk)):
+            dk[element] = dk[element] * scalars.scale
+        resources.meet(self.p_ready)
+        resources.arrive(self.ds_ready)
+        self.store(dk, shared.k, maps.dk, work, self.gradient_meet)
+        for last in range(SCORE_BUFFERS):
+            barriers.ds_empty.wait_free(steps + last)
+
+    def products(self) -> Products:
+        """Returns the products, made anew: see `Wgmma.tiled`."""
+        return make_products(self.dtype, self.head_dim, self.tile)
+
+    def place(self, work: Work, step: Int32, group: int) -> Step:
+        """Returns what a step is for a warpgroup."""
+        blocks = work.blocks.end - work.blocks.begin
+        member = step // blocks
+        block = self.query_gradient.query_block(work, step - member * blocks)
+        return Step(member, block, step, Int32(group))
+
+    def padded(self, work: Work, block: Int32) -> cutlass.Boolean:
+        """Whether a query block holds rows past the length that TMA reads."""
+        return work.padded_queries & ((block + 1) * self.tile.m > work.band.query_length)
+
+    @cute.jit
+    def receive_queries(self, shared: Shared, work: Work, step: Int32, thread: Int32):
+        """Warpgroup 0: waits for Q of a step, and writes 0 to rows past the length."""
+        use, block = shared.barriers.q_full.use(step), self.place(work, step, 0).block
+        shared.barriers.q_full.wait(use)
+        if self.padded(work, block):
+            first_row = work.band.query_length - block * self.tile.m
+            self.clear_rows(shared.q[None, None, use.slot], first_row, thread)
+            resources.meet(self.scores_meet)
+
+    @cute.jit
+    def receive_gradients(self, shared: Shared, work: Work, step: Int32, thread: Int32):
+        """Warpgroup 1: waits for dO of a step, and writes 0 to rows past the length.
+
+        Warpgroup 0 waits for that before it publishes P of the step: so it has passed `padding` of
+        one step before warpgroup 1 arrives there for another.
+        """
+        use, block = shared.barriers.do_full.use(step), self.place(work, step, 1).block
+        shared.barriers.do_full.wait(use)
+        if self.padded(work, block):
+            first_row = work.band.query_length - block * self.tile.m
+            self.clear_rows(shared.do[None, None, use.slot], first_row, thread)
+            resources.meet(self.gradient_meet)
+            resources.arrive(self.padding)
+
+    def clear_rows(self, tile: cute.Tensor, first_row: Int32, thread: Int32):
+        """Writes 0 to rows of a tile by one warpgroup, which meets afterwards."""
+        tensors.zero_rows(tile, first_row, thread, WARPGROUP)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def release_reads(self, empty: cute.Pointer):
+        """Arrives, once per warp: all its lanes have read the slot's row statistics."""
+        cute.arch.sync_warp()
+        self.release(empty)
+
+    @cute.jit
+    def write_message(self, shared: Shared, p: cute.Tensor, thread: Int32):
+        """Publishes a thread's fragment of P; Note [messages]."""
+        registers, message = self.message(shared, p, thread)
+        for vector in cutlass.range_constexpr(cute.size(registers, mode=[1])):
+            cute.autovec_copy(registers[None, vector], message[None, vector])
+
+    @cute.jit
+    def read_message(self, shared: Shared, thread: Int32, like: cute.Tensor) -> cute.Tensor:
+        """Returns the fragment of P that warpgroup 0 has published; Note [messages]."""
+        p = cute.make_rmem_tensor(like.shape, Float32)
+        registers, message = self.message(shared, p, thread)
+        for vector in cutlass.range_constexpr(cute.size(registers, mode=[1])):
+            cute.autovec_copy(message[None, vector], registers[None, vector])
+        return p
+
+    def message(
+        self, shared: Shared, p: cute.Tensor, thread: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Returns a fragment of P and the thread's place for it in shared memory, by vectors."""
+        shape = (_VECTOR, cute.size(p) // _VECTOR)
+        place = cute.make_layout(shape, stride=(1, WARPGROUP * _VECTOR))
+        memory = cute.make_tensor(shared.p.iterator + thread * _VECTOR, place)
+        return cute.make_tensor(p.iterator, cute.make_layout(shape)), memory
+
+    def write_ds(self, shared: Shared, ds: cute.Tensor, step: Int32, thread: Int32) -> cute.Tensor:
+        """Rounds dS, writes it to shared memory, and returns it as operand A of dK."""
+        products = self.products()
+        rounded = cute.make_rmem_tensor(ds.shape, self.dtype)
+        wgmma.round_fragment(ds, rounded)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, products.scores.tiled()).get_slice(thread)
+        target = shared.ds[None, None, step % SCORE_BUFFERS]
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(target))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        shape = products.grads.tiled().partition_shape_A((self.tile.n, self.tile.m))
+        return cute.make_tensor(rounded.iterator, cute.make_layout(shape))
+
+    @cute.jit
+    def issue_own_dq(
+        self, shared: Shared, work: Work, step: Int32, group: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """Issues a warpgroup's columns of a step's dQ, from the own keys."""
+        tile, product, part = self.tile, self.products().dq, self.head_dim // self.tile.ctas
+        mma = product.tiled()
+        mma_slice = mma.get_slice(group * WARPGROUP)
+        dq = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, part)), Float32)
+        ds = shared.dst[None, None, step % SCORE_BUFFERS]
+        k = cute.local_tile(shared.kt, (part, tile.n), (work.rank, 0))
+        ds = mma.make_fragment_A(mma_slice.partition_A(ds))
+        k = mma.make_fragment_B(mma_slice.partition_B(k))
+        product.issue(dq, ds, k, accumulate=False)
+        return dq
+
+    @cute.jit
+    def issue_other_dq(
+        self, shared: Shared, dq: cute.Tensor, step: Int32, group: cutlass.Constexpr[int]
+    ):
+        """Issues what the other CTA's keys add to the same columns, when its dS has come."""
+        product = self.products().dq
+        mma = product.tiled()
+        mma_slice = mma.get_slice(group * WARPGROUP)
+        ds = shared.other_dst[None, None, step % SCORE_BUFFERS]
+        ds = mma.make_fragment_A(mma_slice.partition_A(ds))
+        k = mma.make_fragment_B(mma_slice.partition_B(shared.other_kt))
+        shared.barriers.ds_full.wait(step)
+        product.issue(dq, ds, k, accumulate=True)
+
+    @cute.jit
+    def send(self, shared: Shared, step: Int32, rank: Int32):
+        """Copies a step's dS to the other CTA; one warp calls it. Note [exchange]."""
+        buffer, full = step % SCORE_BUFFERS, shared.barriers.ds_full.at(step)
+        num_bytes = self.tile.n * self.tile.m * 2
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+            other, own = (ds[None, None, buffer].iterator for ds in (shared.other_ds, shared.ds))
+            ptx.bulk_send(other, own, num_bytes, full, rank ^ 1)
+
+    @cute.jit
+    def release_dq(self, shared: Shared, work: Work, step: Int32):
+        """Tells the other CTA, once per warp, that its dS of a step has been used."""
+        with cute.arch.elect_one():
+            ptx.arrive_in(shared.barriers.ds_empty.at(step), work.rank ^ 1)
+
+    @cute.jit
+    def store(
+        self,
+        acc: cute.Tensor,
+        staging: cute.Tensor,
+        result: cute.CopyAtom,
+        work: Work,
+        meeting: cutlass.Constexpr[NamedBarrier],
+    ):
+        """Stores dK or dV of the CTA's keys by way of the memory of K or V."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % WARPGROUP
+        values = cute.make_rmem_tensor(acc.shape, self.dtype)
+        wgmma.round_fragment(acc, values)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.products().grads.tiled()).get_slice(thread)
+        cute.copy(atom, copy.retile(values), copy.partition_D(staging))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        resources.meet(meeting)
+        if thread // 32 == 0:
+            kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+            place = (work.tile * 2 + work.rank, 0)
+            target = cute.local_tile(kv, (self.tile.n, self.head_dim), place)
+            tensors.tma_store(result, staging, target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+
+def source(key: KernelKey) -> KernelSource:
+    """Returns the main backward kernel of a key, with its launch."""
+    kernel = PairBackward(key)
+    tile = kernel.tile
+    return backward_source(kernel, key, {"m": tile.m, "n": tile.keys, "stages": tile.stages})
