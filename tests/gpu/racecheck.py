@@ -49,9 +49,10 @@ EXPLAINED = {
     ("bwd", "UBLKCP", "LDS"): (
         "The load warp's bulk copy of a later step's row statistics (lse_log2, delta) follows the "
         "MMA warps' loads of the slot. All lanes load; then all warps pass the named barrier "
-        "SCORES_READY; then one lane of each warp arrives on q_empty or do_empty; the load warp "
-        "waits for these arrivals and issues the copy. racecheck does not carry a lane's loads "
-        "over the named barrier to the lane that arrives. The emulator's happens-before does: it "
+        "SCORES_READY (in a pair of CTAs the warp synchronises); then one lane of each warp "
+        "arrives on q_empty or do_empty; the load warp waits for these arrivals and issues the "
+        "copy. racecheck does not carry a lane's loads over either barrier to the lane that "
+        "arrives. The emulator's happens-before does: it "
         "accepts the kernels, and refuses the same program without the named barrier "
         "(tests/emulator/test_litmus.py, loads by all lanes and an arrival of one)."
     ),
