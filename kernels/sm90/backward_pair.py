@@ -135,8 +135,7 @@ class PairBackward(Backward):
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
-        scores_slice, grads_slice = scores_mma.get_slice(0), grads_mma.get_slice(0)
-        k = scores_mma.make_fragment_A(scores_slice.partition_A(shared.k))
+        k = scores_mma.make_fragment_A(scores_mma.get_slice(0).partition_A(shared.k))
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
         dv = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
         dv.fill(0.0)
@@ -144,9 +143,7 @@ class PairBackward(Backward):
         steps = work.steps()
         if steps > 0:
             self.receive_queries(shared, work, Int32(0), thread)
-            q = shared.q[None, None, 0]
-            q = scores_mma.make_fragment_B(scores_slice.partition_B(q))
-            products.scores.issue(scores, k, q, accumulate=False)
+            self.issue_scores(scores, k, shared.q[None, None, 0])
             warpgroup.wait_group(0)
         for step in cutlass.range(steps, unroll=1):
             place, (use, do_use) = self.place(work, step, 0), self.uses(shared, step)
@@ -160,16 +157,12 @@ class PairBackward(Backward):
             resources.arrive(self.p_ready)
             self.release_reads(barriers.q_empty.at(use))
             barriers.do_full.wait(do_use)
-            dot = shared.dot[None, None, do_use.slot]
-            dot = grads_mma.make_fragment_B(grads_slice.partition_B(dot))
-            products.grads.issue(dv, p, dot, accumulate=True)
+            self.issue_gradient(dv, p, shared.dot[None, None, do_use.slot])
             if step + 1 < steps:
                 self.receive_queries(shared, work, step + 1, thread)
             # The last step computes its scores once more, which spares a branch.
             following = barriers.q_full.use(cutlass.min(step + 1, steps - 1)).slot
-            q = shared.q[None, None, following]
-            q = scores_mma.make_fragment_B(scores_slice.partition_B(q))
-            products.scores.issue(scores, k, q, accumulate=False)
+            self.issue_scores(scores, k, shared.q[None, None, following])
             warpgroup.wait_group(1)
             self.release(barriers.do_empty.at(do_use))
             resources.meet(self.ds_ready)
@@ -191,17 +184,14 @@ class PairBackward(Backward):
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
-        scores_slice, grads_slice = scores_mma.get_slice(0), grads_mma.get_slice(0)
-        v = scores_mma.make_fragment_A(scores_slice.partition_A(shared.v))
+        v = scores_mma.make_fragment_A(scores_mma.get_slice(0).partition_A(shared.v))
         dp = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
         dk = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
         dk.fill(0.0)
         steps = work.steps()
         if steps > 0:
             self.receive_gradients(shared, work, Int32(0), thread)
-            do = shared.do[None, None, 0]
-            do = scores_mma.make_fragment_B(scores_slice.partition_B(do))
-            products.scores.issue(dp, v, do, accumulate=False)
+            self.issue_scores(dp, v, shared.do[None, None, 0])
             warpgroup.wait_group(0)
         for step in cutlass.range(steps, unroll=1):
             place, (use, do_use) = self.place(work, step, 1), self.uses(shared, step)
@@ -217,9 +207,7 @@ class PairBackward(Backward):
             if thread // 32 == 0:
                 self.send(shared, step, work.rank)
             barriers.q_full.wait(use)
-            qt = shared.qt[None, None, use.slot]
-            qt = grads_mma.make_fragment_B(grads_slice.partition_B(qt))
-            products.grads.issue(dk, ds, qt, accumulate=True)
+            self.issue_gradient(dk, ds, shared.qt[None, None, use.slot])
             dq = self.issue_own_dq(shared, work, step, 1)
             warpgroup.wait_group(1)
             self.release(barriers.q_empty.at(use))
@@ -227,9 +215,7 @@ class PairBackward(Backward):
             if step + 1 < steps:
                 self.receive_gradients(shared, work, step + 1, thread)
             following = barriers.do_full.use(cutlass.min(step + 1, steps - 1)).slot
-            do = shared.do[None, None, following]
-            do = scores_mma.make_fragment_B(scores_slice.partition_B(do))
-            products.scores.issue(dp, v, do, accumulate=False)
+            self.issue_scores(dp, v, shared.do[None, None, following])
             warpgroup.wait_group(1)
             self.release_dq(shared, work, step)
             self.query_gradient.add(shared, work, rows, dq, place)
@@ -245,6 +231,20 @@ class PairBackward(Backward):
     def products(self) -> Products:
         """Returns the products, made anew: see `Wgmma.tiled`."""
         return make_products(self.dtype, self.head_dim, self.tile)
+
+    def issue_scores(self, scores: cute.Tensor, keys: cute.Tensor, rows: cute.Tensor):
+        """Issues S^T or dP^T: (n, m), of operand A, made of K or V, and a step's rows (m, d)."""
+        product = self.products().scores
+        mma = product.tiled()
+        b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
+        product.issue(scores, keys, b, accumulate=False)
+
+    def issue_gradient(self, acc: cute.Tensor, scores: cute.Tensor, rows: cute.Tensor):
+        """Issues dV or dK: (n, d), of P or dS in registers and a step's transposed (d, m)."""
+        product = self.products().grads
+        mma = product.tiled()
+        b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
+        product.issue(acc, scores, b, accumulate=True)
 
     def place(self, work: Work, step: Int32, group: int) -> Step:
         """Returns what a step is for a warpgroup."""

@@ -55,7 +55,16 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_90a_bwd_bf16_d128": _PRODUCTS
     + _LAST_STORES
     + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1}),
-    "sm_90a_bwd_bf16_d256_deterministic": Counter(),
+    "sm_90a_bwd_bf16_d256_deterministic": Counter(
+        {
+            _REGISTERS: 1,
+            _MEETING: 1,
+            _PRODUCT_FENCE: 6,
+            _PRODUCT_GROUP: 1,
+            _STORED: 2,
+            _WAIT: 3,
+        }
+    ),
     "sm_90a_bwd_post_bf16_d64": Counter({_STORED: 1}),
 }
 """Kernels, and what is not noticed when one of their instructions is dropped, weakened or counts
