@@ -22,7 +22,15 @@ from kernels.emulator.timing.rates import BLACKWELL, Rates
 from kernels.emulator.timing.replay import estimate
 from kernels.sm100.tiles import DETERMINISTIC_BAND_HEADS, L2_BUDGET_BYTES
 
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+TILES = (
+    # head_dim, value_dim, KernelKey.pair
+    (64, 64, False),
+    (128, 128, False),
+    (128, 128, True),
+    (192, 128, False),
+    (192, 128, True),
+    (256, 256, False),
+)
 SHAPE = Shape(batch=2, length=8192, heads=16)
 _FEW, _MANY = 12, 20
 _AHEAD = 2
@@ -68,17 +76,18 @@ def teraflops(code: Code, cycles: float) -> float:
     return flops / cycles * BLACKWELL.clock_ghz / 1e3
 
 
-def row(head_dims: tuple[int, int], is_causal: bool) -> str:
+def row(tile: tuple[int, int, bool], is_causal: bool) -> str:
     """Returns a row of the table."""
     figures, cells = [], []
+    head_dim, value_dim, pair = tile
     for deterministic in (False, True):
-        head_dim, value_dim = head_dims
         code = built(
             KernelKey(
                 *("sm_100f", Pass.BACKWARD, "bf16", head_dim),
                 band=is_causal,
                 deterministic=deterministic,
                 value_dim=value_dim,
+                pair=pair,
             )
         )
         cost = cost_of(code)
@@ -88,7 +97,8 @@ def row(head_dims: tuple[int, int], is_causal: bool) -> str:
         cells += [f"{cost.step:.0f}", f"{cost.start:.0f}", f"{figures[-1]:.0f}"]
     mask = "causal" if is_causal else "dense"
     price = 100 * (figures[0] / figures[1] - 1)
-    return f"| {head_dims[0]}, {head_dims[1]} {mask} | {' | '.join(cells)} | {price:.0f} % |"
+    design = ", pair" if pair else ""
+    return f"| {head_dim}, {value_dim} {mask}{design} | {' | '.join(cells)} | {price:.0f} % |"
 
 
 def main() -> None:
@@ -102,9 +112,9 @@ def main() -> None:
         "| d, dv | fast: step | beside | TFLOP/s | deterministic: step | beside | TFLOP/s | price |"
     )
     print("|---" * 8 + "|")
-    for head_dims in HEAD_DIMS:
+    for tile in TILES:
         for is_causal in (False, True):
-            print(row(head_dims, is_causal), flush=True)
+            print(row(tile, is_causal), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Estimates what the Blackwell forward takes, and its roofline.
 
     python -m kernels.build --only "sm_100f_fwd_bf16_*"
-    python -m benchmarks.blackwell_estimates    # prints the table; writes a timeline of one CTA
+    python -m benchmarks.blackwell_estimates    # prints the table; writes timelines
 
 Only documented rates are Blackwell's own; the rest of `rates.BLACKWELL` is assumed to be Hopper's
 (`rates.BLACKWELL.assumed`). So the table says which unit binds, rather than how fast it will be.
@@ -14,6 +14,7 @@ import dataclasses
 import pathlib
 
 from benchmarks.grid_model.recording import Code, Sizes, built, record
+from fa4_jax import catalogue
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL
 from kernels.emulator.timing.replay import Timing, estimate
@@ -79,11 +80,12 @@ def row(key: KernelKey) -> str:
     exponentials = rows * n / 16
     operands = rows // 128 * (128 + 2 * keys) * d * 2 / BLACKWELL.shared_bytes
     mask = "causal" if key.band else "dense"
-    polynomial = ", polynomial" if key.polynomial_exp2 else ""
+    design = ", polynomial" if key.polynomial_exp2 else ""
+    design += ", pair" if ctas == 2 else ""
     roofline = f"{products:.0f}, {exponentials:.0f}, {operands:.0f}"
     shares = " | ".join(f"{100 * step.busy[unit] / step.cycles:.0f} %" for unit in _UNITS)
     return (
-        f"| {d} {mask}{polynomial} | {m} x {n} | {roofline} "
+        f"| {d} {mask}{design} | {m} x {n} | {roofline} "
         f"| {step.cycles:.0f} | {step.tile:.0f} | {shares} | {teraflops(code, step):.0f} |"
     )
 
@@ -98,16 +100,17 @@ def main() -> None:
     folder: pathlib.Path = parser.parse_args().output
     print("| d, mask | tile x block | T_mma, T_exp, T_smem | cycles | beside | ", end="")
     print(" | ".join(_UNITS) + " | TFLOP/s |\n" + "|---" * (6 + len(_UNITS)) + "|")
-    for d in HEAD_DIMS:
-        for polynomial in (False, True) if d <= 128 else (False,):
-            for band in (False, True):
-                key = KernelKey(
-                    *("sm_100f", Pass.FORWARD, "bf16", d), band=band, polynomial_exp2=polynomial
-                )
-                print(row(key), flush=True)
-    timing = timing_of(built(KernelKey("sm_100f", Pass.FORWARD, "bf16", 128)), 1, 8)
-    plot(timing, folder / "b200-forward-d128-timeline.png")
-    (folder / "b200-forward-d128-timeline.json").write_text(chrome_trace(timing))
+    forwards = [key for key in catalogue.keys("sm_100f") if key.kernel == Pass.FORWARD]
+    plain = [key for key in forwards if not key.ranges]
+    chosen = [key for key in plain if key.dtype == "bf16" and key.head_dim in HEAD_DIMS]
+    for key in sorted(chosen, key=lambda key: (key.head_dim, key.pair, key.polynomial_exp2)):
+        print(row(key), flush=True)
+    for key in chosen:
+        if key.head_dim == 128 and not key.band and not key.polynomial_exp2:
+            name = "b200-forward-d128-" + ("pair-" if key.pair else "") + "timeline"
+            timing = timing_of(built(key), 1, 8)
+            plot(timing, folder / f"{name}.png")
+            (folder / f"{name}.json").write_text(chrome_trace(timing))
 
 
 if __name__ == "__main__":

@@ -104,12 +104,12 @@ def variant(launch: attention.Attention, pairs: int) -> str:
     from kernels.sm100 import tiles
 
     (key,) = launch.keys
-    tile = tiles.FORWARD_TILES[key.head_dim]
-    tiles.FORWARD_TILES[key.head_dim] = dataclasses.replace(tile, polynomial_pairs=pairs)
+    tile = tiles.FORWARD_TILES[key.head_dim, key.pair]
+    tiles.FORWARD_TILES[key.head_dim, key.pair] = dataclasses.replace(tile, polynomial_pairs=pairs)
     try:
         return compile.compile_source(key, sources.source(key)).ptx
     finally:
-        tiles.FORWARD_TILES[key.head_dim] = tile
+        tiles.FORWARD_TILES[key.head_dim, key.pair] = tile
 
 
 def rows(dtype: str, head_dim: int) -> Iterator[tuple[str, str, str, Errors]]:

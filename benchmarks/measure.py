@@ -223,6 +223,23 @@ def _share_of_dense(case: Case, direction: str, ours: Pass, protocol: Protocol) 
     return rates[0] / rates[1]
 
 
+def rates(
+    case: Case, present: list[Contender], protocol: Protocol
+) -> dict[str, dict[str, float | str]]:
+    """Returns TFLOP/s by direction and contender, or the error's text, from calls in turns."""
+    inputs = make_inputs(case)
+    found: dict[str, dict[str, float | str]] = {}
+    for direction in DIRECTIONS:
+        outcomes: dict[str, Any] = dict(_PREPARE[direction](present, inputs))
+        calls = {name: x.call for name, x in outcomes.items() if isinstance(x, Pass)}
+        outcomes |= interleave(calls, protocol)
+        found[direction] = {
+            name: flops(case, direction) / x.median / 1e12 if isinstance(x, Timing) else describe(x)
+            for name, x in outcomes.items()
+        }
+    return found
+
+
 def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
     """Returns the record of a case, as it goes into the JSON file.
 

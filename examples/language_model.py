@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,22 @@ from jax.sharding import NamedSharding
 VOCABULARY = 256
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Attention of q, k, v [B, T, heads, head_dim]."""
+
+AttendWithin = Callable[[jax.Array], Attend]
+"""Attention within documents [B, T]; all layers use what it returns, so ids are prepared once."""
+
+
+class Rows(NamedTuple):
+    """Rows of packed documents.
+
+    Attributes:
+      symbols: uint8 [B, T + 1], the bytes; each but the last of a row predicts the next.
+      documents: int32 [B, T + 1], the document of each byte.
+    """
+
+    symbols: jax.Array | np.ndarray
+    documents: jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,48 +111,64 @@ class LanguageModel(nnx.Module):
 
 def loss(
     model: LanguageModel,
-    window: jax.Array,
-    attend: Attend,
+    rows: Rows,
+    attend_within: AttendWithin,
     order: np.ndarray | None = None,
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """Returns the mean cross-entropy, in nats per byte, of the bytes 1..T of windows [B, T + 1].
+    """Returns the mean cross-entropy, in nats per byte, of the bytes 1..T of rows.
+
+    The first byte of a document is not counted: no byte before it says anything about it.
 
     Args:
-      order: positions [T] in the order that attend takes them in; by default 0, 1, ...
-      sharding: of tokens and labels [B, T].
+      order: positions [T] in the order that attention takes them in; by default 0, 1, ...
+      sharding: of tokens, labels and documents [B, T].
     """
-    symbols = window.astype(jnp.int32)
+    symbols = jnp.asarray(rows.symbols).astype(jnp.int32)
+    documents = jnp.asarray(rows.documents)
     tokens, labels = symbols[:, :-1], symbols[:, 1:]
+    is_counted = documents[:, :-1] == documents[:, 1:]
+    documents = documents[:, :-1]
     positions = jnp.arange(tokens.shape[1])
     if order is not None:
-        tokens, labels, positions = tokens[:, order], labels[:, order], jnp.asarray(order)
+        positions = jnp.asarray(order)
+        tokens, labels, documents, is_counted = (
+            x[:, order] for x in (tokens, labels, documents, is_counted)
+        )
     if sharding is not None:
-        tokens, labels = jax.lax.with_sharding_constraint((tokens, labels), sharding)
-    logits = model(tokens, positions, attend)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        tokens, labels, documents, is_counted = jax.lax.with_sharding_constraint(
+            (tokens, labels, documents, is_counted), sharding
+        )
+    logits = model(tokens, positions, attend_within(documents))
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(each, where=is_counted) / jnp.maximum(jnp.sum(is_counted), 1)
 
 
 def attention_operands(
-    model: LanguageModel, window: jax.Array, attend: Attend, layer: int
+    model: LanguageModel, rows: Rows, attend_within: AttendWithin, layer: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes what one layer's attention receives in training, each [B, T, heads, head_dim] bf16.
 
     Returns:
-      Its query, key and value on the windows, and the gradient of the loss by its output.
+      Its query, key and value on the rows, and the gradient of the loss by its output.
     """
 
     def shifted_loss(shift: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         calls: list[tuple[jax.Array, ...]] = []
 
-        def recording(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            calls.append((q, k, v))
-            output = attend(q, k, v)
-            return output + shift if len(calls) == layer + 1 else output
+        def recording_within(documents: jax.Array) -> Attend:
+            attend = attend_within(documents)
 
-        return loss(model, window, recording), calls[layer]
+            def recording(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                calls.append((q, k, v))
+                output = attend(q, k, v)
+                return output + shift if len(calls) == layer + 1 else output
 
-    batch, length = window.shape
+            return recording
+
+        return loss(model, rows, recording_within), calls[layer]
+
+    batch, length = rows.symbols.shape
     sizes = model.blocks[layer].attention.sizes
     shape = (batch, length - 1, sizes.heads, sizes.head_dim)
     output_bar, (q, k, v) = jax.grad(shifted_loss, has_aux=True)(jnp.zeros(shape, jnp.bfloat16))

@@ -1,6 +1,6 @@
 """Distributes train_lm.py's work among devices: the processes, the mesh, and what lies where.
 
-data     the windows of a batch
+data     the rows of a batch
 seq      their bytes, in the order of the scheme's layout; attention is `fa4_jax.parallel`'s
 tensor   attention's heads and the perceptron's hidden features
 """
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import fa4_jax
 from fa4_jax import parallel
 from fa4_jax.parallel.layout import Layout
-from language_model import Attend
+from language_model import Attend, AttendWithin, Rows
 
 AXES = ("data", "seq", "tensor")
 """The axes, major first: neighbours along the last have the fastest links."""
@@ -116,34 +116,40 @@ class Sharing:
         return NamedSharding(self.mesh, self.spec("data", "seq"))
 
     def order(self, length: int) -> np.ndarray | None:
-        """Returns the positions of a window's bytes in the order in which devices hold them."""
+        """Returns the positions of a row's bytes in the order in which devices hold them."""
         if "seq" not in self.mesh.shape or self.layout == "contiguous":
             return None
         return np.asarray(parallel.to_zigzag(jax.numpy.arange(length), self.size("seq"), axis=0))
 
-    def attend(self, implementation: Any) -> Attend:
-        """Computes causal attention of [B, T, heads, head_dim] on the mesh."""
-        if "seq" not in self.mesh.shape:
+    def attend_within(self, implementation: Any) -> AttendWithin:
+        """Computes causal attention of [B, T, heads, head_dim] within documents, on the mesh."""
+
+        def within(documents: jax.Array) -> Attend:
+            settings = {
+                "segment_ids": documents,
+                "is_causal": True,
+                "implementation": implementation,
+            }
+            if "seq" not in self.mesh.shape:
+                return functools.partial(fa4_jax.attention, **settings)
             return functools.partial(
-                fa4_jax.attention, is_causal=True, implementation=implementation
+                parallel.attention,
+                scheme=SCHEMES[self.scheme]("seq", self.layout),
+                mesh=self.mesh,
+                specs=self.spec("data", "seq", "tensor"),
+                **settings,
             )
-        return functools.partial(
-            parallel.attention,
-            scheme=SCHEMES[self.scheme]("seq", self.layout),
-            mesh=self.mesh,
-            specs=self.spec("data", "seq", "tensor"),
-            is_causal=True,
-            implementation=implementation,
-        )
+
+        return within
 
     def put(self, x: np.ndarray, spec: P) -> jax.Array:
         """Places an array that every process has on the devices of all."""
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    def put_windows(self, windows: np.ndarray) -> jax.Array:
+    def put_rows(self, rows: Rows) -> Rows:
         """Places [B, T + 1], whole along the length: that is odd, so no axis divides it."""
-        return self.put(windows, self.spec("data"))
+        return Rows(*(self.put(np.asarray(x), self.spec("data")) for x in rows))
 
     def put_state(self, state: Any) -> Any:
         """Places weights and the optimizer's state: kernels along the tensor axis, the rest

@@ -2,9 +2,11 @@
 
     python examples/train_lm.py --steps 1000 --implementation kernel
 
-Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU, otherwise in
-pure JAX. The script ends with the loss on files that were held out, beside what the best guess
-without context would reach, and with attention's gradients beside those of a float64 computation.
+Each row packs excerpts of several files; no byte attends to another file's, and none is predicted
+from one. Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU,
+otherwise in pure JAX. The script ends with the loss on files that were held out, beside what the
+best guess without context would reach, and with attention's gradients beside those of a float64
+computation.
 It exits with 1 if either is not as it should be.
 
     python examples/train_lm.py --mesh data=2,seq=4
@@ -19,6 +21,7 @@ shard heads and the perceptron. On several hosts, or as several processes on one
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -40,13 +43,22 @@ import fa4_jax
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, oracle, ordinary
-from language_model import Attend, LanguageModel, Sizes, attention_operands, loss
+from language_model import (
+    Attend,
+    AttendWithin,
+    LanguageModel,
+    Rows,
+    Sizes,
+    attention_operands,
+    loss,
+)
 from sharing import SCHEMES, Processes, Sharing, make_mesh
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-HELD_OUT_WINDOWS = 64
+HELD_OUT_ROWS = 64
+HELD_OUT_SEED = 1
 CLEARLY_BELOW = 0.9
 """The held-out loss has to be below this share of the unigram entropy."""
 
@@ -56,8 +68,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--implementation", choices=["auto", "kernel", "xla"], default="auto")
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=8, help="windows per step (8)")
-    parser.add_argument("--length", type=int, default=256, help="bytes per window (256)")
+    parser.add_argument("--batch", type=int, default=8, help="rows per step (8)")
+    parser.add_argument("--length", type=int, default=256, help="bytes per row (256)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=2)
@@ -89,10 +101,44 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def read_corpus() -> tuple[np.ndarray, np.ndarray]:
-    """Reads the bytes of the standard library's sources: those for training, and the files held
-    out.
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The bytes of files, one after another.
+
+    Attributes:
+      text: uint8 [bytes].
+      ends: int64 [files], where each file ends in text.
     """
+
+    text: np.ndarray
+    ends: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def pack(self, count: int, length: int, rng: np.random.Generator) -> Rows:
+        """Packs rows [count, length + 1] full of excerpts of files.
+
+        An excerpt starts anywhere; it has an eighth of a row to a whole one, or less where its file
+        or the row ends.
+        """
+        symbols = np.empty((count, length + 1), np.uint8)
+        documents = np.empty((count, length + 1), np.int32)
+        for row in range(count):
+            filled = document = 0
+            while filled <= length:
+                start = rng.integers(len(self.text))
+                file_end = self.ends[np.searchsorted(self.ends, start, side="right")]
+                wanted = rng.integers(length // 8 + 1, length + 1, endpoint=True)
+                size = min(wanted, file_end - start, length + 1 - filled)
+                symbols[row, filled : filled + size] = self.text[start : start + size]
+                documents[row, filled : filled + size] = document
+                filled, document = filled + size, document + 1
+        return Rows(symbols, documents)
+
+
+def read_corpus() -> tuple[Corpus, Corpus]:
+    """Reads the standard library's sources: those for training, and the files held out."""
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages", "test", "tests"}
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -101,13 +147,11 @@ def read_corpus() -> tuple[np.ndarray, np.ndarray]:
         if not others.intersection(name.parts):
             held_out = zlib.crc32(name.as_posix().encode()) % 10 == 0
             parts[held_out].append(path.read_bytes())
-    training, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    training, held_out = (
+        Corpus(np.frombuffer(b"".join(part), np.uint8), np.cumsum([len(x) for x in part]))
+        for part in parts
+    )
     return training, held_out
-
-
-def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Returns [B, length + 1]: the bytes from each start, and the one that the last predicts."""
-    return text[starts[:, None] + np.arange(length + 1)[None, :]]
 
 
 def unigram_entropy(symbols: np.ndarray) -> float:
@@ -127,7 +171,7 @@ def make_optimizer(
 
 
 def train(
-    model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
+    model: LanguageModel, corpus: Corpus, attend_within: AttendWithin, options: argparse.Namespace
 ) -> list[float]:
     """Trains in place, on the mesh if there is one; returns each step's loss in nats per byte."""
     optimizer = make_optimizer(model, options.steps, options.learning_rate)
@@ -137,15 +181,15 @@ def train(
     if sharing is not None:
         state = nnx.state((model, optimizer))
         nnx.update((model, optimizer), sharing.put_state(state))
-        attend = sharing.attend(which(options))
+        attend_within = sharing.attend_within(which(options))
         layout = {"order": sharing.order(options.length), "sharding": sharing.tokens}
-        put = sharing.put_windows
+        put = sharing.put_rows
 
     @nnx.jit
     def step(
-        model: LanguageModel, optimizer: nnx.Optimizer[LanguageModel], window: jax.Array
+        model: LanguageModel, optimizer: nnx.Optimizer[LanguageModel], rows: Rows
     ) -> jax.Array:
-        value, gradients = nnx.value_and_grad(loss)(model, window, attend, **layout)
+        value, gradients = nnx.value_and_grad(loss)(model, rows, attend_within, **layout)
         optimizer.update(model, gradients)
         return value
 
@@ -155,9 +199,8 @@ def train(
     bar = tqdm(range(options.steps), desc="training", unit="step", disable=jax.process_index() > 0)
     start = time.perf_counter()
     for i in bar:
-        starts = rng.integers(0, len(text) - options.length, options.batch)
-        window = put(windows(text, starts, options.length))
-        losses.append(step(model, optimizer, window))
+        rows = put(corpus.pack(options.batch, options.length, rng))
+        losses.append(step(model, optimizer, rows))
         if i == 0:
             jax.block_until_ready(losses)
             start = time.perf_counter()  # compilation is over
@@ -169,29 +212,34 @@ def train(
 
 
 def evaluate(
-    model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
+    model: LanguageModel, corpus: Corpus, attend_within: AttendWithin, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Returns the loss on held-out windows and the unigram entropy of the bytes that it predicts,
-    in nats.
+    """Returns the loss on held-out rows and the unigram entropy of the bytes that it predicts, in
+    nats.
     """
-    count = -(-HELD_OUT_WINDOWS // options.batch) * options.batch
-    starts = np.linspace(0, len(text) - options.length - 1, count).astype(np.int64)
-    held_out = windows(text, starts, options.length)
-    step = nnx.jit(lambda model, window: loss(model, window, attend))
-    values = [step(model, jnp.asarray(part)) for part in np.split(held_out, count // options.batch)]
-    return float(np.mean([float(x) for x in values])), unigram_entropy(held_out[:, 1:])
+    rng = np.random.default_rng(HELD_OUT_SEED)
+    step = nnx.jit(lambda model, rows: loss(model, rows, attend_within))
+    total, predicted = 0.0, []
+    for _ in range(-(-HELD_OUT_ROWS // options.batch)):
+        rows = corpus.pack(options.batch, options.length, rng)
+        counted = rows.symbols[:, 1:][rows.documents[:, :-1] == rows.documents[:, 1:]]
+        total += float(step(model, jax.device_put(rows))) * counted.size
+        predicted.append(counted)
+    symbols = np.concatenate(predicted)
+    return total / symbols.size, unigram_entropy(symbols)
 
 
 def check_gradients(
-    model: LanguageModel, text: np.ndarray, attend: Attend, options: argparse.Namespace
+    model: LanguageModel, corpus: Corpus, attend_within: AttendWithin, options: argparse.Namespace
 ) -> list[str]:
     """Prints how far attention's gradients in the last layer are from float64's; names failures."""
-    starts = np.linspace(0, len(text) - options.length - 1, options.batch).astype(np.int64)
-    batch = jnp.asarray(windows(text, starts, options.length))
+    rows = corpus.pack(options.batch, options.length, np.random.default_rng(HELD_OUT_SEED))
+    documents = np.asarray(rows.documents[:, :-1])
     layer = options.layers - 1
-    operands = nnx.jit(lambda model, batch: attention_operands(model, batch, attend, layer))
-    q, k, v, output_bar = operands(model, batch)
-    gradients = jax.jit(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do))(q, k, v, output_bar)
+    operands = nnx.jit(lambda model, rows: attention_operands(model, rows, attend_within, layer))
+    q, k, v, output_bar = operands(model, jax.device_put(rows))
+    pullback = jax.jit(lambda q, k, v, ids, do: jax.vjp(attend_within(ids), q, k, v)[1](do))
+    gradients = pullback(q, k, v, jnp.asarray(documents), output_bar)
     case = Case(
         head_dim=q.shape[3],
         batch=q.shape[0],
@@ -199,9 +247,14 @@ def check_gradients(
         query_length=q.shape[1],
         key_length=k.shape[1],
         is_causal=True,
+        masks=("segments",),
     )
     lse_bar = np.zeros((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    inputs = Inputs(*(np.asarray(x) for x in (q, k, v, output_bar)), lse_bar=lse_bar)
+    inputs = Inputs(
+        *(np.asarray(x) for x in (q, k, v, output_bar)),
+        lse_bar=lse_bar,
+        masks={"segments": (documents, documents)},
+    )
     truth = oracle(case, inputs)
     usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
     failures, errors, usual_errors = [], [], []
@@ -225,10 +278,17 @@ def which(options: argparse.Namespace) -> Literal["kernel", "xla"] | None:
     return None if options.implementation == "auto" else options.implementation
 
 
-def make_attend(options: argparse.Namespace) -> Attend:
-    """Returns causal attention on one device."""
-    implementation = which(options)
-    return functools.partial(fa4_jax.attention, is_causal=True, implementation=implementation)
+def make_attend_within(options: argparse.Namespace) -> AttendWithin:
+    """Returns causal attention within documents, on one device."""
+
+    def within(documents: jax.Array) -> Attend:
+        shape = jax.ShapeDtypeStruct((*documents.shape, 1, 1), jnp.bfloat16)
+        table = fa4_jax.masks.tile_table(None, shape, shape, segment_ids=documents)
+        return functools.partial(
+            fa4_jax.attention, mask=table, is_causal=True, implementation=which(options)
+        )
+
+    return within
 
 
 def which_implementation(options: argparse.Namespace, implementation: Any) -> str:
@@ -240,7 +300,12 @@ def which_implementation(options: argparse.Namespace, implementation: Any) -> st
     shape = (*sizes, options.width // options.heads)
     operand = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     found = fa4_jax.explain(
-        operand, operand, operand, is_causal=True, implementation=implementation
+        operand,
+        operand,
+        operand,
+        segment_ids=jax.ShapeDtypeStruct(shape[:2], jnp.int32),
+        is_causal=True,
+        implementation=implementation,
     )
     forward = ", ".join(found.forward) or f"pure-JAX default ({found.forward_reason})"
     backward = ", ".join(found.backward) or f"pure-JAX default ({found.backward_reason})"
@@ -272,21 +337,21 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{count} x {device.device_kind}, JAX {jax.__version__}")
     sizes = Sizes(options.layers, options.width, options.heads)
     model = LanguageModel(sizes, nnx.Rngs(options.seed))
-    attend = make_attend(options)
-    losses = train(model, training, attend, options)
+    attend_within = make_attend_within(options)
+    losses = train(model, training, attend_within, options)
     # One device does the evaluation and the check: the trained weights move to the first.
     if options.sharing is not None:
         nnx.update(model, options.sharing.gather_state(nnx.state(model)))
     if jax.process_index() > 0:
         return 0
-    loss_there, unigram = evaluate(model, held_out, attend, options)
+    loss_there, unigram = evaluate(model, held_out, attend_within, options)
     bits = np.log(2)
     print(
         f"held-out loss: {loss_there:.3f} nats/byte ({loss_there / bits:.3f} bits); unigram "
         f"entropy of the same bytes: {unigram:.3f} nats/byte ({unigram / bits:.3f} bits)"
     )
     print(f"attention ran on: {which_implementation(options, implementation)}")
-    failures = check_gradients(model, held_out, attend, options)
+    failures = check_gradients(model, held_out, attend_within, options)
     plot(losses, loss_there, unigram, options.output / "loss.png")
     (options.output / "losses.json").write_text(json.dumps(losses))
     print(f"loss curve: {options.output / 'loss.png'}")

@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fa4_jax import lse, runtime
+from fa4_jax import lse, masks, runtime
 from fa4_jax.api import attention
 from fa4_jax.autodiff import save_attention_policy
 from fa4_jax.export import export_checks
@@ -23,6 +23,7 @@ __all__ = [
     "export_checks",
     "flax",
     "lse",
+    "masks",
     "parallel",
     "save_attention_policy",
     "supports",

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, catalogue, extents, mesh_types, validate, xla
-from fa4_jax.operands import Operands
+from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, validate, xla
+from fa4_jax.extents import Extents
+from fa4_jax.masks import Mask, resolve, values
+from fa4_jax.masks.values import Ids
+from fa4_jax.operands import Operands, Results, RowRanges
 from fa4_jax.plan import Plan, Target, make_plan
 from fa4_jax.problem import Problem
 from fa4_jax.sharding import explicit
@@ -30,6 +33,9 @@ class Options(TypedDict, total=False):
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     local_window_size: Window
+    segment_ids: Ids
+    logits_soft_cap: float | jax.Array | None
+    sinks: ArrayLike | None
     deterministic: bool
     numerics: Numerics
     implementation: Implementation
@@ -42,9 +48,10 @@ def attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     return_residual: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
 ) -> jax.Array: ...
 
@@ -55,9 +62,10 @@ def attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     return_residual: Literal[True],
+    return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -68,11 +76,40 @@ def attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
-    return_residual: bool,
+    return_residual: Literal[False] = False,
+    return_max_logit: Literal[True],
     **options: Unpack[Options],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: bool = False,
+    return_max_logit: bool = False,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 
 
 def attention(
@@ -80,7 +117,7 @@ def attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     scale: float | jax.Array | None = None,
     is_causal: bool = False,
@@ -88,13 +125,17 @@ def attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
+    segment_ids: Ids = None,
+    logits_soft_cap: float | jax.Array | None = None,
+    sinks: ArrayLike | None = None,
     deterministic: bool = False,
     numerics: Numerics = "fast",
     return_residual: bool = False,
+    return_max_logit: bool = False,
     implementation: Implementation = None,
     arch: str | None = None,
 ) -> Any:
-    """softmax(scale query key^T + bias) value, by heads, without holding the [T, S] scores.
+    """softmax(cap(scale query key^T) + bias) value, by heads, without holding the [T, S] scores.
 
     Names, layout and causal alignment are those of `jax.nn.dot_product_attention`.
 
@@ -105,7 +146,7 @@ def attention(
         uses key head n // (N // K). Value may have another head dim.
       bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
         missing). Differentiable.
-      mask: True where a query may see a key; boolean, broadcasts like bias.
+      mask: of `fa4_jax.masks`; or boolean, True where a query may see a key, broadcast like bias.
       scale: positive; 1 / sqrt(H) by default. Unlike `jax.nn`'s it must be static for the kernels;
         a traced one runs on the default path, and has a gradient.
       is_causal: row i sees the keys j <= i + query_offset.
@@ -115,10 +156,19 @@ def attention(
         hold anything, Inf and NaN included. Integers are of any type, with values that fit int32.
       local_window_size: (left, right): row i sees the keys from i + query_offset - left to
         i + query_offset + right; None is open; an int is both.
+      segment_ids: int32 [B, T] where T == S, or a pair (query [B, T], key [B, S]); the axis B may
+        be 1, and 3-D calls drop it. Row and key meet if their ids are equal and not negative, in
+        any order: a negative id is padding. Positions go on from segment to segment.
+      logits_soft_cap: positive; scores become cap * tanh(score / cap) after the scale, before bias
+        and masks. A traced one has a gradient.
+      sinks: [N], floating: a score of each head with a value of 0, which takes part in the softmax
+        as one more key that every row sees. Differentiable.
       deterministic: gradients are bitwise the same in every run.
       numerics: "fast" lets the kernels use a polynomial for part of the exponentials and rescale
         lazily (FlashAttention-4); "exact" does neither.
       return_residual: also return the log-sum-exp of each row.
+      return_max_logit: also return the largest score of each head that a row sees, with scale, soft
+        cap and bias, without the sink; not differentiated.
       implementation: "kernel" insists on the GPU kernels, "xla" on pure JAX; None takes the kernels
         where there are any for this call, and logs once why a program for NVIDIA GPUs has none.
       arch: "sm_90a" or "sm_100f": architecture of the GPU that the program is lowered for, where
@@ -128,7 +178,9 @@ def attention(
       The output, like query (with value's head dim); a row that sees no key, or lies past its
       query length, is 0.
       With return_residual, (output, lse): lse is float32 (float64 for float64) [B, N, T] ([N, T];
-      `jax.nn` has [B, T, N]), natural logarithm, -inf for such rows, and differentiable.
+      `jax.nn` has [B, T, N]), natural logarithm, -inf for such rows, and differentiable. With sinks
+      it includes them: a row that sees no key has its sink, one past its query length -inf.
+      With return_max_logit float32 [B, N] ([N]) follows, -inf if no row sees a key.
 
     Raises:
       ValueError: an argument is wrong; its name and value are in the message.
@@ -142,6 +194,10 @@ def attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_max_logit=return_max_logit,
         deterministic=deterministic,
         numerics=numerics,
     )
@@ -149,10 +205,23 @@ def attention(
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     plan = make_plan(problem, find_target(arch), implementation)
-    output, lse = explicit.attend_on_mesh(_attend, plan, operands)
-    if jnp.ndim(query) == 3:
-        output, lse = output[0], lse[0]
-    return (output, lse) if return_residual else output
+    results = explicit.attend_on_mesh(_attend, plan, operands)
+    return returned(results, jnp.ndim(query), return_residual)
+
+
+def returned(results: Results, rank: int, return_residual: bool) -> Any:
+    """What a call returns: output, or a tuple that the log-sum-exp and the largest scores follow.
+
+    Args:
+      rank: of query, as the caller gave it.
+    """
+    if rank == 3:
+        results = jax.tree.map(lambda x: x[0], results)
+    output, lse, max_logit = results
+    found = (output, lse) if return_residual else (output,)
+    if max_logit is not None:
+        found = (*found, jax.lax.stop_gradient(max_logit))
+    return found if len(found) > 1 else output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +240,10 @@ class Call:
     query_seq_lengths: Any = None
     key_value_seq_lengths: Any = None
     local_window_size: Any = None
+    segment_ids: Any = None
+    logits_soft_cap: Any = None
+    sinks: Any = None
+    return_max_logit: Any = False
     deterministic: Any = False
     numerics: Any = "fast"
 
@@ -189,10 +262,13 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     numbers = extents.checked(
         call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset, b
     )
-    bias, mask = _rank_4(call.bias), _rank_4(call.mask)
+    bias = _rank_4(call.bias)
+    mask = None if isinstance(call.mask, Mask) else _rank_4(call.mask)
     validate.dense("bias", bias, (b, n, t, s))
     validate.dense("mask", mask, (b, n, t, s))
-    window = validate.window(call.local_window_size, call.is_causal)
+    cap, traced_cap = validate.soft_cap(call.logits_soft_cap)
+    sinks = validate.sinks(call.sinks, n)
+    rows, window = resolved_rows(call, numbers, (b, t, s))
     problem = Problem(
         batch=b,
         query_length=t,
@@ -206,15 +282,56 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         has_lengths=numbers.has_lengths,
         has_bias=bias is not None,
         has_mask=mask is not None,
+        soft_cap=cap,
+        has_soft_cap=call.logits_soft_cap is not None,
+        has_sinks=sinks is not None,
+        returns_max_logit=validate.flag("return_max_logit", call.return_max_logit),
+        has_ranges=rows is not None,
+        has_tags=rows is not None and rows.tags is not None,
         deterministic=validate.flag("deterministic", call.deterministic),
         numerics=validate.choice("numerics", call.numerics, validate.NUMERICS),
         value_dim=None if value_dim == h else value_dim,
     )
     offset = numbers.common_offset() if problem.band else None
-    traced = None if traced is None else traced.astype(problem.accumulator)
-    operands = Operands(q, k, v, numbers.array(b, t, s), bias, mask, offset, traced)
+    traced, traced_cap, sinks = (
+        None if x is None else x.astype(problem.accumulator) for x in (traced, traced_cap, sinks)
+    )
+    operands = Operands(
+        *(q, k, v, numbers.array(b, t, s), bias, mask, offset),
+        scale=traced,
+        rows=rows,
+        soft_cap=traced_cap,
+        sinks=sinks,
+    )
     axes = mesh_types.union_varying(operands)
     return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands), problem
+
+
+def resolved_rows(
+    call: Call,
+    numbers: Extents,
+    sizes: tuple[int, int, int],
+    tokens: resolve.Tokens = resolve.Tokens(),  # noqa: B008 (frozen)
+) -> tuple[RowRanges | None, bands.Window]:
+    """What a row sees by masks and segments; and the window of numbers.
+
+    Args:
+      numbers: lengths and offset of the call.
+      sizes: batch, query length and key length.
+      tokens: how arrays of tokens are given.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention`.
+    """
+    window = validate.window(call.local_window_size, call.is_causal)
+    mask = call.mask if isinstance(call.mask, Mask) else None
+    parts = values.parts(mask, call.segment_ids)
+    if call.is_causal and any(isinstance(part, values.Prefix) for part in parts):
+        raise ValueError("is_causal=True beside masks.prefix, which contains causality: drop it")
+    (left, right), parts = resolve.static_window(parts)
+    offset = extents.offset_array(numbers.query_offset)
+    rows = resolve.rows(parts, resolve.Call(*sizes, jnp.ndim(call.query), offset, tokens))
+    return rows, (min(window[0], left), min(window[1], right))
 
 
 def _rank_4(x: Any) -> jax.Array | None:
@@ -229,14 +346,16 @@ def find_target(arch: str | None) -> Target:
     """The kernels for this machine's GPU, or for the architecture that is named.
 
     Raises:
-      ValueError: there is no such architecture.
+      ValueError: there is no such architecture, or no such design as the environment names.
     """
     validate.choice("arch", arch, (None, *catalogue.ARCHITECTURES))
-    return current_target() if arch is None else named_target(arch)
+    target = current_target() if arch is None else named_target(arch)
+    design = designs.asked()
+    return target if design is None else dataclasses.replace(target, design=design)
 
 
-def _attend(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T] f32."""
+def _attend(plan: Plan, operands: Operands) -> Results:
+    """Output [B, T, N, H], log-sum-exp [B, N, T] f32 and largest scores."""
     if validate.is_empty(plan.problem):
         return xla.nothing(plan.problem, operands)
     return autodiff.attend(plan, operands)

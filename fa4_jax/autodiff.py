@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from fa4_jax import batching
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax import batching, sinks
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.plan import Plan
 
 OUTPUT_NAME = "fa4_jax_output"
@@ -24,16 +24,15 @@ LSE_NAME = "fa4_jax_lse"
 save_attention_policy = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)
 """For jax.checkpoint(policy=...): keeps every attention's output and log-sum-exp, nothing else."""
 
-Result = tuple[jax.Array, jax.Array]
-Residuals = tuple[Operands, Result]
+Residuals = tuple[Operands, Results]
 
 
 def differentiable(
-    run_forward: Callable[[Any, Operands], Result],
+    run_forward: Callable[[Any, Operands], Results],
     run_backward: Callable[[Any, Operands, Cotangents], Gradients],
     fence_backward: bool = False,
-) -> Callable[[Any, Operands], Result]:
-    """Output and log-sum-exp of operands, with gradients.
+) -> Callable[[Any, Operands], Results]:
+    """Output, log-sum-exp and largest scores of operands; the former two with gradients.
 
     Args:
       run_forward, run_backward: take what is static about the work first, which is hashable.
@@ -41,19 +40,25 @@ def differentiable(
         subexpression elimination merges the transfers of both, and keeps what was received.
     """
 
-    def forward(work: Any, operands: Operands) -> tuple[Result, Residuals]:
-        output, lse = run_forward(work, operands)
-        result = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-        return result, (operands, result)
+    def forward(work: Any, operands: Operands) -> tuple[Results, Residuals]:
+        found = run_forward(work, operands)
+        results = found._replace(
+            output=checkpoint_name(found.output, OUTPUT_NAME),
+            lse=checkpoint_name(found.lse, LSE_NAME),
+        )
+        return results, (operands, results._replace(max_logit=None))
 
     # Jitted because a gradient without jit would compile its loops anew at every call.
     gradients_of = jax.jit(run_backward, static_argnums=0, inline=True)
 
-    def backward(work: Any, residuals: Residuals, bars: Result) -> tuple[Any]:
+    def backward(work: Any, residuals: Residuals, bars: Results) -> tuple[Any]:
+        bars = bars._replace(max_logit=None)
         if fence_backward:
             residuals, bars = jax.lax.optimization_barrier((residuals, bars))
-        operands, (output, lse) = residuals
-        found = gradients_of(work, operands, Cotangents(output, lse, *bars))
+        operands, results = residuals
+        cotangents = Cotangents(results.output, results.lse, bars.output, bars.lse)
+        found = gradients_of(work, operands._replace(sinks=None), cotangents)
+        own = operands.sinks
         no_gradient: Any = None
         return (
             Operands(
@@ -61,11 +66,13 @@ def differentiable(
                 extents=no_gradient,
                 bias=found.bias,
                 scale=found.scale,
+                soft_cap=found.soft_cap,
+                sinks=None if own is None else sinks.gradient(own, cotangents),
             ),
         )
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def attend(work: Any, operands: Operands) -> Result:
+    def attend(work: Any, operands: Operands) -> Results:
         return forward(work, operands)[0]
 
     attend.defvjp(forward, backward)
@@ -73,7 +80,7 @@ def differentiable(
     return jax.jit(attend, static_argnums=0, inline=True)
 
 
-def _forward(plan: Plan, operands: Operands) -> Result:
+def _forward(plan: Plan, operands: Operands) -> Results:
     return batching.forward(plan)(operands)
 
 
@@ -82,4 +89,4 @@ def _backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradien
 
 
 attend = differentiable(_forward, _backward)
-"""Output [B, T, N, H] and log-sum-exp [B, N, T] of a plan and its operands."""
+"""Output [B, T, N, H], log-sum-exp [B, N, T] and largest scores of a plan and its operands."""

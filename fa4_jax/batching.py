@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fa4_jax import dispatch, mesh_types, xla
-from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.plan import Plan
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.plan import Kernel, Plan
+from fa4_jax.problem import Problem
 
-ForwardResult = tuple[jax.Array, jax.Array]
 Way = Literal["native", "fold", "heads", "loop"]
 
 
@@ -34,22 +34,44 @@ def _fold(tree: Any, batched: Any, size: int) -> Any:
 
 
 def _fold_operands(operands: Operands, flags: Operands, size: int) -> Operands:
-    """Folds operands like `_fold`; one offset for all stays one, several become one for each."""
+    """Folds operands like `_fold`; what is shared by all entries of the batch stays so.
+
+    One offset stays one, several become one for each; ranges of one for all stay one.
+    """
+    b = operands.query.shape[1]
+    shared = dict.fromkeys(("offset", "rows", "soft_cap", "sinks"))
+    folded = _fold(operands._replace(**shared), flags._replace(**shared), size)
+
+    def of_rows(x: jax.Array, has_axis: bool) -> jax.Array:
+        x = x if has_axis else x[None]
+        x = jnp.broadcast_to(x, (size, b, *x.shape[2:]))
+        return x.reshape(size * b, *x.shape[2:])
+
+    rows = operands.rows
+    if rows is not None and (any(jax.tree.leaves(flags.rows)) or rows.low.shape[0] > 1):
+        rows = jax.tree.map(of_rows, rows, flags.rows)
     offset = None if flags.offset else operands.offset
-    folded = _fold(operands._replace(offset=None), flags._replace(offset=None), size)
-    return folded._replace(offset=offset)
+    cap, sinks = operands.soft_cap, operands.sinks
+    return folded._replace(offset=offset, rows=rows, soft_cap=cap, sinks=sinks)
 
 
-def _way(plan: Plan, flags: Operands, operands: Operands) -> Way:
-    """The way in which a batch of calls runs; the forward alone takes "heads"."""
-    problem = plan.problem
-    if problem.has_bias or problem.has_mask or problem.scale is None:
+def _way(problem: Problem, kernels: tuple[Kernel, ...], flags: Operands, operands: Operands) -> Way:
+    """The way in which a batch of calls runs; the forward alone takes "heads".
+
+    JAX batches no launch of `kernels`.
+    """
+    own_rows = any(jax.tree.leaves(flags.rows))
+    traced = problem.scale is None or (operands.soft_cap is not None and not kernels)
+    if problem.has_bias or problem.has_mask or traced:
         # JAX's batching of loops of several lengths copies what they carry at every step.
         own_blocks = flags.extents if operands.offset is None else flags.offset
-        return "loop" if problem.band and own_blocks else "native"
+        return "loop" if own_rows or (problem.band and own_blocks) else "native"
+    if flags.soft_cap or flags.sinks:
+        return "loop"
     if flags.query and flags.key and flags.value:
         return "fold"
-    return "heads" if flags.query and not (flags.key or flags.value or flags.extents) else "loop"
+    shared = not (flags.key or flags.value or flags.extents or own_rows)
+    return "heads" if flags.query and shared else "loop"
 
 
 def _unfold(tree: Any, size: int) -> Any:
@@ -72,7 +94,8 @@ def _no_gradients(flags: Operands, operands: Operands) -> Gradients:
         operands,
         flags,
     )
-    return _no_instances(Gradients(one.query, one.key, one.value, one.bias, one.scale), operands)
+    found = Gradients(one.query, one.key, one.value, one.bias, one.scale, one.soft_cap)
+    return _no_instances(found, operands)
 
 
 def _one_by_one(function: Callable[..., Any], batched: Any, args: Any) -> Any:
@@ -126,8 +149,8 @@ def _all_true(tree: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=512)
-def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T] of Operands, for one plan."""
+def forward(plan: Plan) -> Callable[[Operands], Results]:
+    """Output [B, T, N, H], log-sum-exp [B, N, T] and largest scores of Operands, for one plan."""
     run = functools.partial(dispatch.forward, plan)
     operation = jax.custom_batching.custom_vmap(lambda operands: run(operands))
 
@@ -138,7 +161,7 @@ def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
             out = _no_instances(xla.nothing(plan.problem, operands), operands)
         elif axes := _mapped_axes(flags, operands):
             out = _on_devices(operation, axes, (flags,), (operands,))
-        elif (way := _way(plan, flags, operands)) == "native":
+        elif (way := _way(plan.problem, plan.forward, flags, operands)) == "native":
             out = _native(run, (flags,), (operands,))
         elif way == "fold":
             folded = plan.resized(batch=size * plan.problem.batch)
@@ -152,16 +175,19 @@ def forward(plan: Plan) -> Callable[[Operands], ForwardResult]:
     return operation
 
 
-def _forward_in_heads(plan: Plan, size: int, operands: Operands) -> ForwardResult:
+def _forward_in_heads(plan: Plan, size: int, operands: Operands) -> Results:
     """Batched queries of the same keys: more query heads in each key head's group."""
     problem = plan.problem
     b, t, k, g = problem.batch, problem.query_length, problem.kv_heads, problem.group
     h, value_dim = problem.head_dims
     q = operands.query.reshape(size, b, t, k, g, h).transpose(1, 2, 3, 4, 0, 5)
     q = q.reshape(b, t, k * g * size, h)
-    o, lse = forward(plan.resized(query_heads=k * g * size))(operands._replace(query=q))
+    sinks = None if operands.sinks is None else jnp.repeat(operands.sinks, size)
+    more = operands._replace(query=q, sinks=sinks)
+    o, lse, top = forward(plan.resized(query_heads=k * g * size))(more)
     o = o.reshape(b, t, k * g, size, value_dim).transpose(3, 0, 1, 2, 4)
-    return o, lse.reshape(b, k * g, size, t).transpose(2, 0, 1, 3)
+    top = None if top is None else top.reshape(b, k * g, size).transpose(2, 0, 1)
+    return Results(o, lse.reshape(b, k * g, size, t).transpose(2, 0, 1, 3), top)
 
 
 @functools.lru_cache(maxsize=512)
@@ -178,7 +204,7 @@ def backward(plan: Plan) -> Callable[[Operands, Cotangents], Gradients]:
             out = _no_gradients(flags[0], operands)
         elif axes := _mapped_axes(flags, args):
             out = _on_devices(operation, axes, flags, args)
-        elif (way := _way(plan, flags[0], operands)) == "native":
+        elif (way := _way(plan.problem, plan.backward, flags[0], operands)) == "native":
             out = _native(run, flags, args)
         elif way == "fold":
             folded = plan.resized(batch=size * plan.problem.batch)

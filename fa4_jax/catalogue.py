@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from fa4_jax import designs
 from fa4_jax.key import (
     DTYPES,
     HEAD_DIM_TILES,
@@ -45,18 +46,42 @@ def all_keys() -> tuple[KernelKey, ...]:
 
 def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
     polynomial = (False, True) if (arch, head_dim) in POLYNOMIAL_EXP2_TILES else (False,)
-    for band, polynomial_exp2 in itertools.product((False, True), polynomial):
+    both = designs.has_both(arch, Pass.FORWARD, (head_dim, head_dim))
+    pairs = (False, True) if both else (False,)
+    for pair, band, polynomial_exp2 in itertools.product(pairs, (False, True), polynomial):
         yield KernelKey(
-            arch, Pass.FORWARD, dtype, head_dim, band=band, polynomial_exp2=polynomial_exp2
+            *(arch, Pass.FORWARD, dtype, head_dim),
+            band=band,
+            polynomial_exp2=polynomial_exp2,
+            pair=pair,
         )
+    for pair, polynomial_exp2, soft_cap in itertools.product(pairs, polynomial, _caps(arch)):
+        yield KernelKey(
+            *(arch, Pass.FORWARD, dtype, head_dim),
+            band=True,
+            polynomial_exp2=polynomial_exp2,
+            ranges=True,
+            soft_cap=soft_cap,
+            pair=pair,
+        )
+
+
+def _caps(arch: str) -> tuple[bool, ...]:
+    """The values of `KernelKey.soft_cap`: Hopper's kernels alone take caps."""
+    return (False, True) if arch == "sm_90a" else (False,)
 
 
 def _backward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[KernelKey]:
     def key(kernel: Pass, **flags: bool) -> KernelKey:
         return KernelKey(arch, kernel, dtype, head_dim, value_dim=value_dim, **flags)
 
+    both = designs.has_both(arch, Pass.BACKWARD, (head_dim, value_dim))
+    pairs = (False, True) if both else (False,)
     for deterministic in (False, True):
         yield key(Pass.BACKWARD_PRE, deterministic=deterministic)
-        for band in (False, True):
-            yield key(Pass.BACKWARD, band=band, deterministic=deterministic)
+        for pair, band in itertools.product(pairs, (False, True)):
+            yield key(Pass.BACKWARD, band=band, deterministic=deterministic, pair=pair)
+        for pair, soft_cap in itertools.product(pairs, _caps(arch)):
+            flags = {"ranges": True, "soft_cap": soft_cap, "deterministic": deterministic}
+            yield key(Pass.BACKWARD, band=True, pair=pair, **flags)
     yield key(Pass.BACKWARD_POST)

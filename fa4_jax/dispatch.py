@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from fa4_jax import log, xla
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.plan import Plan, unsupported
 from fa4_jax.sharding import auto
 
@@ -60,8 +60,8 @@ mlir.register_lowering(_left_out_p, lambda ctx, *, message: _zero_lowering(ctx))
 mlir.register_lowering(_left_out_p, _left_out_lowering, platform="cuda")
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
+def forward(plan: Plan, operands: Operands) -> Results:
+    """Output [B, T, N, H], log-sum-exp [B, N, T] and largest scores."""
     default = functools.partial(xla.forward, plan.problem)
     if not plan.forward:
         return default(_left_out(plan, "forward and backward", operands))

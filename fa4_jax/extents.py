@@ -26,12 +26,9 @@ class Extents(NamedTuple):
         """Whether there may be padding."""
         return self.query_lengths is not None or self.key_lengths is not None
 
-    def _offset(self) -> Any:
-        return to_int32(self.query_offset, 1 - LIMIT, LIMIT - 1)
-
     def common_offset(self) -> jax.Array | None:
         """int32 [], the offset of all entries of the batch; None where they have their own."""
-        return None if self.query_offset.shape else jnp.asarray(self._offset())
+        return None if self.query_offset.shape else jnp.asarray(offset_array(self.query_offset))
 
     def array(self, batch: int, query_length: int, key_length: int) -> jax.Array:
         """int32 [B, 4]: query length, key length, query offset, 0; in the limits of the call."""
@@ -39,7 +36,7 @@ class Extents(NamedTuple):
         columns = (
             to_int32(_known(t) if self.query_lengths is None else self.query_lengths, 0, t),
             to_int32(_known(s) if self.key_lengths is None else self.key_lengths, 0, s),
-            self._offset(),
+            offset_array(self.query_offset),
             np.int32(0),
         )
         if isinstance(batch, int) and not any(isinstance(x, jax.Array) for x in columns):
@@ -72,6 +69,11 @@ def checked(query_lengths: Any, key_lengths: Any, query_offset: Any, batch: int)
         validate.lengths("key_value_seq_lengths", key_lengths, batch),
         validate.query_offset(query_offset, batch),
     )
+
+
+def offset_array(query_offset: Any) -> Any:
+    """A checked query offset as int32, within what sums of positions allow."""
+    return to_int32(query_offset, 1 - LIMIT, LIMIT - 1)
 
 
 def to_int32(x: Any, low: int, high: int) -> Any:

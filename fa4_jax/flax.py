@@ -3,6 +3,8 @@
     nnx.MultiHeadAttention(..., attention_fn=fa4_jax.flax.attention_fn)
     nnx.MultiHeadAttention(..., attention_fn=fa4_jax.flax.make_attention_fn(local_window_size=128))
 
+Packed sequences are given to the layer at each call: layer(x, mask=fa4_jax.masks.segments(ids)).
+
 Flax itself is not imported.
 """
 
@@ -16,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax.api import attention
+from fa4_jax.masks import Mask
 
-_OWN_MEANING = ("is_causal", "deterministic", "return_residual")
+_OWN_MEANING = ("is_causal", "deterministic", "return_residual", "return_max_logit")
 
 
 def _is_default(precision: Any) -> bool:
@@ -43,6 +46,10 @@ def _dense(x: jax.Array | None, leading: list[int]) -> jax.Array | None:
     return x.reshape(math.prod(own), *x.shape[-3:])
 
 
+def _boolean(mask: jax.Array | None) -> jax.Array | None:
+    return None if mask is None else mask.astype(jnp.bool_)
+
+
 def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
     """An `attention_fn` with options of `fa4_jax.attention` fixed.
 
@@ -65,7 +72,7 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
         key: jax.Array,
         value: jax.Array,
         bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        mask: jax.Array | Mask | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: Any = None,
         dropout_rate: float = 0.0,
@@ -81,9 +88,11 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
         """Attention of query [..., T, N, H] and key, value [..., S, K, H], as Flax calls it.
 
         bias and mask broadcast to [..., N, T, S]. mask is any array that is non-zero where a query
-        may see a key; the softmax is in float32. Masks like causal ones are better given as
-        is_causal or as options: they need no array. precision is accepted where it changes nothing:
-        if it is the default, or the operands have 16 bits, whose products are exact in float32.
+        may see a key, or a value of `fa4_jax.masks`, for whose arrays the axes [...] are one batch:
+        Flax's layers hand it on as it is. The softmax is in float32. Masks like causal ones are
+        better given as is_causal or as options: they need no array. precision is accepted where it
+        changes nothing: if it is the default, or the operands have 16 bits, whose products are
+        exact in float32.
 
         Raises:
           NotImplementedError: dropout, sown weights, an einsum of the caller's, or another
@@ -110,7 +119,7 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
             k,
             v,
             _dense(bias, leading),
-            _dense(None if mask is None else mask.astype(jnp.bool_), leading),
+            mask if isinstance(mask, Mask) else _dense(_boolean(mask), leading),
             is_causal=is_causal,
             deterministic=deterministic_gradients,
             **options,

@@ -33,11 +33,16 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
-NARROW_VALUES = {("sm_100f", 192): 128}
-"""(arch, head_dim) with a backward of its own for values of at most so many columns.
+NARROW_VALUES = {("sm_90a", 192): 128, ("sm_100f", 192): 128}
+"""(arch, head_dim) with a backward of its own for values of at most so many columns: DeepSeek's.
 
-Where tensor memory cannot hold dV and dK of 192 columns each, it can hold 128 and 192.
+Hopper's spares 13 % of the products. Blackwell's is one CTA's: where tensor memory cannot hold dV
+and dK of 192 columns each, it can hold 128 and 192.
 """
+
+
+_FLAGS = ("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair")
+"""Flags of a key, in the order of its name."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -53,6 +58,10 @@ class KernelKey:
       deterministic: dQ is accumulated in a fixed order (backward only).
       polynomial_exp2: part of the exponentials is a polynomial (forward only).
       value_dim: tile head dim of values, output and their gradients; head_dim if not given.
+      ranges: besides the band, each row has a range of keys in memory, and perhaps tags; a forward
+        takes sinks and returns largest scores, too.
+      soft_cap: scores are capped, by a number in memory; only with ranges.
+      pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
     """
 
     arch: str
@@ -63,6 +72,9 @@ class KernelKey:
     deterministic: bool = False
     polynomial_exp2: bool = False
     value_dim: int = 0
+    ranges: bool = False
+    soft_cap: bool = False
+    pair: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
@@ -74,9 +86,7 @@ class KernelKey:
         if self.value_dim != self.head_dim:
             head_dims += f"x{self.value_dim}"
         parts = [self.arch, str(self.kernel), self.dtype, head_dims]
-        parts += [
-            flag for flag in ("band", "deterministic", "polynomial_exp2") if getattr(self, flag)
-        ]
+        parts += [flag for flag in _FLAGS if getattr(self, flag)]
         return "_".join(parts)
 
 

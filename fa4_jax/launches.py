@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from fa4_jax import ffi_call
+from fa4_jax import ffi_call, mesh_types
 from fa4_jax.group_split import group_split
-from fa4_jax.operands import Cotangents, Gradients, Operands
-from fa4_jax.plan import Kernel, Plan, scalars
+from fa4_jax.key import Pass
+from fa4_jax.masks import table
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges, Tags
+from fa4_jax.plan import Kernel, Plan, in_memory, scalars
 from fa4_jax.problem import Problem
 
 
@@ -20,16 +23,90 @@ def _run(
     return buffers
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T] f32, as `xla.forward`."""
+def _whole(problem: Problem) -> RowRanges:
+    """Ranges of rows that see every key."""
+    lows = jnp.zeros((1, table.tiles(problem.query_length)), jnp.int32)
+    highs = jnp.full_like(lows, problem.key_length)
+    low = jnp.zeros((1, problem.query_length), jnp.int32)
+    high = jnp.full_like(low, problem.key_length)
+    return RowRanges(low, high, jnp.stack((lows, highs, lows, highs), axis=-1))
+
+
+def range_buffers(rows: RowRanges) -> dict[str, jax.Array]:
+    """The buffers of ranges; without tags no tile compares them, whatever their buffers hold."""
+    tags = rows.tags
+    if tags is None:
+        tags = Tags(rows.low, rows.low, rows.low, jnp.zeros_like(rows.table[..., 0]))
+    return {
+        "row_low": rows.low,
+        "row_high": rows.high,
+        "row_table": rows.table,
+        "tag_low": tags.query_low,
+        "tag_high": tags.query_high,
+        "tag_key": tags.key,
+        "tag_tiles": tags.tiles,
+    }
+
+
+def forward_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
+    """What a forward takes beside q, k, v and extents, where it reads anything else from memory.
+
+    `max_logit` is raised by the kernel; where nobody wants it, it is empty.
+    """
+    if not in_memory(problem, Pass.FORWARD):
+        return {}
+    sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
+    heads = problem.query_heads if problem.returns_max_logit else 0
+    buffers = {
+        **range_buffers(_whole(problem) if operands.rows is None else operands.rows),
+        "sinks": sinks.astype(jnp.float32),
+        "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
+    }
+    cap = problem.soft_cap if operands.soft_cap is None else operands.soft_cap
+    if cap is not None:
+        buffers["soft_cap"] = jnp.full(1, cap, jnp.float32)
+    return _varying(buffers, operands)
+
+
+def _varying(buffers: dict[str, jax.Array], operands: Operands) -> dict[str, jax.Array]:
+    """The buffers, which vary over all mesh axes over which any operand does."""
+    axes = mesh_types.union_varying(operands)
+    return {name: mesh_types.cast_varying(x, axes) for name, x in buffers.items()}
+
+
+def forward(plan: Plan, operands: Operands) -> Results:
+    """Output [B, T, N, H], log-sum-exp [B, N, T] f32, largest scores, as `xla.forward`."""
     buffers = {
         "q": operands.query,
         "k": operands.key,
         "v": operands.value,
         "extents": operands.extents,
+        **forward_buffers(plan.problem, operands),
     }
     results = _run(plan.forward, plan.problem, buffers)
-    return results["o"], results["lse"]
+    largest = results["max_logit"] if plan.problem.returns_max_logit else None
+    return Results(results["o"], results["lse"], largest)
+
+
+def backward_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
+    """What a backward takes beside the buffers of every call, where it reads ranges."""
+    if not in_memory(problem, Pass.BACKWARD):
+        return {}
+    rows = _whole(problem) if operands.rows is None else operands.rows
+    buffers = range_buffers(rows)
+    if problem.soft_cap is not None:
+        buffers["soft_cap"] = jnp.full(1, problem.soft_cap, jnp.float32)
+    return buffers
+
+
+def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:
+    """The log-sum-exp [B, N, T], -inf where a row's range is empty, although it has a sink.
+
+    Kernels mask no such row in a block that all other rows of its tile see: its P is 0 by its LSE.
+    """
+    if rows is None or not problem.has_sinks:
+        return lse
+    return jnp.where((rows.low < rows.high)[:, None, :], lse, -jnp.inf)
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
@@ -42,9 +119,10 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         "v": operands.value,
         "extents": operands.extents,
         "o": cotangents.output,
-        "lse": cotangents.lse,
+        "lse": _of_own_keys(plan.problem, operands.rows, cotangents.lse),
         "do": cotangents.output_bar,
         "dlse": cotangents.lse_bar,
     }
+    buffers |= _varying(backward_buffers(split.plan.problem, operands), operands)
     results = _run(plan.backward, split.plan.problem, buffers)
     return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), None)

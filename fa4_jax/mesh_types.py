@@ -19,9 +19,9 @@ def varying(x: Any) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else getattr(aval, "vma", ()))
 
 
-def union_varying(arrays: Iterable[Any]) -> frozenset[str]:
-    """Axes over which any of the arrays varies."""
-    return frozenset().union(*(varying(x) for x in arrays if x is not None))
+def union_varying(tree: Any) -> frozenset[str]:
+    """Axes over which any array of a tree varies."""
+    return frozenset().union(*(varying(x) for x in jax.tree.leaves(tree)))
 
 
 def cast_varying(x: Any, axes: frozenset[str]) -> Any:

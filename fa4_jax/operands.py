@@ -9,13 +9,41 @@ import jax
 Array = jax.Array
 
 
+class Tags(NamedTuple):
+    """What ranges cannot say: row i sees key j only if query_low[i] <= key[j] <= query_high[i].
+
+    query_low, query_high [B|1, T], key [B|1, S] int32; tiles [B|1, ceil(T / 128)] int32: 1 where
+    a tile of rows needs the comparison, 0 where its ranges alone say the same.
+    """
+
+    query_low: Array
+    query_high: Array
+    key: Array
+    tiles: Array
+
+
+class RowRanges(NamedTuple):
+    """Keys that each row sees, besides what extents and window say: low <= j < high.
+
+    low, high [B|1, T] int32, within [0, S], 0 and 0 in a row that sees none; all arrays have B or
+    all have 1. table [B|1, ceil(T / 128), 4] int32: of each tile of 128 rows min low, max high,
+    max low, min high over its rows that see a key (`masks.table`); tags: or None.
+    """
+
+    low: Array
+    high: Array
+    table: Array
+    tags: Tags | None = None
+
+
 class Operands(NamedTuple):
     """Arrays of the forward.
 
     query [B, T, N, H], key and value [B, S, K, H]; extents [B, 4] int32 (query length, key length,
     query offset, 0); bias and mask, or None, broadcast to [B, N, T, S] without holding it; offset
     [] int32, the query offset of all entries of the batch, or None where they have their own;
-    scale [], the softmax scale in the type of the sums, or None where it is static.
+    scale [], the softmax scale in the type of the sums, or None where it is static; rows: or None;
+    soft_cap [], likewise, or None where it is static or absent; sinks [N] in that type, or None.
     """
 
     query: Array
@@ -26,6 +54,17 @@ class Operands(NamedTuple):
     mask: Array | None = None
     offset: Array | None = None
     scale: Array | None = None
+    rows: RowRanges | None = None
+    soft_cap: Array | None = None
+    sinks: Array | None = None
+
+
+class Results(NamedTuple):
+    """What the forward gives: output [B, T, N, H], lse [B, N, T], max_logit [B, N] or None."""
+
+    output: Array
+    lse: Array
+    max_logit: Array | None = None
 
 
 class Cotangents(NamedTuple):
@@ -38,10 +77,11 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the operands; None for a bias or a scale that is no operand."""
+    """Cotangents of the operands; None for what is no operand."""
 
     query: Array
     key: Array
     value: Array
     bias: Array | None
     scale: Array | None = None
+    soft_cap: Array | None = None

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from fa4_jax import designs
 from fa4_jax.key import (
     DTYPES,
     HEAD_DIM_TILES,
@@ -36,6 +37,7 @@ class Target:
       fast_exp2: the special-function unit keeps up with the tensor core (compute capability 10.3),
         so that no exponential is a polynomial.
       platforms: JAX platforms that can launch kernels.
+      design: one of `designs.DESIGNS` where a pass has both; None for the chosen one.
     """
 
     arch: str | None
@@ -43,6 +45,7 @@ class Target:
     unavailable: str = ""
     fast_exp2: bool = False
     platforms: tuple[str, ...] = ("cuda",)
+    design: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +85,9 @@ class Plan:
 
 
 def kernel_keys(
-    problem: Problem, arch: str, fast_exp2: bool = False
+    problem: Problem, arch: str, fast_exp2: bool = False, design: str | None = None
 ) -> tuple[tuple[KernelKey, ...], tuple[KernelKey, ...]]:
-    """Keys of the forward and of the backward launches; `fast_exp2` as in `Target`.
+    """Keys of the forward and of the backward launches; `fast_exp2` and `design` as in `Target`.
 
     Raises:
       KeyError: the head dim has no tile (`unsupported` says so in words).
@@ -96,15 +99,30 @@ def kernel_keys(
         raise KeyError(problem.head_dims)
 
     def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
-        return KernelKey(arch, kernel, problem.dtype, tile, value_dim=value_dim, **flags)
+        pair = designs.is_pair(arch, kernel, (tile, value_dim), design)
+        return KernelKey(arch, kernel, problem.dtype, tile, value_dim=value_dim, pair=pair, **flags)
 
     polynomial = problem.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
     polynomial &= not fast_exp2
-    forward = key(Pass.FORWARD, band=problem.band, polynomial_exp2=polynomial)
+
+    def limits(kernel: Pass) -> dict[str, bool]:
+        reads = bool(in_memory(problem, kernel))
+        # Kernels that read ranges have a band, too.
+        return {
+            "band": problem.band or reads,
+            "ranges": reads,
+            "soft_cap": problem.has_soft_cap,
+        }
+
+    forward = key(Pass.FORWARD, **limits(Pass.FORWARD), polynomial_exp2=polynomial)
     value_tile = backward_value_dim(arch, tile, problem.head_dims[1])
     backward = (
         key(Pass.BACKWARD_PRE, value_tile, deterministic=problem.deterministic),
-        key(Pass.BACKWARD, value_tile, band=problem.band, deterministic=problem.deterministic),
+        key(
+            *(Pass.BACKWARD, value_tile),
+            deterministic=problem.deterministic,
+            **limits(Pass.BACKWARD),
+        ),
         key(Pass.BACKWARD_POST, value_tile),
     )
     return (forward,), backward
@@ -139,6 +157,7 @@ def given_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
         "extents": (b, 4),
         "o": (*rows, value_dim),
         "lse": vectors,
+        "max_logit": (b, n if problem.returns_max_logit else 0),
         "do": (*rows, value_dim),
         "dlse": vectors,
     }
@@ -175,15 +194,43 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def _missing(keys: tuple[KernelKey, ...], manifest: Manifest) -> str | None:
+def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:
+    """The arguments whose arrays a pass reads or writes beside those of every call."""
+    asked = {
+        "segment_ids or mask": problem.has_ranges,
+        "logits_soft_cap": problem.has_soft_cap,
+        # To the backward sinks are in the log-sum-exp.
+        "sinks": problem.has_sinks and kernel is Pass.FORWARD,
+        "return_max_logit": problem.returns_max_logit and kernel is Pass.FORWARD,
+    }
+    return tuple(name for name, is_there in asked.items() if is_there)
+
+
+def asked_by(problem: Problem, key: KernelKey) -> str:
+    """The arguments that ask for a kernel which not every architecture and pass has."""
+    return f"{', '.join(in_memory(problem, key.kernel))}: " if key.ranges else ""
+
+
+def _missing(problem: Problem, keys: tuple[KernelKey, ...], manifest: Manifest) -> str | None:
     """Which kernel is not installed and what is, or None if all are."""
     for key in keys:
         if key not in manifest.cubins:
             near = sorted(
                 k.name for k in manifest.cubins if (k.arch, k.kernel) == (key.arch, key.kernel)
             )
-            return f"no kernel {key.name} is installed; there are: {', '.join(near) or 'none'}"
+            found = ", ".join(near) or "none"
+            return f"{asked_by(problem, key)}no kernel {key.name} is installed; there are: {found}"
     return None
+
+
+def _traced_cap(problem: Problem) -> str | None:
+    """Why no backward kernel takes the call's soft cap, or None."""
+    if not problem.has_soft_cap or problem.soft_cap is not None:
+        return None
+    return (
+        "logits_soft_cap: it is traced, and the kernels compute no gradient of it; give a number, "
+        "or implementation='xla'"
+    )
 
 
 def _kernels(keys: tuple[KernelKey, ...], manifest: Manifest) -> tuple[Kernel, ...]:
@@ -210,9 +257,10 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
         if implementation == "kernel":
             raise NotImplementedError(f"implementation='kernel': {reason}")
         return Plan(problem, forward_reason=reason, backward_reason=reason, arch=target.arch)
-    forward, backward = kernel_keys(problem, target.arch, target.fast_exp2)
-    forward_reason = _missing(forward, target.manifest)
-    backward_reason = forward_reason or _missing(backward, target.manifest)
+    forward, backward = kernel_keys(problem, target.arch, target.fast_exp2, target.design)
+    forward_reason = _missing(problem, forward, target.manifest)
+    backward_reason = forward_reason or _missing(problem, backward, target.manifest)
+    backward_reason = backward_reason or _traced_cap(problem)
     if forward_reason is not None and implementation == "kernel":
         raise NotImplementedError(f"implementation='kernel': {forward_reason}")
     return Plan(

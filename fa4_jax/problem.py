@@ -27,6 +27,11 @@ class Problem:
       window: as `bands` has it.
       has_lengths: query or key lengths were given, so padding may hold anything.
       has_bias, has_mask: a dense [B, N, T, S] operand (or one that broadcasts to it) is added.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap); None if it is traced or there is
+        none, which has_soft_cap tells apart.
+      has_sinks: each head has a score that takes part in the softmax, with a value of 0.
+      returns_max_logit: the largest score of each head is returned.
+      has_ranges: ranges of keys were given, row by row; has_tags: and tags that are compared.
       deterministic: gradients must be bitwise reproducible.
       numerics: "fast" or "exact".
       value_dim: head dim of value and output, if it is not H.
@@ -44,6 +49,12 @@ class Problem:
     has_lengths: bool = False
     has_bias: bool = False
     has_mask: bool = False
+    soft_cap: float | None = None
+    has_soft_cap: bool = False
+    has_sinks: bool = False
+    returns_max_logit: bool = False
+    has_ranges: bool = False
+    has_tags: bool = False
     deterministic: bool = False
     numerics: str = "fast"
     value_dim: int | None = None

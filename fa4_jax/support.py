@@ -10,13 +10,17 @@ import jax
 import jax.core
 import numpy as np
 
-from fa4_jax import bands, catalogue, validate
+from fa4_jax import bands, catalogue, designs, validate
 from fa4_jax.api import Call, canonicalise, find_target
+from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
+from fa4_jax.masks import Mask, resolve, values
+from fa4_jax.operands import RowRanges
 from fa4_jax.plan import (
     Plan,
+    asked_by,
     given_shapes,
     kernel_keys,
     make_plan,
@@ -24,7 +28,6 @@ from fa4_jax.plan import (
     unsupported,
 )
 from fa4_jax.problem import Problem
-from fa4_jax.target import current_target
 
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4}
 _OUTPUTS = ("dq", "dk", "dv")
@@ -66,15 +69,18 @@ class Explanation:
     Attributes:
       forward, backward: names of the kernels in launch order; empty for the default path.
       tiles: per kernel name, its tile sizes.
+      designs: per kernel name, "single" (thread blocks work alone) or "pair" (two of a cluster
+        share operands).
       workspaces: buffers beyond inputs and outputs, in a forward with its backward.
       forward_flops, backward_flops: multiplications and additions of visible pairs: 4 H and 10 H
-        each. Lengths and offsets that are traced count as if there were no limit.
+        each. Lengths, offsets and masks that are traced count as if there were no limit.
       forward_reason, backward_reason: why the default path runs, else None.
     """
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     tiles: dict[str, dict[str, int]]
+    designs: dict[str, str]
     workspaces: tuple[Workspace, ...]
     forward_flops: int
     backward_flops: int
@@ -88,7 +94,8 @@ class Explanation:
             path = "kernels" if kernels else f"default path ({reason})"
             lines.append(f"{name}: {flops / 1e9:.3f} GFLOP, {path}")
             lines += [
-                f"  {kernel}  " + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
+                f"  {kernel}  {self.designs[kernel]}  "
+                + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
                 for kernel in kernels
             ]
         lines += [
@@ -105,20 +112,17 @@ def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, An
     implementation = validate.choice(
         "implementation", kwargs.pop("implementation", None), validate.IMPLEMENTATIONS
     )
-    positions = [str(i) for i in range(len(args))]
-    arrays = {
-        name: x
-        for name, x in [*zip(positions, args, strict=True), *kwargs.items()]
-        if isinstance(x, jax.ShapeDtypeStruct)
-    }
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     found: list[Problem] = []
 
-    def trace(arrays: dict[str, jax.Array]) -> None:
-        positional = [arrays.get(i, x) for i, x in zip(positions, args, strict=True)]
-        named = {name: arrays.get(name, x) for name, x in kwargs.items()}
+    def trace(arrays: list[jax.Array]) -> None:
+        rest = iter(arrays)
+        given = [next(rest) if flag else x for x, flag in zip(leaves, unknown, strict=True)]
+        positional, named = jax.tree.unflatten(structure, given)
         found.append(canonicalise(Call(*positional, **named))[1])
 
-    jax.eval_shape(trace, arrays)
+    jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
     return found[0], implementation
 
 
@@ -136,15 +140,17 @@ def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
     problem, implementation = _problem(args, kwargs)
     declined = "xla" if implementation == "xla" else None
     if arch is None:
-        plan = make_plan(problem, current_target(), declined)
+        plan = make_plan(problem, find_target(None), declined)
         return Support(plan.forward_reason or plan.backward_reason)
     if arch not in catalogue.ARCHITECTURES:
         return Support(f"arch {arch}: there are kernels for {', '.join(catalogue.ARCHITECTURES)}")
     reason = "implementation='xla'" if declined else unsupported(problem)
     if reason is None:
-        forward, backward = kernel_keys(problem, arch)
+        forward, backward = kernel_keys(problem, arch, design=designs.asked())
         missing = set(forward + backward) - set(catalogue.all_keys())
-        reason = f"no kernel {min(missing).name}" if missing else None
+        reason = (
+            f"{asked_by(problem, min(missing))}no kernel {min(missing).name}" if missing else None
+        )
     return Support(reason)
 
 
@@ -162,12 +168,14 @@ def explain(*args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
     validate.known_sizes(problem, "explain")
     target = find_target(arch)
     plan = make_plan(problem, target, implementation)
-    pairs = visible_pairs(problem, kwargs) * problem.query_heads
+    rows = _known_rows(problem, args, kwargs)
+    pairs = visible_pairs(problem, kwargs, rows) * problem.query_heads
     head_dim, value_dim = problem.head_dims
     return Explanation(
         forward=tuple(kernel.key.name for kernel in plan.forward),
         backward=tuple(kernel.key.name for kernel in plan.backward),
         tiles=_tiles(plan, target.manifest),
+        designs=_designs(plan),
         workspaces=_workspaces(plan),
         forward_flops=2 * (head_dim + value_dim) * pairs,
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs,
@@ -181,6 +189,13 @@ def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
         return {}
     return {
         kernel.key.name: manifest.cubins[kernel.key].tile for kernel in plan.forward + plan.backward
+    }
+
+
+def _designs(plan: Plan) -> dict[str, str]:
+    return {
+        kernel.key.name: designs.PAIR if kernel.launch.cluster[0] == 2 else designs.SINGLE
+        for kernel in plan.forward + plan.backward
     }
 
 
@@ -200,30 +215,67 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     return tuple(found)
 
 
-def visible_pairs(problem: Problem, call: dict[str, Any]) -> int:
+def _known(x: Any) -> bool:
+    """Whether all arrays of a tree have values now."""
+    return not any(
+        isinstance(y, jax.core.Tracer | jax.ShapeDtypeStruct) for y in jax.tree.leaves(x)
+    )
+
+
+def _known_rows(problem: Problem, args: tuple[Any, ...], call: dict[str, Any]) -> RowRanges | None:
+    """The ranges of masks and segment ids, if they and the query offset are known."""
+    mask = args[4] if len(args) > 4 else call.get("mask")
+    found = values.parts(mask if isinstance(mask, Mask) else None, call.get("segment_ids"))
+    _, found = resolve.static_window(found)
+    offset = call.get("query_offset", 0)
+    if not _known((found, offset)):
+        return None
+    offset = offset_array(validate.query_offset(offset, problem.batch))
+    rank = len((args[0] if args else call["query"]).shape)
+    sizes = problem.batch, problem.query_length, problem.key_length
+    with jax.ensure_compile_time_eval():
+        return resolve.rows(found, resolve.Call(*sizes, rank, offset))
+
+
+def visible_pairs(problem: Problem, call: dict[str, Any], rows: RowRanges | None = None) -> int:
     """Pairs of a row and a key that it sees, over the batch, for one head.
 
     Args:
       call: the keyword arguments of the call; what is traced or absent limits nothing.
+      rows: ranges of its masks, if they are known. Of ids that come back, the pairs between a row's
+        first and last key count.
     """
 
-    def values(name: str, default: int) -> np.ndarray:
+    def known(name: str, default: int) -> np.ndarray:
         x = call.get(name)
-        traced = any(
-            isinstance(y, jax.core.Tracer | jax.ShapeDtypeStruct) for y in jax.tree.leaves(x)
+        return np.broadcast_to(
+            np.asarray(x if x is not None and _known(x) else default), (problem.batch,)
         )
-        known = x is not None and not traced
-        return np.broadcast_to(np.asarray(x if known else default), (problem.batch,))
 
-    query_lengths = values("query_seq_lengths", problem.query_length)
-    key_lengths = values("key_value_seq_lengths", problem.key_length)
-    offsets = values("query_offset", _UNKNOWN if "query_offset" in call else 0)
+    query_lengths = known("query_seq_lengths", problem.query_length)
+    key_lengths = known("key_value_seq_lengths", problem.key_length)
+    offsets = known("query_offset", _UNKNOWN if "query_offset" in call else 0)
     total = 0
-    for t, s, offset in zip(query_lengths, key_lengths, offsets, strict=True):
+    for b, (t, s, offset) in enumerate(zip(query_lengths, key_lengths, offsets, strict=True)):
         t, s = min(int(t), problem.query_length), min(int(s), problem.key_length)
-        known = int(offset) != _UNKNOWN
-        total += bands.visible_pairs(problem.band_of(t, s, int(offset))) if known else t * s
+        if int(offset) == _UNKNOWN:
+            total += t * s
+        elif rows is None:
+            total += bands.visible_pairs(problem.band_of(t, s, int(offset)))
+        else:
+            total += _pairs_in_ranges(problem.band_of(t, s, int(offset)), rows, b)
     return total
+
+
+def _pairs_in_ranges(band: bands.Band, rows: RowRanges, batch: int) -> int:
+    """Pairs of one batch entry that are in its band and in the rows' ranges."""
+    b = batch if rows.low.shape[0] > 1 else 0
+    row = np.arange(band.query_length)
+    use = bands.Arithmetic(np.minimum, np.maximum, np.where)
+    low, high = bands.row_limits(band, row, use)
+    low = np.maximum(low, np.asarray(rows.low[b, : band.query_length]))
+    high = np.minimum(high, np.asarray(rows.high[b, : band.query_length]))
+    return int(np.maximum(high - low, 0).sum())
 
 
 def table() -> str:

@@ -154,21 +154,53 @@ def scale(x: Any, head_dim: int) -> tuple[float | None, jax.Array | None]:
     Raises:
       ValueError: not a scalar; or static and not positive and finite (in float32).
     """
-    if x is None:
-        return default_scale(head_dim), None
+    return (default_scale(head_dim), None) if x is None else _positive("scale", x)
+
+
+def _positive(name: str, x: Any) -> tuple[float | None, jax.Array | None]:
+    """A number or what is traced, the other being None.
+
+    Raises:
+      ValueError: not a scalar; or static and not positive and finite (in float32).
+    """
     if not is_static(x):
         if x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"scale must be one floating-point number, got {x.dtype}{[*x.shape]}")
+            raise ValueError(f"{name} must be one floating-point number, got {x.dtype}{[*x.shape]}")
         return None, x
     if isinstance(x, bool) or not isinstance(x, numbers.Real | np.ndarray | jax.Array):
-        raise ValueError(f"scale must be a number, got {x!r}")
+        raise ValueError(f"{name} must be a number, got {x!r}")
     if shape := getattr(x, "shape", ()):
-        raise ValueError(f"scale must be a scalar, got shape {shape}")
+        raise ValueError(f"{name} must be a scalar, got shape {shape}")
     with np.errstate(over="ignore", under="ignore"):
         value = float(np.float32(x))
     if not (math.isfinite(value) and value >= np.finfo(np.float32).tiny):
-        raise ValueError(f"scale must be positive and finite, got {x}")
+        raise ValueError(f"{name} must be positive and finite, got {x}")
     return float(x), None
+
+
+def soft_cap(x: Any) -> tuple[float | None, jax.Array | None]:
+    """Cap of the scores: its value, or what is traced; None for both without one.
+
+    Raises:
+      ValueError: not a scalar; or static and not positive and finite (in float32).
+    """
+    return (None, None) if x is None else _positive("logits_soft_cap", x)
+
+
+def sinks(x: Any, query_heads: int) -> jax.Array | None:
+    """Sinks as an array [N].
+
+    Raises:
+      ValueError: another shape, or not floating.
+    """
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape != (query_heads,):
+        raise ValueError(f"sinks must have shape [N] = ({query_heads},), got {x.shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"sinks must be floating point, got dtype {x.dtype}")
+    return x
 
 
 def static_scale(x: float | None) -> float:
@@ -182,7 +214,7 @@ def static_scale(x: float | None) -> float:
     return x
 
 
-def window(size: Any, is_causal: bool) -> Window:
+def window(size: Any, is_causal: bool, name: str = "local_window_size") -> Window:
     """(left, right) in keys, causality included; UNBOUNDED for no limit.
 
     Raises:
@@ -191,16 +223,79 @@ def window(size: Any, is_causal: bool) -> Window:
     flag("is_causal", is_causal)
     pair = size if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
-        raise ValueError(f"local_window_size must be an int or (left, right), got {size}")
+        raise ValueError(f"{name} must be an int or (left, right), got {size}")
     for side in pair:
         if side is None:
             continue
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
-            raise ValueError(f"local_window_size must be an int or (left, right), got {size}")
+            raise ValueError(f"{name} must be an int or (left, right), got {size}")
         if side < 0:
-            raise ValueError(f"local_window_size must not be negative (None is open), got {size}")
+            raise ValueError(f"{name} must not be negative (None is open), got {size}")
     left, right = (None if side is None else int(side) for side in pair)
     return limits(left, right, is_causal)
+
+
+def tokens(name: str, x: Any, batch: int, length: int, rank: int) -> Any:
+    """One integer for each token.
+
+    Args:
+      rank: of query; 3 drops the batch axis.
+
+    Returns:
+      [B, L] or [1, L], [L] for rank 3, of an integer type whose values fit int32; of NumPy where no
+      JAX array was given.
+
+    Raises:
+      ValueError: another type or shape.
+    """
+    x = _integers(name, x)
+    shapes = ((length,),) if rank == 3 else ((batch, length), (1, length))
+    if x.shape not in shapes:
+        expected = f"[{length}]" if rank == 3 else f"[{batch} or 1, {length}]"
+        raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
+    if not is_static(x) and not np.can_cast(x.dtype, np.int32):
+        raise ValueError(f"{name} must be of a type that fits int32, got dtype {x.dtype}")
+    return x
+
+
+def prefix_lengths(x: Any, batch: int) -> Any:
+    """Lengths of prefixes as an array: [] or [B] of an integer type.
+
+    Raises:
+      ValueError: another type or shape.
+    """
+    x = _integers("prefix's lengths", x)
+    if x.shape not in ((), (batch,)):
+        raise ValueError(f"prefix's lengths must have shape [] or [B] = ({batch},), got {x.shape}")
+    return x
+
+
+def window_side(x: Any) -> Any:
+    """One side of a window as an integer array [].
+
+    Raises:
+      ValueError: another type or shape.
+    """
+    x = _integers("mask: window", x)
+    if x.shape != ():
+        raise ValueError(f"mask: window takes one integer a side, got shape {x.shape}")
+    return x
+
+
+def chunk_size(x: Any) -> int:
+    """Positions in a chunk.
+
+    Raises:
+      ValueError: no int >= 1.
+    """
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < 1:
+        raise ValueError(f"chunked's size must be an int >= 1, got {x}")
+    return int(x)
+
+
+def is_array(x: Any) -> bool:
+    """Whether x is an array, rather than a number or None."""
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def flag(name: str, x: Any) -> bool:
@@ -238,6 +333,11 @@ def known_sizes(problem: Problem, who: str) -> None:
             )
 
 
+def nothing(sizes: tuple[int, int, int]) -> bool:
+    """Whether there is nothing to compute with batch, query length and key length."""
+    return 0 in sizes
+
+
 def is_empty(problem: Problem) -> bool:
     """Whether there is nothing to compute: no batch, no queries or no keys."""
-    return 0 in (problem.batch, problem.query_length, problem.key_length)
+    return nothing((problem.batch, problem.query_length, problem.key_length))

@@ -20,20 +20,22 @@ def describe(key: KernelKey) -> Description:
         raise NotImplementedError(f"no kernel description for {key.name}")
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.BACKWARD_PRE and hopper:
-        return sm90_backward.pre(key.head_dim)
+        return sm90_backward.pre(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD_PRE:
         return sm100_backward.pre(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD_POST and hopper:
-        return sm90_backward.post(key.head_dim)
+        return sm90_backward.post(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD_POST:
         return sm100_backward.post(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD and hopper:
-        return sm90_backward.description(key.head_dim, key.deterministic)
+        return sm90_backward.description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
     if key.kernel is Pass.BACKWARD:
-        return sm100_backward.description(key.head_dim, key.value_dim, key.deterministic)
+        return sm100_backward.description(
+            key.head_dim, key.value_dim, key.deterministic, key.pair, key.ranges
+        )
     if hopper:
-        return sm90_forward.description(key.head_dim, key.band)
-    return sm100_forward.description(key.head_dim)
+        return sm90_forward.description(key.head_dim, key.band, key.ranges)
+    return sm100_forward.description(key.head_dim, key.pair, key.ranges)
 
 
 def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:

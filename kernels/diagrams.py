@@ -53,7 +53,9 @@ class Shown:
         return self.key.name
 
 
-def _key(arch: str, kernel: Pass, head_dim: int, value_dim: int, ordered: bool) -> KernelKey:
+def _key(
+    arch: str, kernel: Pass, head_dim: int, value_dim: int, ordered: bool, pair: bool = False
+) -> KernelKey:
     return KernelKey(
         arch=arch,
         kernel=kernel,
@@ -62,6 +64,7 @@ def _key(arch: str, kernel: Pass, head_dim: int, value_dim: int, ordered: bool) 
         value_dim=value_dim,
         band=False,
         deterministic=ordered,
+        pair=pair,
     )
 
 
@@ -74,6 +77,14 @@ SHOWN = (
     Shown("Blackwell backward", _key("sm_100f", Pass.BACKWARD, 128, 128, True)),
     Shown("Blackwell backward, query tiles of 64", _key("sm_100f", Pass.BACKWARD, 192, 128, True)),
     Shown("Blackwell backward, a pair of CTAs", _key("sm_100f", Pass.BACKWARD, 256, 256, True)),
+    Shown(
+        "Blackwell backward, a pair of CTAs with 128 keys each",
+        _key("sm_100f", Pass.BACKWARD, 128, 128, True, pair=True),
+    ),
+    Shown(
+        "Blackwell backward, a pair of CTAs with 128 keys each, query tiles of 64",
+        _key("sm_100f", Pass.BACKWARD, 192, 128, True, pair=True),
+    ),
     Shown(
         "Kernel after a Blackwell backward", _key("sm_100f", Pass.BACKWARD_POST, 128, 128, False)
     ),

@@ -121,6 +121,41 @@ class ForwardBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
+class RangeBuffers:
+    """Keys of each row, int32; kernels/common/row_ranges.py. One batch element or all."""
+
+    batch: Annotated[Any, Dim(0, "row_low")]
+    row_low: Pointer
+    row_high: Pointer
+    row_table: Pointer
+    tag_low: Pointer
+    tag_high: Pointer
+    tag_key: Pointer
+    tag_tiles: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitBuffers:
+    """Numbers of whole heads, f32, that a forward with ranges takes and returns.
+
+    max_heads: N where the largest scores are wanted, else 0, and max_logit is empty. soft_cap: one
+    number, only if scores are capped.
+    """
+
+    max_heads: Annotated[Any, Dim(1, "max_logit")]
+    sinks: Pointer
+    max_logit: Pointer
+    soft_cap: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class CapBuffer:
+    """The soft cap of a backward: one f32."""
+
+    soft_cap: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
 class RowBuffers:
     """What the main backward kernel reads and adds to row by row; counters only if deterministic.
 
@@ -136,19 +171,13 @@ class RowBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardOperands:
-    """What the main backward kernel loads by tensor maps."""
+class BackwardBuffers:
+    """What the main backward kernel loads and stores by tensor maps."""
 
     q: Pointer
     k: Pointer
     v: Pointer
     do: Pointer
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardResults:
-    """What the main backward kernel stores by tensor maps."""
-
     dk: Pointer
     dv: Pointer
 

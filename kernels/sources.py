@@ -30,12 +30,15 @@ def module(key: KernelKey) -> str:
     if key.arch == "sm_100f" and key.kernel is Pass.BACKWARD:
         from kernels.sm100 import tiles
 
-        if isinstance(tiles.BACKWARD_TILES[key.head_dim, key.value_dim], tiles.BackwardPairTile):
+        tile = tiles.BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
+        if isinstance(tile, tiles.BackwardPairTile):
             name = "backward_pair"
+        if isinstance(tile, tiles.BackwardM256Tile):
+            name = "backward_m256"
     if key.arch == "sm_90a" and key.kernel is Pass.BACKWARD:
         from kernels.sm90 import tiles
 
-        if tiles.BACKWARD_TILES[key.head_dim].ctas == 2:
+        if tiles.BACKWARD_TILES[key.head_dim, key.value_dim].ctas == 2:
             name = "backward_pair"
     return f"{_PACKAGES[key.arch]}.{name}"
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from fa4_jax import api, support
+from fa4_jax import api
 from tests.fakes import fake_target
 
 
@@ -47,7 +47,6 @@ def rng(seed: int) -> np.random.Generator:
 def kernels_present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine with an H100 and every kernel of the key list, except that none can run."""
     target = fake_target()
-    for module in (api, support):
-        monkeypatch.setattr(module, "current_target", lambda: target)
+    monkeypatch.setattr(api, "current_target", lambda: target)
     yield
     jax.clear_caches()

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges
 from fa4_jax.problem import Problem
 
 Array = jax.Array
@@ -25,7 +25,18 @@ def _visible(problem: Problem, operands: Operands) -> Array:
     seen = (i < rows) & (j < keys)
     if problem.band:
         seen &= (j - i - offset >= -left) & (j - i - offset <= right)
+    if operands.rows is not None:
+        seen &= _in_ranges(operands.rows, j)
     return seen[:, None]
+
+
+def _in_ranges(rows: RowRanges, j: Array) -> Array:
+    """Bool [B|1, T, S] of keys j [1, 1, S]."""
+    seen = (rows.low[..., None] <= j) & (j < rows.high[..., None])
+    if (tags := rows.tags) is not None:
+        key = tags.key[:, None]
+        seen &= (tags.query_low[..., None] <= key) & (key <= tags.query_high[..., None])
+    return seen
 
 
 def _heads_first(x: Array, heads: int, used: Array) -> Array:
@@ -44,12 +55,12 @@ def _scores(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
+def forward(problem: Problem, operands: Operands) -> Results:
     """As `xla.forward`."""
     s, _, _, v = _scores(problem, operands)
     lse = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
-    return (p @ v).transpose(0, 2, 1, 3).astype(operands.query.dtype), lse
+    return Results((p @ v).transpose(0, 2, 1, 3).astype(operands.query.dtype), lse)
 
 
 @functools.partial(jax.jit, static_argnums=0)

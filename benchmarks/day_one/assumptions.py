@@ -41,19 +41,21 @@ ASSUMPTIONS = (
         "is what a tcgen05.mma of the even CTA reads there, once the writer has executed "
         "fence.proxy.async.shared::cluster and arrived with release at cluster scope, and the "
         "issuing thread has waited with acquire at cluster scope.",
-        "backward of pairs (head dims 192, 256): `dst` in kernels/sm100/backward_pair_rows.py, "
-        "`store_swizzled_row` and `fence_proxy_of_cluster` in kernels/sm100/ptx.py",
+        "backward of pairs: `dst` in kernels/sm100/backward_pair_rows.py and "
+        "backward_m256_rows.py, `store_swizzled_row` and `fence_proxy_of_cluster` in "
+        "kernels/sm100/ptx.py",
         "The PTX ISA defines fence.proxy.async between the proxies and names .shared::cluster, "
         "but has no rule for an async-proxy reader in another CTA than the writer's fence. "
         "flash-attn-4's backward of pairs exchanges dS otherwise: an ordinary store into its own "
         "memory, fence.proxy.async, then a bulk copy into the other CTA that completes on a "
         "barrier there. Triton can emit the fence with .shared::cluster. In CUTLASS, DeepGEMM and"
         " ThunderKittens no st.shared::cluster before a tcgen05.mma was found.",
-        "wrong dQ at head dims 192 and 256",
+        "wrong dQ of pairs: head dims 192 and 256, and where pairs are chosen",
         "kernels/sm100/products.py: `wait` of a pair, a fence.proxy.async.shared::cluster by the "
         "issuing thread after it, if remote-operand-fenced holds; else "
-        "kernels/sm100/backward_pair_rows.py: `compute_step` stores dS into memory of its own and"
-        " copies it over (cp.async.bulk.shared::cluster), as flash-attn-4 does",
+        "kernels/sm100/backward_pair_rows.py: `compute_step`, and backward_m256_rows.py: `send`, "
+        "store dS into memory of its own and copy it over (cp.async.bulk.shared::cluster), as "
+        "flash-attn-4 does",
         ("remote-operand", "remote-operand-fenced", "remote-store-read"),
     ),
     Assumption(
@@ -62,8 +64,8 @@ ASSUMPTIONS = (
         "for by a warp there, is ordered before a tcgen05.mma of the even CTA by that warp's "
         "arrival (release, cluster) and the issuing thread's wait (acquire, cluster), without a "
         "proxy fence.",
-        "all kernels of pairs: `relay_loads` in kernels/sm100/forward_products.py and "
-        "kernels/sm100/backward_pair.py",
+        "all kernels of pairs: `relay_loads` in kernels/sm100/forward_products.py, "
+        "kernels/sm100/backward_pair.py and kernels/sm100/backward_m256.py",
         "The PTX ISA makes a copy's writes visible to the thread that observes its barrier and "
         "says nothing of the async proxy of a third thread. flash-attn-4's backward of pairs has "
         "a relay warp that waits for a bulk copy's barrier and arrives at the even CTA's for it. "
@@ -77,13 +79,34 @@ ASSUMPTIONS = (
         ("relayed-load", "relayed-load-fenced"),
     ),
     Assumption(
+        "pair-arrival",
+        "An arrival at the even CTA's barrier and the wait there, both at the scope of the CTA, "
+        "order a tcgen05.mma of the even CTA after tcgen05.st and tcgen05.ld of the odd CTA that "
+        "tcgen05.wait and tcgen05.fence have completed, after copies that the arriving warp has "
+        "waited for, and after its ordinary loads, whose values it has used.",
+        "forward of pairs, and backward with M = 256: `products.arrive(..., stores=False)` in "
+        "kernels/sm100",
+        "The PTX ISA orders nothing between CTAs at the scope of a CTA, but its scopes are of the "
+        "memory consistency model, and tensor memory has fences of its own. Ordinary stores, zeros "
+        "for padding, are handed over by fence.acq_rel.cluster on both sides. The emulator takes "
+        "every arrival for one of the scope of the cluster. All arrivals of "
+        "flash-attn-4's and CUTLASS's pairs have the scope of the CTA (ClusterBarrier::arrive), and"
+        " these kernels are right on a B200. At the scope of the cluster ptxas stops the warp with "
+        "MEMBAR.ALL.GPU.",
+        "wrong output of pairs: the forward at head dims 192 and 256, and where pairs are chosen",
+        "kernels/sm100/forward_products.py, forward_rows.py, backward_m256.py and "
+        "backward_m256_rows.py: drop `stores=False`, and wait with `ctas`",
+        ("relayed-load-of-cta", "tensor-arrival-of-cta"),
+    ),
+    Assumption(
         "pair-layout",
         "After a product of a pair with M = 128, a CTA has its 64 rows in lanes 0 to 63 for the "
         "first half of the columns and in lanes 64 to 127 for the second; with M = 256, it has "
         "its 128 rows. With A in tensor memory and M = 256, each CTA's rows of A lie in its own "
         "lanes. Each CTA has half of B.",
-        "M = 128: kernels/sm100/backward_pair.py; M = 256, A in tensor memory: the forward of "
-        "pairs, kernels/sm100/forward_products.py",
+        "M = 128: kernels/sm100/backward_pair.py, and dQ in kernels/sm100/backward_m256.py; M = "
+        "256, A in tensor memory: that one, and the forward of pairs, "
+        "kernels/sm100/forward_products.py",
         "PTX ISA, tcgen05, data path layouts A and B, by figures. CUTLASS has accumulator layouts"
         " for pairs with M = 128 and 256; flash-attn-4's backward of pairs computes dQ with M = "
         "128 and all else with M = 256, and is right on a B200; on the emulator it is, too.",
@@ -123,8 +146,8 @@ ASSUMPTIONS = (
         "Products of one thread read and write tensor memory in the order of their issue, "
         "whatever their shapes and accumulators: S(i+1) may be issued over the columns of P(i) "
         "right after the product that reads P(i).",
-        "forward and backward of one CTA: Note [what needs no barrier] in "
-        "kernels/sm100/forward.py and kernels/sm100/backward.py",
+        "forward and backward of one CTA, backward of pairs with M = 256: Note [what needs no "
+        "barrier] in kernels/sm100/forward.py, kernels/sm100/backward.py and backward_m256.py",
         "PTX ISA, tcgen05, pipelined instructions: the order of two products is promised for the "
         "same shape and accumulator; a later revision is reported to order an earlier one's reads"
         " of A before a later one's writes of D, too. flash-attn-4's forward issues S(i+1) over "
@@ -152,8 +175,9 @@ ASSUMPTIONS = (
         "row statistics that the MMA warp waited for, and a copy over them comes after the reads "
         "of warps that arrived at the MMA warp. In a pair also through the odd CTA's relay, with a "
         "wait of .cta scope.",
-        "all backward kernels: Note [what needs no barrier] in kernels/sm100/backward.py and "
-        "kernels/sm100/backward_pair.py (lse_log2 and delta after s_full)",
+        "all backward kernels: Note [what needs no barrier] in kernels/sm100/backward.py, "
+        "kernels/sm100/backward_pair.py (lse_log2 and delta after s_full) and backward_m256.py "
+        "(lse_log2 after s_full, delta after dp_full)",
         "PTX ISA, tcgen05.commit: the arrival implies tcgen05.fence::before_thread_sync; release "
         "semantics for ordinary memory are not promised. flash-attn-4 and CUTLASS have barriers "
         "of their own for row statistics. CUTLASS waits for arrivals of other CTAs with .cta "
@@ -267,8 +291,8 @@ ASSUMPTIONS = (
         "L2, copies, arrivals between SMs and the other fields of rates.BLACKWELL.assumed are as "
         "on an H200.",
         "estimates alone: choices of tiles and of pairs that rest on them",
-        "One H200 was measured (docs/emulator/proof.md); of a B200 only documented rates "
-        "are known. The model's estimates for flash-attn-4's kernels are 6 % off on the mean.",
+        "One H200 was measured (docs/emulator/proof.md); of a B200 documented rates are known, "
+        "and four that others measured. Estimates for flash-attn-4 are 5 % off on the mean.",
         "estimates, and with them the choice of pairs at head dims up to 128",
         "kernels/emulator/timing/rates.py: `BLACKWELL`",
         instead="the microbenchmarks, one for each field",

@@ -46,6 +46,11 @@ def runner(part: str, target: Target) -> Run:
 
         cells = {case.id: case for case in speed.CELLS}
         return lambda item: speed.run(cells[item])
+    if part == "designs":
+        from benchmarks.day_one import both_designs
+
+        both = {case.id: case for case in both_designs.cells(target.arch)}
+        return lambda item: both_designs.run(both[item])
     raise ValueError(f"no part is called {part!r}")
 
 
@@ -106,7 +111,7 @@ def _selftest(name: str, target: Target) -> Run:
     found = families.families(target.arch, target.emulated, target.full)
     family = next(family for family in found if family.name == name)
     cases = {case.id: case for case in family.cases}
-    return lambda item: families.run(cases[item], family.gradients, target.seed)
+    return lambda item: families.run(cases[item], family, target.arch, target.seed)
 
 
 def inject(deed: str, target: Target) -> Result:

@@ -1,15 +1,18 @@
 """The selftest by kernel family: forward before backward, one CTA before pairs, fast before
-deterministic. Each case is small, since the first question is which kernels work at all."""
+deterministic, then the designs that no call gets unless it asks (`fa4_jax.designs`). Each case is
+small, since the first question is which kernels work at all."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
 from benchmarks.day_one.litmus import BLACKWELL
 from benchmarks.day_one.outcome import Result, Verdict
+from fa4_jax import designs
 from fa4_jax.conformance.cases import CASES, Case
-from fa4_jax.key import HEAD_DIM_TILES, backward_value_dim, head_dim_tile
+from fa4_jax.key import HEAD_DIM_TILES, Pass, backward_value_dim, head_dim_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +21,13 @@ class Family:
 
     Attributes:
       gradients: whether the backward runs, too.
+      other_design: whether its last pass runs the design that was not chosen.
     """
 
     name: str
     gradients: bool
     cases: tuple[Case, ...]
+    other_design: bool = False
 
 
 def families(arch: str, emulated: bool, full: bool) -> tuple[Family, ...]:
@@ -49,16 +54,40 @@ def families(arch: str, emulated: bool, full: bool) -> tuple[Family, ...]:
                 name += ", pairs of CTAs" if pairs else ", one CTA"
             if cases:
                 found.append(Family(name, gradients, cases))
+                others = tuple(case for case in cases if _other_design(arch, case, gradients))
+                if others:
+                    found.append(Family(f"{name}: the other design", gradients, others, True))
     return tuple(found)
+
+
+def _tiles(arch: str, case: Case, gradients: bool) -> tuple[Pass, tuple[int, int]] | None:
+    """Returns the last pass of a case and the head dims of its tiles."""
+    tile = head_dim_tile(max(case.head_dim, case.value_dim or 0))
+    if tile is None:
+        return None
+    if not gradients:
+        return Pass.FORWARD, (tile, tile)
+    value = backward_value_dim(arch, tile, case.value_dim or case.head_dim)
+    return Pass.BACKWARD, (tile, value)
+
+
+def _other_design(arch: str, case: Case, gradients: bool) -> str | None:
+    """Returns the design that a case's last pass has and does not run unasked, or None."""
+    tiles = _tiles(arch, case, gradients)
+    if tiles is None or not designs.has_both(arch, *tiles):
+        return None
+    return designs.SINGLE if designs.is_pair(arch, *tiles, None) else designs.PAIR
 
 
 def _in_pairs(arch: str, case: Case, gradients: bool) -> bool:
     """Returns whether a pair of CTAs runs the case's last kernel."""
-    tile = head_dim_tile(max(case.head_dim, case.value_dim or 0))
-    if arch != BLACKWELL or tile is None or tile <= 128:
+    tiles = _tiles(arch, case, gradients)
+    if arch != BLACKWELL or tiles is None:
         return False
-    narrow = backward_value_dim(arch, tile, case.value_dim or case.head_dim) < tile
-    return not (gradients and narrow)
+    if designs.has_both(arch, *tiles):
+        return designs.is_pair(arch, *tiles, None)
+    (head_dim, value_dim) = tiles[1]
+    return head_dim > 128 and head_dim == value_dim
 
 
 def _quick() -> tuple[Case, ...]:
@@ -102,11 +131,13 @@ def _full() -> tuple[Case, ...]:
     return tuple(case for case in CASES if case.has_kernel)
 
 
-def run(case: Case, gradients: bool, seed: int) -> Result:
-    """Runs the conformance of a case by kernels alone."""
+def run(case: Case, family: Family, arch: str, seed: int) -> Result:
+    """Runs the conformance of a case of a family by kernels alone."""
     from fa4_jax.conformance.runner import run_case
 
-    verdicts = run_case(case, seed, "kernel", gradients)
+    other = _other_design(arch, case, family.gradients) if family.other_design else None
+    with contextlib.nullcontext() if other is None else designs.asking(other):
+        verdicts = run_case(case, seed, "kernel", family.gradients)
     failures = [f"{v.name}: {v.failure}" for v in verdicts if v.failure]
     worst = max(v.worst / v.worst_allowed for v in verdicts)
     data = {v.name: [v.worst, v.worst_allowed, v.rms, v.rms_allowed] for v in verdicts}

@@ -8,6 +8,7 @@ columns and in lanes 64 to 127 for the second.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -122,7 +123,9 @@ def _layout(rows: int, columns: int, a_in_tensor: bool):
     return text
 
 
-def _relayed_load(target: str, broken: bool, reader_fence: str = "") -> str:
+def _relayed_load(
+    target: str, broken: bool, reader_fence: str = "", of_cluster: bool = True
+) -> str:
     """Each CTA's B arrives by bulk copy on the CTA's own barrier; a warp that waits for it relays
     the arrival to the even CTA. Broken: it does not wait. Row n of B holds ((i & 7) * 8 + n) % 64 +
     1.
@@ -130,9 +133,10 @@ def _relayed_load(target: str, broken: bool, reader_fence: str = "") -> str:
     load = "and.b32 %t9, %i, 7;\nmul.lo.u32 %t9, %t9, 64;\nmad.lo.u32 %t9, %rank, 32, %t9;\n"
     load += f"mul.wide.u32 %d1, %t9, 32;\nadd.s64 %d1, %d1, %data;\nadd.s64 %d1, %d1, {ptx.OWN};\n"
     body = ptx.jitter(5) + ptx.one(0, load + ptx.bulk_load(_B_AT, "%d1", 1024, _LOADED))
-    relay = "" if broken else ptx.wait(_LOADED, scope=ptx.CLUSTER)
-    body += ptx.FENCE_BEFORE + ptx.warps(1, 1, relay) + ptx.arrive_at_even(_FULL)
-    issue = ptx.wait(_FULL, scope=ptx.CLUSTER) + reader_fence + ptx.FENCE_AFTER
+    release, acquire = (".release.cluster", ptx.CLUSTER) if of_cluster else ("", "")
+    relay = "" if broken else ptx.wait(_LOADED, scope=acquire)
+    body += ptx.FENCE_BEFORE + ptx.warps(1, 1, relay) + ptx.arrive_at_even(_FULL, release)
+    issue = ptx.wait(_FULL, scope=acquire) + reader_fence + ptx.FENCE_AFTER
     body += _of_even(issue + _product(128, 64)) + ptx.wait(_DONE) + ptx.FENCE_AFTER
     body += ptx.load(0, 32, 0) + ptx.WAIT_LD
     body += "shr.u32 %t9, %thread, 6;\nshl.b32 %t9, %t9, 5;\nand.b32 %t10, %i, 7;\n"
@@ -140,6 +144,29 @@ def _relayed_load(target: str, broken: bool, reader_fence: str = "") -> str:
     # The broken variant's copies are complete before the next ones start, too.
     body += ptx.one(0, ptx.wait(_LOADED))
     return ptx.module(target, body, 128, before=_setup(8, 1, 1), after=ptx.free(2), cluster=2)
+
+
+def _tensor_arrival(target: str, broken: bool) -> str:
+    """Each CTA stores its rows of A to its tensor memory and arrives at the even CTA at the CTA's
+    scope; broken: without the wait for the store. Row r of A holds (i * 7 + r) % 128 + 1, row n of
+    B holds n + 1.
+    """
+    before = _setup(8, 1, rows=128) + "mad.lo.u32 %t10, %rank, 32, %lane;\n"
+    before += "add.s32 %t10, %t10, 1;\nshl.b32 %t9, %lane, 5;\nadd.s32 %t9, %t9, %smem;\n"
+    before += f"add.s32 %t9, %t9, {_B_AT};\n" + ptx.warps(0, 1, ptx.row_of("%t10", "%t9"))
+    before += "fence.proxy.async.shared::cta;\n"
+    body = ptx.jitter(3) + "mad.lo.u32 %t13, %rank, 128, %thread;\n"
+    body += "mad.lo.u32 %t13, %i, 7, %t13;\nand.b32 %t13, %t13, 127;\n"
+    body += "add.s32 %t10, %t13, 1;\ncvt.rn.f32.u32 %f0, %t10;\n"
+    body += "cvt.rn.bf16x2.f32 %t10, %f0, %f0;\n"
+    body += "".join(f"mov.b32 %v{i}, %t10;\n" for i in range(8)) + ptx.store(0, 8, _A_COLUMN)
+    body += ("" if broken else ptx.WAIT_ST) + ptx.FENCE_BEFORE + ptx.arrive_at_even(_FULL, "")
+    issue = ptx.wait(_FULL) + ptx.FENCE_AFTER + _product(256, 64, "[%t11]")
+    body += _of_even(issue) + ptx.wait(_DONE) + ptx.FENCE_AFTER
+    for first in (0, 32):
+        body += ptx.load(0, 32, first) + ptx.WAIT_LD + f"mov.b32 %t9, {first};\n"
+        body += _compare(32, 63)
+    return ptx.module(target, body, 128, before=before, after=ptx.free(2), cluster=2)
 
 
 def _sources() -> np.ndarray:
@@ -217,6 +244,24 @@ PROGRAMS = (
         refuted="D of another B than the one that was copied last",
         broken="without the relaying warp's wait for the copy",
         noticed="race|wrong",
+    ),
+    Litmus(
+        "relayed-load-of-cta",
+        _pairs(
+            functools.partial(_relayed_load, of_cluster=False),
+            *(128 * 32, (100_000, 10)),
+            data=_sources(),
+        ),
+        refuted="the same as in relayed-load, with arrivals and waits at the scope of the CTA",
+        broken="without the relaying warp's wait for the copy",
+        noticed="race|wrong",
+    ),
+    Litmus(
+        "tensor-arrival-of-cta",
+        _pairs(_tensor_arrival, 128 * 64, (100_000, 6)),
+        refuted="D of another A than the one that was stored last",
+        broken="without tcgen05.wait::st",
+        noticed="tensor-wait",
     ),
     Litmus(
         "remote-operand-fenced",

@@ -159,11 +159,15 @@ def arrive(barrier: int) -> str:
     return WARP_MEETS + when("eq.u32 %mine, %lane, 0", text)
 
 
-def arrive_at_even(barrier: int) -> str:
-    """Arrives once for each warp at the barrier of the pair's even CTA."""
+def arrive_at_even(barrier: int, scope: str = ".release.cluster") -> str:
+    """Arrives once for each warp at the barrier of the pair's even CTA.
+
+    scope: "" is that of the CTA, which orders tensor memory and copies only as far as hardware goes
+      beyond the PTX ISA.
+    """
     text = (
         f"add.s32 %t1, %smem, {barrier};\nmapa.shared::cluster.u32 %t1, %t1, 0;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%t1];"
+        f"mbarrier.arrive{scope}.shared::cluster.b64 _, [%t1];"
     )
     return WARP_MEETS + when("eq.u32 %mine, %lane, 0", text)
 

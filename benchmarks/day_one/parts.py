@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.day_one import (
     bitwise,
+    both_designs,
     constants,
     families,
     litmus_memory,
@@ -27,6 +28,7 @@ INJECTED = "injected on purpose"
 """The item that hangs or faults where `--inject` asks for it."""
 
 _NO_GPU = "it needs hardware; this is the emulator"
+_ONE_DESIGN = "no pass of this architecture has two designs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,13 @@ def parts(target: Target) -> list[Part]:
         Part("bitwise", tuple(case.id for case in bitwise.cases(emulated)), slow, 900),
         Part("constants", measured, limit_s=60, total_s=240, reason=hardware),
         Part("speed", tuple(c.id for c in speed.CELLS), limit_s=180, total_s=600, reason=hardware),
+        Part(
+            "designs",
+            tuple(case.id for case in both_designs.cells(arch)),
+            limit_s=120,
+            total_s=600,
+            reason=hardware or ("" if both_designs.cells(arch) else _ONE_DESIGN),
+        ),
         # These come last, since what is broken on purpose may do anything.
         Part("controls", litmus, limit_s=40, total_s=240, reason=hardware),
     ]

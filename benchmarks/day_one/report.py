@@ -76,6 +76,7 @@ def markdown(day: Day) -> str:
         _constants(day),
         _shapes(day),
         _speed(day),
+        _items(day, "designs", "Both designs: TFLOP/s of one CTA and of pairs"),
         _not_run(day),
         _parts(day),
     ]

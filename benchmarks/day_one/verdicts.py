@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+from benchmarks.day_one import both_designs
 from benchmarks.day_one.assumptions import ASSUMPTIONS, Assumption
 from benchmarks.day_one.constants import (
     TOLERANCE,
@@ -120,10 +121,11 @@ def changes(arch: str, findings: Sequence[Finding]) -> list[str]:
                 f"assumption {judgement.assumption.id} falls ({judgement.why}): "
                 f"{judgement.assumption.change}"
             )
-    for part in ("doctor", "selftest", "bitwise", "constants", "speed"):
+    for part in ("doctor", "selftest", "bitwise", "constants", "speed", "designs"):
         for x in of_part(findings, part):
             if x.verdict in (Verdict.FALLS, Verdict.ERROR):
                 lines.append(f"{x.part}, {x.item} ({x.verdict}): {x.text}")
+    lines += both_designs.changes(of_part(findings, "designs"), arch)
     off = [x for x in measured_constants(arch, findings) if is_off(x)]
     off.sort(key=lambda x: -abs(math.log(x.ratio or 1)))
     name = {"sm_90a": "HOPPER", "sm_100f": "BLACKWELL"}[arch]

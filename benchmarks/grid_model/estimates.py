@@ -93,9 +93,11 @@ class Estimator:
     def _backward(self, code: Code, shape: Shape) -> float:
         key, d = code.key, code.key.head_dim
         least = DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1
-        section = max(L2_BUDGET_BYTES // (d * (2 + 2 + 4)) // shape.length, least)
+        tile = BACKWARD_TILES[d, key.value_dim]
+        row_bytes = d * (2 + 4) + key.value_dim * 2
+        section = max(tile.l2_budget_bytes // row_bytes // shape.length, least)
         ctas = backward_tiles(code, self.cost(code), shape, section)
-        return Grid(self.rates, BACKWARD_TILES[d].stages).run(ctas)
+        return Grid(self.rates, tile.stages).run(ctas)
 
     def _stream(self, code: Code, shape: Shape) -> float:
         """Estimates a kernel around the backward: the bytes that it moves, or what the CTAs of an

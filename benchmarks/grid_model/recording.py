@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 
-from fa4_jax import bands
+from fa4_jax import bands, designs
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Launch
+from fa4_jax.masks.table import TILE_ROWS
 from fa4_jax.plan import given_shapes, kernel_keys, new_buffers, scalars
 from fa4_jax.problem import Problem, default_scale
 from kernels import emulator
@@ -19,6 +21,8 @@ from kernels.emulator import Policy
 from kernels.emulator.driver import arguments
 from kernels.emulator.driver.arguments import DTYPES
 from kernels.emulator.machine.trace import Trace
+
+Hidden = Literal["nothing", "limits", "tags"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +61,15 @@ class Sizes:
 
     Attributes:
       offset: position of the first query among the keys, where the mask is causal.
+      hidden: what ranges in memory hide in every block of the first key tile, for a kernel that has
+        them: nothing; the first key, by limits; or nothing, but the tags have to be compared.
     """
 
     heads: int
     query_length: int
     key_length: int
     offset: int = 0
+    hidden: Hidden = "nothing"
 
 
 def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
@@ -79,23 +86,45 @@ def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
         window=bands.CAUSAL if key.band else bands.EVERYTHING,
         deterministic=key.deterministic,
         value_dim=None if key.value_dim == key.head_dim else key.value_dim,
+        has_ranges=key.ranges,
     )
 
 
-def operands(key: KernelKey, problem: Problem, offset: int) -> dict[str, np.ndarray]:
+def ranges(problem: Problem, hidden: str) -> dict[str, np.ndarray]:
+    """Makes ranges that every row has alike, tags that all match, and no sinks; see `Sizes`."""
+    tiles, low = -(-problem.query_length // TILE_ROWS), int(hidden == "limits")
+    entry = [low, problem.key_length, low, problem.key_length]
+    rows = (1, problem.query_length)
+    return {
+        "row_low": np.full(rows, low, np.int32),
+        "row_high": np.full(rows, problem.key_length, np.int32),
+        "row_table": np.tile(np.array(entry, np.int32), (1, tiles, 1)),
+        "tag_low": np.zeros(rows, np.int32),
+        "tag_high": np.zeros(rows, np.int32),
+        "tag_key": np.zeros((1, problem.key_length), np.int32),
+        "tag_tiles": np.full((1, tiles), int(hidden == "tags"), np.int32),
+        "sinks": np.full(problem.query_heads, -np.inf, np.float32),
+        "max_logit": np.zeros((1, 0), np.float32),
+        "soft_cap": np.full(1, 50.0, np.float32),
+    }
+
+
+def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
     """Makes the operands of a kernel: given ones are normal, intermediate ones zero."""
     rng, shapes = np.random.default_rng(0), given_shapes(problem)
     arrays: dict[str, np.ndarray] = {
         name: rng.normal(size=shapes[name]).astype(DTYPES[problem.dtype])
         for name in ("q", "k", "v", "o", "do")
     }
-    extents = [[problem.query_length, problem.key_length, offset, 0]] * problem.batch
+    extents = [[problem.query_length, problem.key_length, sizes.offset, 0]] * problem.batch
     arrays["extents"] = np.array(extents, np.int32)
     arrays |= {name: np.zeros(shapes[name], np.float32) for name in ("lse", "dlse")}
-    keys = [one for several in kernel_keys(problem, key.arch) for one in several]
+    design = designs.design_of(key)
+    keys = [one for several in kernel_keys(problem, key.arch, design=design) for one in several]
     launches = [launch(one, describe(one)) for one in keys]
     for name, (result, shape) in new_buffers(problem, launches).items():
         arrays[name] = np.zeros(shape, DTYPES[result.dtype])
+    arrays |= ranges(problem, sizes.hidden) if key.ranges else {}
     return {name: arrays[name] for name in launch(key, describe(key)).operands}
 
 
@@ -105,7 +134,7 @@ def record(code: Code, sizes: Sizes, ctas: int = 1) -> Trace:
     No kernel's path depends on its intermediate operands, which are zero.
     """
     problem = problem_of(code.key, sizes)
-    arrays = operands(code.key, problem, sizes.offset)
+    arrays = operands(code.key, problem, sizes)
     packed = arguments.pack(code.launch, arrays, scalars(problem), multiprocessors=1)
     trace = Trace(frozenset(range(ctas * code.launch.cluster[0])))
     emulator.launch(

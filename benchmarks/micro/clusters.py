@@ -30,12 +30,14 @@ xor.b32 %peer, %rank, 1;
 mapa.shared::cluster.u32 %theirs, %shared, %peer;"""
 
 
-def _handover() -> Program:
+def _handover(release: str) -> Program:
     """Two CTAs pass a token: wait for one's own mbarrier, arrive at the other's.
 
-    A copy is a wait and an arrival of each, a round trip.
+    A copy is a wait and an arrival of each, a round trip. Before an arrival that releases to the
+    cluster ptxas puts a memory barrier.
     """
-    arrive = elected("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%theirs];")
+    mnemonic = f"mbarrier.arrive{release}.shared::cluster.b64"
+    arrive = elected(f"{mnemonic} _, [%theirs];")
 
     def body(copies: int) -> str:
         return "\n".join(
@@ -45,7 +47,7 @@ def _handover() -> Program:
     return Program(
         body=body,
         copies=_COPIES,
-        counts={"mbarrier.arrive.release.cluster.shared::cluster.b64": 1},
+        counts={mnemonic: 1},
         registers=_REGISTERS,
         setup=f"""\
 {init_barriers(1)}
@@ -103,10 +105,14 @@ def measurements() -> list[Measurement]:
     """
     found = [
         latency(
-            "cluster/arrive to wait",
-            _handover(),
+            name,
+            _handover(release),
             Launch(threads=32, repeats=_REPEATS, ctas=2, shared_bytes=ALONE_BYTES),
             events=2,
+        )
+        for name, release in (
+            ("cluster/arrive to wait", ".release.cluster"),
+            ("cluster/arrive of the CTA's scope to wait", ""),
         )
     ]
     for size in SIZES:

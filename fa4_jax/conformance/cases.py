@@ -6,11 +6,18 @@ import dataclasses
 import functools
 import itertools
 
-from fa4_jax import bands
-from fa4_jax.key import HEAD_DIM_TILES
+from fa4_jax import bands, catalogue
+from fa4_jax.conformance.row_masks import KINDS
+from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
+from fa4_jax.plan import kernel_keys, unsupported
 from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
+
+
+@functools.cache
+def _built() -> frozenset[KernelKey]:
+    return frozenset(catalogue.all_keys())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Case:
       growing: key magnitudes grow along the sequence, so that every block moves the row maximum.
       poison: padding and other rows that must not matter hold NaN and Inf.
       bias, mask: shapes, broadcastable to [B, N, T, S]; the default path alone takes them.
+      masks: names of `row_masks.KINDS`, which all apply.
+      sinks: random ones. max_logit: the largest scores are returned.
     """
 
     dtype: str = "bf16"
@@ -47,13 +56,29 @@ class Case:
     bias: DenseShape | None = None
     mask: DenseShape | None = None
     value_dim: int | None = None
+    masks: tuple[str, ...] = ()
+    soft_cap: float | None = None
+    sinks: bool = False
+    max_logit: bool = False
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the GPU kernels take this case."""
+        """Whether kernels of every architecture take this case, both ways."""
         widths = (self.head_dim, self.value_dim or self.head_dim)
         fits = all(width % 8 == 0 and width <= HEAD_DIM_TILES[-1] for width in widths)
-        return fits and self.dtype != "f32" and not (self.bias or self.mask)
+        extra = self.bias or self.mask or self.masks or self.soft_cap or self.sinks
+        return fits and self.dtype != "f32" and not (extra or self.max_logit)
+
+    def has_kernels(self, arch: str, kernel: Pass) -> bool:
+        """Whether an architecture's kernels take a pass, and all that come before it.
+
+        To them what a mask alone hides must be finite.
+        """
+        if unsupported(self.problem) is not None or (self.masks and self.poison):
+            return False
+        forward, backward = kernel_keys(self.problem, arch)
+        needed = forward if kernel is Pass.FORWARD else forward + backward
+        return set(needed) <= _built()
 
     @property
     def problem(self) -> Problem:
@@ -72,6 +97,12 @@ class Case:
             has_lengths=not (self.query_lengths is None and self.key_lengths is None),
             has_bias=self.bias is not None,
             has_mask=self.mask is not None,
+            has_ranges=bool(self.masks),
+            has_tags=any(KINDS[name].has_tags for name in self.masks),
+            soft_cap=self.soft_cap,
+            has_soft_cap=self.soft_cap is not None,
+            has_sinks=self.sinks,
+            returns_max_logit=self.max_logit,
             deterministic=self.deterministic,
             numerics=self.numerics,
             value_dim=None if self.value_dim == self.head_dim else self.value_dim,
@@ -100,7 +131,8 @@ class Case:
         ]
         if self.is_causal:
             parts.append("causal")
-        for name in ("query_offset", "window", "query_lengths", "key_lengths", "scale"):
+        parts += self.masks
+        for name in ("query_offset", "window", "query_lengths", "key_lengths", "scale", "soft_cap"):
             value = getattr(self, name)
             if value is not None and value != 0:
                 text = "_".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
@@ -109,7 +141,8 @@ class Case:
             parts.append(self.numerics)
         if self.magnitude != 1.0:
             parts.append(f"magnitude{self.magnitude:g}")
-        parts += [name for name in ("deterministic", "growing", "poison") if getattr(self, name)]
+        flags = ("deterministic", "growing", "poison", "sinks", "max_logit")
+        parts += [name for name in flags if getattr(self, name)]
         for name in ("bias", "mask"):
             if (shape := getattr(self, name)) is not None:
                 parts.append(name + "x".join(map(str, shape)))
@@ -217,6 +250,55 @@ def _numerics() -> list[Case]:
     return cases
 
 
+def _row_masks() -> list[Case]:
+    """Segments, ranges, prefixes, chunks, windows of the run, and what is combined with them."""
+    sized = functools.partial(Case, query_length=300, key_length=420)
+    packed = functools.partial(Case, query_length=333, key_length=333, masks=("segments",))
+    return [
+        packed(),
+        packed(is_causal=True, heads=(4, 2), head_dim=128),
+        packed(is_causal=True, window=(60, 0), batch=1, deterministic=True),
+        packed(query_lengths=(333, 70), key_lengths=(200, 333), head_dim=128),
+        sized(masks=("segments",), dtype="fp16", head_dim=256),
+        sized(masks=("scattered",), is_causal=True, query_offset=120),
+        sized(masks=("scattered", "segments"), head_dim=96, deterministic=True),
+        sized(masks=("ranges",)),
+        sized(masks=("ranges", "segments"), head_dim=128, query_lengths=(300, 111)),
+        sized(masks=("prefix",), query_offset=(0, 120), head_dim=128),
+        sized(masks=("prefix", "segments"), query_offset=-30, deterministic=True),
+        sized(masks=("chunked",), is_causal=True, query_offset=70),
+        sized(masks=("chunked", "window"), query_offset=(-50, 200), head_dim=192),
+        sized(masks=("rising",), heads=(4, 1)),
+        sized(masks=("unsorted", "segments"), head_dim=128, dtype="fp16"),
+        sized(masks=("window",), query_offset=(5, 90), head_dim=256),
+    ]
+
+
+def _scores() -> list[Case]:
+    """Soft caps, sinks and largest scores."""
+    sized = functools.partial(Case, query_length=257, key_length=391)
+    return [
+        sized(soft_cap=50.0, is_causal=True, head_dim=256),
+        sized(soft_cap=2.0, magnitude=3.0, head_dim=128, poison=True, key_lengths=(391, 100)),
+        sized(soft_cap=5.0, window=(70, 10), dtype="fp16", deterministic=True),
+        sized(sinks=True, window=(127, 0), heads=(8, 1), query_offset=134),
+        sized(sinks=True, key_lengths=(0, 391), query_lengths=(200, 257), head_dim=128),
+        sized(sinks=True, masks=("ranges",), numerics="exact", deterministic=True),
+        sized(max_logit=True, is_causal=True, head_dim=128),
+        sized(max_logit=True, masks=("ranges",), query_lengths=(0, 257), growing=True),
+        sized(
+            masks=("segments",),
+            soft_cap=20.0,
+            sinks=True,
+            max_logit=True,
+            magnitude=2.0,
+            head_dim=128,
+            heads=(4, 2),
+            is_causal=True,
+        ),
+    ]
+
+
 def _default_only() -> list[Case]:
     """What no kernel takes: float32, any head dim, dense bias and mask."""
     sized = functools.partial(Case, query_length=90, key_length=130)
@@ -229,11 +311,30 @@ def _default_only() -> list[Case]:
         sized(dtype="bf16", bias=(1, 4, 1, 130), heads=(4, 2), is_causal=True),
         sized(dtype="f32", bias=(2, 1, 90, 1), mask=(1, 1, 90, 130)),
         sized(dtype="f32", mask=(2, 1, 1, 130), poison=True),
+        sized(dtype="f32", masks=("ranges",), query_lengths=(90, 33), poison=True),
         sized(dtype="bf16", mask=(1, 2, 90, 130), is_causal=True, key_lengths=(66, 130)),
+        sized(
+            dtype="f32",
+            bias=(1, 2, 90, 130),
+            mask=(2, 1, 90, 1),
+            masks=("scattered",),
+            soft_cap=2.0,
+            sinks=True,
+            max_logit=True,
+        ),
     ]
 
 
 CASES: tuple[Case, ...] = tuple(
-    dict.fromkeys(_sizes() + _long() + _masks() + _heads() + _numerics() + _default_only())
+    dict.fromkeys(
+        _sizes()
+        + _long()
+        + _masks()
+        + _heads()
+        + _numerics()
+        + _row_masks()
+        + _scores()
+        + _default_only()
+    )
 )
 """Every case, each once."""

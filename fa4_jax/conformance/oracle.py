@@ -1,7 +1,10 @@
 """Softmax attention in numpy: the float64 oracle, and the ordinary computation it is judged by.
 
-    s = scale q k^T + bias,  lse = log sum exp s,  p = exp(s - lse),  o = p v
-    dv = p^T do,  ds = p (do v^T - rowsum(do o) + dlse),  dq = scale ds k,  dk = scale ds^T q
+    s = cap(scale q k^T) + bias,  lse = log sum exp s,  p = exp(s - lse),  o = p v
+    dv = p^T do,  ds = p (do v^T - rowsum(do o) + dlse),  dbias = ds
+    dx = cap' ds,  dq = scale dx k,  dk = scale dx^T q
+
+with cap(x) = c tanh(x / c) of a soft cap c; a sink is one more score of each row, its value is 0.
 
 Both run this text. The oracle keeps float64 throughout; the ordinary computation works in float32
 and rounds to the storage type what a fused kernel does: the operands of products, and results.
@@ -10,16 +13,27 @@ and rounds to the storage type what a fused kernel does: the operands of product
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.row_masks import KINDS, Arrays
 
 STORAGE = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "f32": np.float32}
 
-NAMES = ("output", "lse", "dq", "dk", "dv", "dbias")
+
+def names(case: Case) -> tuple[str, ...]:
+    """What is computed: results of the forward, then gradients."""
+    return (
+        *("output", "lse"),
+        *(("max_logit",) if case.max_logit else ()),
+        *("dq", "dk", "dv"),
+        *(("dbias",) if case.bias is not None else ()),
+        *(("dsinks",) if case.sinks else ()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +41,7 @@ class Inputs:
     """Arrays of a case, in storage types, with the cotangents of both results.
 
     query, output_bar [B, T, N, H]; key, value [B, S, K, H]; lse_bar [B, N, T] f32. Of value and
-    output_bar H is the case's value_dim.
+    output_bar H is the case's value_dim. masks: arrays by the name of their kind; sinks [N].
     """
 
     query: np.ndarray
@@ -37,6 +51,8 @@ class Inputs:
     lse_bar: np.ndarray
     bias: np.ndarray | None = None
     mask: np.ndarray | None = None
+    masks: dict[str, Arrays] = dataclasses.field(default_factory=dict[str, Arrays])
+    sinks: np.ndarray | None = None
 
 
 def make_inputs(case: Case, seed: int) -> Inputs:
@@ -52,17 +68,21 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     width = case.value_dim or h
     value, output_bar = rng.normal(size=(*keys[:3], width)), rng.normal(size=(*rows[:3], width))
     mask = None if case.mask is None else rng.random(case.mask) < 0.7
+    masks = {name: KINDS[name].draw(case, rng) for name in case.masks}
     if case.poison:
-        _poison(case, [query, output_bar], [key, value], mask)
+        seen = None if mask is None and not masks else visible(case, mask, masks)
+        _poison(case, [query, output_bar], [key, value], seen)
     return Inputs(
         *(x.astype(storage) for x in (query, key, value, output_bar)),
         lse_bar=rng.normal(size=(case.batch, n, case.query_length)).astype(np.float32),
         bias=None if case.bias is None else rng.normal(size=case.bias).astype(storage),
         mask=mask,
+        masks=masks,
+        sinks=rng.normal(size=n).astype(storage) * 2 if case.sinks else None,
     )
 
 
-def _poison(case: Case, rows: list[Any], keys: list[Any], mask: np.ndarray | None) -> None:
+def _poison(case: Case, rows: list[Any], keys: list[Any], seen: np.ndarray | None) -> None:
     """Writes NaN and Inf wherever nothing may look: padding, and keys that a mask hides."""
     padding = ((rows, case.query_lengths), (keys, case.key_lengths))
     for arrays, lengths in padding:
@@ -70,13 +90,14 @@ def _poison(case: Case, rows: list[Any], keys: list[Any], mask: np.ndarray | Non
             for x in arrays:
                 x[b, length:] = np.nan
                 x[b, length::2] = np.inf
-    if mask is not None:
-        hidden = np.broadcast_to(~mask.any(axis=(1, 2)), (case.batch, case.key_length))
+    if seen is not None:
         for x in keys:
-            x[hidden] = np.nan
+            x[~seen.any(axis=(1, 2))] = np.nan
 
 
-def visible(case: Case, mask: np.ndarray | None) -> np.ndarray:
+def visible(
+    case: Case, mask: np.ndarray | None, masks: Mapping[str, Arrays] | None = None
+) -> np.ndarray:
     """Which row sees which key, bool [B, N, T, S]."""
     i = np.arange(case.query_length)[None, :, None]
     j = np.arange(case.key_length)[None, None, :]
@@ -89,6 +110,8 @@ def visible(case: Case, mask: np.ndarray | None) -> np.ndarray:
         seen &= j >= i + offset - left
     if right is not None:
         seen &= j <= i + offset + right
+    for name, arrays in (masks or {}).items():
+        seen &= KINDS[name].seen(case, arrays)
     if case.query_lengths is not None:
         seen &= i < np.asarray(case.query_lengths)[:, None, None]
     if case.key_lengths is not None:
@@ -117,7 +140,7 @@ class _Precision:
 def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, np.ndarray]:
     work, rounded, rounded_score = precision.work, precision.rounded, precision.rounded_score
     group = case.heads[0] // case.heads[1]
-    seen = visible(case, inputs.mask)
+    seen = visible(case, inputs.mask, inputs.masks)
     scale = work(case.head_dim**-0.5 if case.scale is None else case.scale)
 
     def heads_first(x: np.ndarray, used: Any) -> np.ndarray:
@@ -128,13 +151,20 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     q, do = (heads_first(x, seen.any(3)) for x in (inputs.query, inputs.output_bar))
     k, v = (heads_first(x, seen.any(2)) for x in (inputs.key, inputs.value))
     s = q @ k.swapaxes(2, 3) * scale
+    slope = work(1)
+    if case.soft_cap is not None:
+        tanh = np.tanh(s / work(case.soft_cap))
+        s, slope = work(case.soft_cap) * tanh, 1 - tanh * tanh
     if inputs.bias is not None:
         s = s + inputs.bias.astype(work)
     s = np.where(seen, s, -np.inf)
-    top = s.max(-1, keepdims=True)
+    max_logit = s.max((2, 3))
+    sink = _sinks(case, inputs, work)  # [B, N, T, 1]
+    top = np.maximum(s.max(-1, keepdims=True), sink)
     top = top - work(precision.reference_shift)
-    e = np.exp(s - np.where(np.isneginf(top), 0, top))
-    total = e.sum(-1, keepdims=True)
+    safe_top = np.where(np.isneginf(top), 0, top)
+    e = np.exp(s - safe_top)
+    total = e.sum(-1, keepdims=True) + np.exp(sink - safe_top)
     empty = total == 0
     safe = np.where(empty, 1, total)
     lse = np.where(empty, -np.inf, top + np.log(safe))  # [B, N, T, 1]
@@ -142,6 +172,7 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     p = np.exp(s - np.where(empty, 0, lse))
     delta = (do * o).sum(-1, keepdims=True) - inputs.lse_bar.astype(work)[..., None]
     ds = p * (do @ v.swapaxes(2, 3) - delta)
+    dx = ds * slope
 
     def by_key_head(x: np.ndarray) -> np.ndarray:
         """[B, N, S, H] -> [B, S, K, H], groups summed."""
@@ -151,14 +182,29 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     results = {
         "output": o.transpose(0, 2, 1, 3),
         "lse": lse[..., 0],
-        "dq": rounded(rounded_score(ds) @ k * scale).transpose(0, 2, 1, 3),
-        "dk": rounded(by_key_head(rounded_score(ds).swapaxes(2, 3) @ q) * scale),
+        "dq": rounded(rounded_score(dx) @ k * scale).transpose(0, 2, 1, 3),
+        "dk": rounded(by_key_head(rounded_score(dx).swapaxes(2, 3) @ q) * scale),
         "dv": rounded(by_key_head(rounded_score(p).swapaxes(2, 3) @ do)),
     }
+    if case.max_logit:
+        results["max_logit"] = max_logit
+    if inputs.sinks is not None:
+        share = np.exp(sink - np.where(empty, 0, lse))
+        results["dsinks"] = rounded(-(share * delta).sum((0, 2, 3)))
     if inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
         results["dbias"] = rounded(ds.sum(summed, keepdims=True))
-    return results
+    return {name: results[name] for name in names(case)}
+
+
+def _sinks(case: Case, inputs: Inputs, work: Any) -> np.ndarray:
+    """The score of each row's sink, [B, N, T, 1]; -inf past the query length and without sinks."""
+    shape = case.batch, case.heads[0], case.query_length
+    if inputs.sinks is None:
+        return np.full((*shape, 1), -np.inf, work)
+    lengths = case.query_lengths or (case.query_length,) * case.batch
+    below = np.arange(case.query_length) < np.asarray(lengths)[:, None, None]
+    return np.where(below, inputs.sinks.astype(work)[:, None], -np.inf)[..., None].astype(work)
 
 
 def oracle(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:

@@ -9,18 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from fa4_jax.api import Call, Implementation, attention, canonicalise
+from fa4_jax.conformance import row_masks
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import (
-    NAMES,
     REFERENCE_SHIFTS,
     Inputs,
     make_inputs,
+    names,
     oracle,
     ordinary,
 )
 from fa4_jax.plan import make_plan
 from fa4_jax.target import current_target
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+"""Operands with a gradient, in the order of `names`."""
 
 
 def arguments(case: Case) -> dict[str, Any]:
@@ -37,43 +41,63 @@ def arguments(case: Case) -> dict[str, Any]:
         "query_seq_lengths": array(case.query_lengths),
         "key_value_seq_lengths": array(case.key_lengths),
         "local_window_size": case.window,
+        "logits_soft_cap": case.soft_cap,
         "deterministic": case.deterministic,
         "numerics": case.numerics,
     }
 
 
+def masking(inputs: Inputs) -> dict[str, Any]:
+    """Keyword arguments of `attention` for the masks of a case; beside a bool mask only ids go."""
+    if inputs.mask is None:
+        return {"mask": row_masks.value(inputs.masks)}
+    (ids,) = inputs.masks.values() if inputs.masks else (None,)
+    return {"mask": jnp.asarray(inputs.mask), "segment_ids": ids}
+
+
 def compute(
     case: Case, inputs: Inputs, implementation: Implementation, gradients: bool = True
 ) -> dict[str, np.ndarray]:
-    """output, lse and, if wanted, dq, dk, dv (and dbias) from `fa4_jax.attention`."""
-    options = arguments(case)
-    mask = None if inputs.mask is None else jnp.asarray(inputs.mask)
+    """What `names` says, or without gradients the first of it, from `fa4_jax.attention`."""
+    options = arguments(case) | masking(inputs)
+    options["return_max_logit"] = case.max_logit
 
     @jax.jit
-    def run(primals: list[jax.Array], bars: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-        def forward(*primals: jax.Array) -> Any:
+    def run(primals: dict[str, jax.Array], bars: Any) -> tuple[Any, ...]:
+        def forward(primals: dict[str, jax.Array]) -> Any:
             return attention(
-                *primals, mask=mask, return_residual=True, implementation=implementation, **options
+                **primals, return_residual=True, implementation=implementation, **options
             )
 
         if not gradients:
-            return forward(*primals)
-        results, pull_back = jax.vjp(forward, *primals)
-        return *results, *pull_back(bars)
+            return forward(primals)
+        results, pull_back = jax.vjp(forward, primals)
+        (found,) = pull_back((*bars, *(jnp.zeros_like(x) for x in results[2:])))
+        return *results, *(found[name] for name in DIFFERENTIABLE if name in found)
 
-    primals = [inputs.query, inputs.key, inputs.value]
-    primals += [] if inputs.bias is None else [inputs.bias]
+    operands = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    primals = {name: jnp.asarray(x) for name, x in operands.items() if x is not None}
     bars = jnp.asarray(inputs.output_bar), jnp.asarray(inputs.lse_bar)
     # A GPU's default for float32 products is TF32: three digits, which is JAX's choice, not ours.
     with jax.default_matmul_precision("highest"):
-        values = run([jnp.asarray(x) for x in primals], bars)
-    return {name: np.asarray(x) for name, x in zip(NAMES, values, strict=False)}
+        values = run(primals, bars)
+    return {name: np.asarray(x) for name, x in zip(names(case), values, strict=gradients)}
+
+
+def call(case: Case, inputs: Inputs) -> Call:
+    """A case as `attention` gathers it."""
+    operands = inputs.query, inputs.key, inputs.value, inputs.bias
+    return Call(
+        *operands,
+        sinks=inputs.sinks,
+        return_max_logit=case.max_logit,
+        **(arguments(case) | masking(inputs)),
+    )
 
 
 def uses_polynomial(case: Case, inputs: Inputs, implementation: Implementation) -> bool:
     """Whether the forward kernel, if there is one, computes exponentials by polynomial."""
-    operands = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.mask
-    _, problem = canonicalise(Call(*operands, **arguments(case)))
+    _, problem = canonicalise(call(case, inputs))
     plan = make_plan(problem, current_target(), implementation)
     return any(kernel.key.polynomial_exp2 for kernel in plan.forward)
 

@@ -18,14 +18,19 @@ from maxtext.common.common_types import MODEL_MODE_AUTOREGRESSIVE, MODEL_MODE_TR
 from maxtext.layers.attention_op import AttentionOp
 
 from fa4_jax.api import attention
+from fa4_jax.masks import Mask, chunked
 
 Result = tuple[jax.Array, None, None]
 
-_CAUSAL = (AttentionType.GLOBAL, AttentionType.MLA, AttentionType.LOCAL_SLIDING)
+_CAUSAL = (
+    AttentionType.GLOBAL,
+    AttentionType.MLA,
+    AttentionType.LOCAL_SLIDING,
+    AttentionType.CHUNK,
+)
 _REFUSED = {
     "previous_chunk": "prefill of whole prompts",
     "bidirectional_mask": "None",
-    "sinks": "None",
     "indexer_mask": "None",
     "compressed_mask": "None",
     "record_max_logits": "False",
@@ -49,8 +54,6 @@ def _refuse(op: Any, model_mode: str, arguments: dict[str, Any]) -> None:
     if op.attention_type not in (*_CAUSAL, AttentionType.FULL):
         names = ", ".join(x.value for x in (*_CAUSAL, AttentionType.FULL))
         raise NotImplementedError(f"attention_type={op.attention_type.value!r}; supported: {names}")
-    if op.attn_logits_soft_cap:
-        raise NotImplementedError(f"attn_logits_soft_cap={op.attn_logits_soft_cap}; supported: 0")
     if op.dropout_rate > 0 and model_mode == MODEL_MODE_TRAIN:
         raise NotImplementedError(f"dropout_rate={op.dropout_rate} in training; supported: 0")
     if getattr(op.config, "moba", False):
@@ -71,16 +74,25 @@ def _window(op: Any) -> tuple[int, int] | None:
     return op.sliding_window_size - 1, 0
 
 
-def _restriction(queries: jax.Array | None, keys: jax.Array | None, packed: bool) -> dict[str, Any]:
-    """Options of `attention` for segment ids [B, T] and [B, S]."""
+def _chunks(op: Any) -> Mask | None:
+    """Causal chunks, counted from the first row whatever the segments."""
+    if op.attention_type != AttentionType.CHUNK:
+        return None
+    if op.chunk_attn_window_size is None:
+        raise ValueError("chunk_attn_window_size=None with attention_type='chunk'")
+    return chunked(op.chunk_attn_window_size)
+
+
+def _segments(queries: jax.Array | None, keys: jax.Array | None, packed: bool) -> dict[str, Any]:
+    """Options of `attention` for MaxText's segment ids [B, T] and [B, S], where 0 is padding."""
     if queries is None:
         return {}
-    keys = queries if keys is None else keys
-    if not packed:
-        lengths = [jnp.sum(ids > 0, axis=-1, dtype=jnp.int32) for ids in (queries, keys)]
-        return dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths, strict=True))
-    mask = (queries[:, :, None] == keys[:, None, :]) & (keys[:, None, :] >= 0)
-    return {"mask": mask[:, None]}
+    each = queries, queries if keys is None else keys
+    if packed:
+        # Here negative ids are padding; the maximum keeps the subtraction from wrapping around.
+        return {"segment_ids": tuple(jnp.maximum(ids.astype(jnp.int32), 0) - 1 for ids in each)}
+    lengths = [jnp.sum(ids > 0, axis=-1, dtype=jnp.int32) for ids in each]
+    return dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths, strict=True))
 
 
 def apply_attention(
@@ -94,6 +106,7 @@ def apply_attention(
     model_mode: str,
     *,
     decoder_segment_ids_kv: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     packed: bool = True,
     options: dict[str, Any] | None = None,
     **arguments: Any,
@@ -101,14 +114,15 @@ def apply_attention(
     """The branch: call it with all that `AttentionOp.apply_attention` receives.
 
     Args:
-      op: the AttentionOp, which says the kind of attention and its window.
+      op: the AttentionOp, which says the kind of attention, its window or chunk, and its soft cap.
       query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; query is scaled already. Key and
         value may be quantised (KVTensor).
       decoder_segment_ids, decoder_segment_ids_kv: integers [B, T] and [B, S], or None.
       segment_positions, lengths: unused outside of decoding and context parallelism.
-      packed: segment ids may be any. They make a dense mask then, on the default path. False says
-        that each row is one sequence, with ids > 0, followed by padding with ids <= 0: lengths,
-        which the kernels take. Rows of padding are 0 then.
+      sinks: [N], a score of each head that no value belongs to, or None.
+      packed: rows hold several segments with ids > 0. False says that each row is one, followed by
+        padding: lengths, which cost less. Tokens with ids <= 0 are padding either way: they are
+        met by nothing and their rows are 0, where MaxText's own lets the ids 0 meet each other.
       options: further keyword arguments of `fa4_jax.attention`.
       **arguments: MaxText's others, of which those that change nothing are accepted.
 
@@ -116,9 +130,9 @@ def apply_attention(
       (output, None, None): MaxText takes such an output to be normalised.
 
     Raises:
-      ValueError: a window without a size.
+      ValueError: a window or a chunk without a size.
       NotImplementedError: decoding, a chunked prefill, other kinds of attention, masks beyond
-        segments, sinks, a soft cap, dropout, recorded logits, or context parallelism.
+        segments, dropout, recorded logits, or context parallelism.
     """
     del segment_positions, lengths
     _refuse(op, model_mode, arguments)
@@ -127,8 +141,12 @@ def apply_attention(
         "scale": 1.0,
         "is_causal": op.attention_type in _CAUSAL,
         "local_window_size": _window(op),
+        "mask": _chunks(op),
+        # MaxText caps the scaled scores before it masks them, as `attention` does; 0 is no cap.
+        "logits_soft_cap": op.attn_logits_soft_cap or None,
+        "sinks": sinks,
     }
-    settings |= _restriction(decoder_segment_ids, decoder_segment_ids_kv, packed)
+    settings |= _segments(decoder_segment_ids, decoder_segment_ids_kv, packed)
     settings |= options or {}
     return attention(query, key, value, **settings), None, None
 

@@ -19,15 +19,15 @@ from fa4_jax.autodiff import differentiable
 from fa4_jax.bands import LIMIT
 from fa4_jax.dtypes import wide
 from fa4_jax.extents import stacked
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.parallel import shard_attention
 from fa4_jax.parallel.layout import from_zigzag, to_zigzag
+from fa4_jax.parallel.row_ranges import whole_rows
 from fa4_jax.parallel.shard_attention import ShardCall
 from fa4_jax.parallel.shard_calls import Work, shard_lengths
 from fa4_jax.parallel.shard_plan import Pairs, ShardPlan
 
 Array = jax.Array
-Result = tuple[Array, Array]
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,13 +110,19 @@ class _Rows(NamedTuple):
         return lax.slice_in_dim(x, self.start, self.stop, axis=axis)
 
 
-def _rows(work: Work, whole: Array) -> list[_Rows]:
+def _rows(work: Work, operands: Operands) -> list[_Rows]:
     """The calls of a device: one, or one a chunk where chunks have different positions."""
-    shards, device = work.shards, work.device
+    shards, device, whole = work.shards, work.device, operands.extents
+    ranges, sinks = whole_rows(operands.rows, operands.query.shape[0]), operands.sinks
     distances = neighbours(shards)
     if not shards.band:
         rows, _ = shard_lengths(work, whole, device)
-        return [_Rows(0, shards.rows, ShardCall(work.plan, stacked(rows, whole[:, 1])))]
+        own = None
+        if ranges is not None:
+            chunks = [shards.chunk(device, half) for half in range(shards.chunks)]
+            own = ranges.among(shards, chunks, 0, shards.keys * shards.devices)
+        call = ShardCall(work.plan, stacked(rows, whole[:, 1]), ranges=own, sinks=sinks)
+        return [_Rows(0, shards.rows, call)]
     first_key, held = 0, shards.keys * shards.devices
     if distances is not None:
         first_key = jnp.maximum(device - distances[0], 0) * shards.keys
@@ -125,22 +131,25 @@ def _rows(work: Work, whole: Array) -> list[_Rows]:
     size = shards.rows_of_chunk
     found = []
     for half in range(shards.chunks):
-        first_row = shards.chunk(device, half) * size
+        chunk = shards.chunk(device, half)
+        first_row = chunk * size
         rows = jnp.clip(whole[:, 0] - first_row, 0, size)
         offset = jnp.clip(whole[:, 2] + first_row - first_key, 1 - LIMIT, LIMIT - 1)
-        call = ShardCall(work.plan, stacked(rows, keys, offset))
+        own = None if ranges is None else ranges.among(shards, [chunk], first_key, held)
+        call = ShardCall(work.plan, stacked(rows, keys, offset), ranges=own, sinks=sinks)
         found.append(_Rows(half * size, (half + 1) * size, call))
     return found
 
 
-def _run_forward(work: Work, operands: Operands) -> Result:
+def _run_forward(work: Work, operands: Operands) -> Results:
     key, value = (_gathered(work, x) for x in (operands.key, operands.value))
     results = [
         shard_attention.forward(rows.call, rows.of(operands.query), key, value)
-        for rows in _rows(work, operands.extents)
+        for rows in _rows(work, operands)
     ]
-    outputs, lses = zip(*results, strict=True)
-    return jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=2)
+    outputs, lses, tops = zip(*results, strict=True)
+    top = None if tops[0] is None else functools.reduce(jnp.maximum, tops)
+    return Results(jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=2), top)
 
 
 def _sum(arrays: tuple[Array, ...]) -> Array:
@@ -153,7 +162,7 @@ def _sum(arrays: tuple[Array, ...]) -> Array:
 def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:
     key, value = (_gathered(work, x) for x in (operands.key, operands.value))
     found = []
-    for rows in _rows(work, operands.extents):
+    for rows in _rows(work, operands):
         own = Cotangents(
             rows.of(whole.output),
             rows.of(whole.lse, axis=2),

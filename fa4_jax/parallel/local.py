@@ -16,16 +16,17 @@ from jax.typing import ArrayLike
 from fa4_jax import api, autodiff, extents, mesh_types, validate, xla
 from fa4_jax.api import Call, Implementation, Numerics, Window
 from fa4_jax.bands import EVERYTHING
-from fa4_jax.operands import Operands
+from fa4_jax.masks import Mask, resolve
+from fa4_jax.masks.values import Ids
+from fa4_jax.operands import Operands, Results
 from fa4_jax.parallel import gather, ring, ulysses
 from fa4_jax.parallel.layout import Layout, from_zigzag, to_zigzag
+from fa4_jax.parallel.row_ranges import with_rows
 from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
 from fa4_jax.parallel.shard_calls import Work
 from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.plan import Plan, make_plan
 from fa4_jax.problem import Problem
-
-Result = tuple[jax.Array, jax.Array]
 
 
 def local_attention(
@@ -40,9 +41,14 @@ def local_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
+    mask: Mask | None = None,
+    segment_ids: Ids = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     deterministic: bool = False,
     numerics: Numerics = "fast",
     return_residual: bool = False,
+    return_max_logit: bool = False,
     implementation: Implementation = None,
     arch: str | None = None,
 ) -> Any:
@@ -57,8 +63,11 @@ def local_attention(
       query_offset, query_seq_lengths, key_value_seq_lengths: of the whole sequences, in their
         natural order; the same on all devices of the scheme's axes. An int as query_offset is part
         of the program: which shards meet follows from it.
-      scale, is_causal, local_window_size, numerics, return_residual, implementation, arch: as
-        `fa4_jax.attention`; scale is static.
+      mask, segment_ids: as `fa4_jax.attention`, but no dense mask and no tile table; arrays of
+        tokens are this device's shards, in the order of its rows. Segments may cross shards.
+      sinks: [N], those of this device's heads.
+      scale, is_causal, local_window_size, logits_soft_cap, numerics, return_residual,
+        return_max_logit, implementation, arch: as `fa4_jax.attention`; scale and cap are static.
       deterministic: output and gradients are bitwise the same in every run on as many devices.
 
     Returns:
@@ -76,33 +85,51 @@ def local_attention(
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_max_logit=return_max_logit,
         deterministic=deterministic,
         numerics=numerics,
     )
     sizes = tuple((axis, _axis_size(axis)) for axis in scheme.axes)
     operands, problem = api.canonicalise(call)
     check_static(problem)
+    masked = dataclasses.replace(call, mask=mask, segment_ids=segment_ids)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     whole = extents.checked(query_seq_lengths, key_value_seq_lengths, query_offset, problem.batch)
     problem = dataclasses.replace(problem, has_lengths=whole.has_lengths)
     request = Request(scheme, sizes, static_offset(query_offset), implementation, arch)
+    tokens = resolve.Tokens(request.devices, functools.partial(_gathered, request))
+    problem, operands = with_rows(problem, operands, masked, whole, tokens)
     t, s = request.devices * problem.query_length, request.devices * problem.key_length
     array = whole.array(problem.batch, t, s)
-    output, lse = attend(request, problem, operands._replace(extents=array, offset=None))
-    if jnp.ndim(query) == 3:
-        output, lse = output[0], lse[0]
-    return (output, lse) if return_residual else output
+    results = attend(request, problem, operands._replace(extents=array, offset=None))
+    return api.returned(results, jnp.ndim(query), return_residual)
+
+
+def _gathered(request: Request, x: jax.Array) -> jax.Array:
+    """A shard [B, L / n] of one number a token -> the whole sequence, in its natural order."""
+    for axis in reversed(request.scheme.axes):
+        x = lax.all_gather(x, axis, axis=1, tiled=True)
+    return natural(request.scheme, request.sizes, x)
+
+
+def natural(scheme: Scheme, sizes: tuple[tuple[str, int], ...], x: jax.Array) -> jax.Array:
+    """Whole sequences [B, L], in the scheme's order -> in their natural order."""
+    return from_zigzag(x, sizes[0][1]) if scheme.layout == "zigzag" else x
 
 
 def check_static(problem: Problem) -> None:
     """What context parallelism has to know while a program is traced.
 
     Raises:
-      NotImplementedError: the scale is traced, or a size symbolic.
+      NotImplementedError: the scale or the soft cap is traced, or a size symbolic.
     """
     validate.known_sizes(problem, "fa4_jax.parallel")
     validate.static_scale(problem.scale)
+    if problem.has_soft_cap and problem.soft_cap is None:
+        raise NotImplementedError("logits_soft_cap is traced; fa4_jax.parallel takes a static one")
 
 
 def static_offset(query_offset: Any) -> int | None:
@@ -139,8 +166,8 @@ class Request:
         return make_plan(problem, api.find_target(self.arch), self.implementation)
 
 
-def attend(request: Request, problem: Problem, operands: Operands) -> Result:
-    """Output and log-sum-exp of this device's shards, inside a shard_map.
+def attend(request: Request, problem: Problem, operands: Operands) -> Results:
+    """Output, log-sum-exp and largest scores of this device's shards, inside a shard_map.
 
     Args:
       problem: attention of one shard's rows and one shard's keys, with the device's heads.
@@ -155,9 +182,12 @@ def attend(request: Request, problem: Problem, operands: Operands) -> Result:
             "manual (leave out axis_names)"
         )
     operands = _typed(request.scheme, operands)
-    if not validate.is_empty(problem):
-        return _attend(request, problem, operands)
-    return xla.nothing(problem, operands)
+    empty = validate.is_empty(problem)
+    found = xla.nothing(problem, operands) if empty else _attend(request, problem, operands)
+    if found.max_logit is None:
+        return found
+    largest = lax.pmax(lax.stop_gradient(found.max_logit), request.scheme.axes)
+    return found._replace(max_logit=largest)
 
 
 def _axis_size(axis: str) -> int:
@@ -181,14 +211,14 @@ def _typed(scheme: Scheme, operands: Operands) -> Operands:
     """Operands that all vary over the same axes, the scheme's among them."""
     # Where types do not tell (check_vma=False) an index has none, and nothing is cast.
     indices = [lax.axis_index(axis) for axis in scheme.axes]
-    axes = mesh_types.union_varying([*operands, *indices])
+    axes = mesh_types.union_varying((operands, indices))
     return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
 
 
-def _attend(request: Request, problem: Problem, operands: Operands) -> Result:
+def _attend(request: Request, problem: Problem, operands: Operands) -> Results:
     match request.scheme:
         case Ring(axis, layout):
-            return ring.attend(_work(axis, layout, request, problem), operands)
+            return ring.attend(_ring_work(axis, layout, request, problem), operands)
         case AllGather(axis, layout):
             return gather.attend(_work(axis, layout, request, problem), operands)
         case Ulysses(axis, layout):
@@ -198,7 +228,7 @@ def _attend(request: Request, problem: Problem, operands: Operands) -> Result:
             return ulysses.attend(axis, whole, operands)
         case RingUlysses(ring_axis, ulysses_axis, layout):
             local = _share_of_heads(problem, ulysses_axis, request.size(ulysses_axis))
-            work = _work(ring_axis, layout, request, local)
+            work = _ring_work(ring_axis, layout, request, local)
             return ulysses.attend(ulysses_axis, functools.partial(ring.attend, work), operands)
 
 
@@ -239,11 +269,16 @@ def _work(axis: str, layout: Layout, request: Request, problem: Problem) -> Work
     return Work(axis, shards, request.plan(problem), request.plan(dense))
 
 
-def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Result:
+def _ring_work(axis: str, layout: Layout, request: Request, problem: Problem) -> Work:
+    """A device's share in a ring, which adds sinks when it has met all keys."""
+    return _work(axis, layout, request, dataclasses.replace(problem, has_sinks=False))
+
+
+def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Results:
     """Attention with whole sequences, which Ulysses' exchange leaves in the order of shards."""
     if layout == "contiguous":
         return autodiff.attend(plan, operands)
     query, key, value = (from_zigzag(x, devices) for x in operands[:3])
     natural = operands._replace(query=query, key=key, value=value)
-    output, lse = autodiff.attend(plan, natural)
-    return to_zigzag(output, devices), to_zigzag(lse, devices, axis=2)
+    output, lse, top = autodiff.attend(plan, natural)
+    return Results(to_zigzag(output, devices), to_zigzag(lse, devices, axis=2), top)

@@ -23,24 +23,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import lse as lse_merging
-from fa4_jax import xla
+from fa4_jax import sinks, xla
 from fa4_jax.autodiff import differentiable
 from fa4_jax.dtypes import wide
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.parallel import shard_attention
-from fa4_jax.parallel.shard_calls import Work, keep_rows, rows_used, shard_calls
+from fa4_jax.parallel.row_ranges import whole_rows
+from fa4_jax.parallel.shard_calls import Work, keep_rows, rows_used, shard_calls, shard_lengths
 from fa4_jax.parallel.shard_plan import visits
 
 Array = jax.Array
-Result = tuple[Array, Array]
+KeyValue = tuple[Array, Array]
 
 
-def _merged(total: Result | None, part: Result) -> Result:
-    """Output and log-sum-exp, float32 or wider, over the keys of both."""
-    output, lse = part
+def _merged(total: Results | None, part: Results) -> Results:
+    """Results over the keys of both, the output float32 or wider."""
     if total is None:
-        return output.astype(wide(output.dtype)), lse
-    return lse_merging.merge(*total, output, lse)
+        return part._replace(output=part.output.astype(wide(part.output.dtype)))
+    output, lse = lse_merging.merge(total.output, total.lse, part.output, part.lse)
+    top = None
+    if total.max_logit is not None and part.max_logit is not None:
+        top = jnp.maximum(total.max_logit, part.max_logit)
+    return Results(output, lse, top)
 
 
 def _added(total: Array | None, part: Array | None) -> Array | None:
@@ -55,7 +59,7 @@ def _sum(arrays: Iterable[Array]) -> Array | None:
     return functools.reduce(_added, arrays, None)
 
 
-def _upcoming(work: Work, step: int, held: Result, home: Result) -> Result | None:
+def _upcoming(work: Work, step: int, held: KeyValue, home: KeyValue) -> KeyValue | None:
     """K and V of the next visit, sent on from where they are now."""
     steps = visits(work.shards)
     if step + 1 == len(steps):
@@ -66,7 +70,7 @@ def _upcoming(work: Work, step: int, held: Result, home: Result) -> Result | Non
     return key, value
 
 
-def _paced(state: Any, upcoming: Result | None) -> tuple[Any, Any]:
+def _paced(state: Any, upcoming: KeyValue | None) -> tuple[Any, Any]:
     """State of a visit and K and V of the next, which begins when the state is complete.
 
     Otherwise the compiler may start every transfer at once, or merge all results at the end, and
@@ -75,22 +79,30 @@ def _paced(state: Any, upcoming: Result | None) -> tuple[Any, Any]:
     return (state, None) if upcoming is None else lax.optimization_barrier((state, upcoming))
 
 
-def _run_forward(work: Work, operands: Operands) -> Result:
+def _run_forward(work: Work, operands: Operands) -> Results:
     used = rows_used(work, operands.extents)
+    ranges = whole_rows(operands.rows, operands.query.shape[0])
     query = keep_rows(used, operands.query)
     home = held = (operands.key, operands.value)
-    total: Result | None = None
+    total: Results | None = None
     for step, visit in enumerate(visits(work.shards)):
         upcoming = _upcoming(work, step, held, home)
-        for call in shard_calls(work, visit.shift, operands.extents):
+        for call in shard_calls(work, visit.shift, operands.extents, ranges):
             total = _merged(total, shard_attention.forward(call, query, *held))
         total, held = _paced(total, upcoming)
-    output, lse = xla.nothing(work.plan.problem, operands) if total is None else total
-    return keep_rows(used, output).astype(query.dtype), keep_rows(used, lse, -jnp.inf)
+    nothing = xla.nothing(work.plan.problem, operands._replace(sinks=None))
+    found = nothing if total is None else total
+    if operands.sinks is not None:
+        found = sinks.included(operands.sinks, found)
+        rows, _ = shard_lengths(work, operands.extents, work.device)
+        used = jnp.arange(query.shape[1])[None, :] < rows[:, None]
+    output, lse = keep_rows(used, found.output), keep_rows(used, found.lse, -jnp.inf)
+    return Results(output.astype(query.dtype), lse, found.max_logit)
 
 
 def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:
     used = rows_used(work, operands.extents)
+    ranges = whole_rows(operands.rows, operands.query.shape[0])
     query = keep_rows(used, operands.query)
     whole = whole._replace(
         output_bar=keep_rows(used, whole.output_bar), lse_bar=keep_rows(used, whole.lse_bar)
@@ -102,7 +114,7 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
         upcoming = _upcoming(work, step, held, home)
         found = [
             shard_attention.backward(call, query, *held, whole)
-            for call in shard_calls(work, visit.shift, operands.extents)
+            for call in shard_calls(work, visit.shift, operands.extents, ranges)
         ]
         rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
         # What the visit before sent home had this visit's kernel to arrive.

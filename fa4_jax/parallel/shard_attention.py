@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import batching
-from fa4_jax.operands import Cotangents, Operands
+from fa4_jax.operands import Cotangents, Operands, Results, RowRanges
 from fa4_jax.plan import Plan
 
 Array = jax.Array
@@ -58,13 +58,19 @@ class View(NamedTuple):
         """The inverse of `of_lse`."""
         return x if self == View() else self.undo(x.swapaxes(1, 2)).swapaxes(1, 2)
 
+    def undo_top(self, x: Array) -> Array:
+        """Largest scores [B, N] ([2 B, N] if folded) -> of both chunks, [B, N]."""
+        return x.reshape(-1, 2, x.shape[1]).max(1) if self.folded else x
+
 
 class ShardCall(NamedTuple):
-    """One call: its launches, its extents, and how rows and keys are presented.
+    """One call: its launches, its extents, ranges and sinks, and how rows and keys are presented.
 
     extents: int32 [B, 4] ([2 B, 4] if folded): query length, key length, query offset, 0.
     partial_rows: rows past the query length may see other parts' keys. (To the backward they are
       rows that see nothing, which have a log-sum-exp of -inf.)
+    ranges: of the rows among the keys, as presented, or None.
+    sinks: if the rows see all their keys in this call; [N] or None.
     """
 
     plan: Plan
@@ -72,10 +78,13 @@ class ShardCall(NamedTuple):
     rows: View = View()
     keys: View = View()
     partial_rows: bool = False
+    ranges: RowRanges | None = None
+    sinks: Array | None = None
 
     def operands(self, query: Array, key: Array, value: Array) -> Operands:
         """What the kernels get."""
-        return Operands(self.rows.of(query), self.keys.of(key), self.keys.of(value), self.extents)
+        query, key, value = self.rows.of(query), self.keys.of(key), self.keys.of(value)
+        return Operands(query, key, value, self.extents, rows=self.ranges, sinks=self.sinks)
 
     def sized_plan(self, operands: Operands) -> Plan:
         """The launches for what the kernels get."""
@@ -83,11 +92,12 @@ class ShardCall(NamedTuple):
         return self.plan.resized(batch=b, query_length=t, key_length=operands.key.shape[1])
 
 
-def forward(call: ShardCall, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """Output [B, T, N, H] and log-sum-exp [B, N, T] over this call's keys alone."""
+def forward(call: ShardCall, query: Array, key: Array, value: Array) -> Results:
+    """Output [B, T, N, H], log-sum-exp [B, N, T] and largest scores over this call's keys alone."""
     operands = call.operands(query, key, value)
-    output, lse = batching.forward(call.sized_plan(operands))(operands)
-    return call.rows.undo(output), call.rows.undo_lse(lse)
+    output, lse, top = batching.forward(call.sized_plan(operands))(operands)
+    top = None if top is None else call.rows.undo_top(top)
+    return Results(call.rows.undo(output), call.rows.undo_lse(lse), top)
 
 
 def backward(
@@ -99,7 +109,7 @@ def backward(
       whole: output and log-sum-exp over all keys (not over this call's alone) and their
         cotangents: the probabilities of every call are exp(score - lse).
     """
-    operands = call.operands(query, key, value)
+    operands = call.operands(query, key, value)._replace(sinks=None)
     plan = call.sized_plan(operands)
     rows = call.rows
     lse = rows.of_lse(whole.lse)

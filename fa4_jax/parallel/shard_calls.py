@@ -16,6 +16,8 @@ from jax import lax
 
 from fa4_jax.bands import LIMIT
 from fa4_jax.extents import stacked
+from fa4_jax.operands import RowRanges
+from fa4_jax.parallel.row_ranges import Whole, folded
 from fa4_jax.parallel.shard_attention import ShardCall, View
 from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.plan import Plan
@@ -83,28 +85,49 @@ def chunk_extents(shards: ShardPlan, whole: Array, row_chunk: Any, key_chunk: An
     return stacked(rows, keys, offset)
 
 
-def shard_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
+def shard_calls(
+    work: Work, shift: int, whole: Array, ranges: Whole | None = None
+) -> list[ShardCall]:
     """The calls for the keys of the device `shift` before, none where no device's rows see them.
 
     Args:
       whole: extents of the whole sequences, int32 [B, 4].
+      ranges: of the whole sequences, or None.
     """
     shards = work.shards
     n = shards.devices
     if not any(shards.meet(device, (device - shift) % n) for device in range(n)):
         return []
-    if shards.kind == "causal":
-        return [_causal_call(work, shift, whole)]
-    if shards.kind == "general":
-        return _chunk_calls(work, shift, whole)
+    problem = work.plan.problem
+    # Rows past their length take part in the causal call, as rows of zeros: their scores would
+    # count among the largest.
+    padded = problem.returns_max_logit and problem.has_lengths
+    if shards.kind == "causal" and not padded:
+        return [_causal_call(work, shift, whole, ranges)]
+    if shards.kind in ("causal", "general"):
+        return _chunk_calls(work, shift, whole, ranges)
+    own = _ranges(work, shift, ranges)
     if shards.layout == "contiguous":
-        return [ShardCall(work.plan, chunk_extents(shards, whole, work.device, work.owner(shift)))]
+        found = chunk_extents(shards, whole, work.device, work.owner(shift))
+        return [ShardCall(work.plan, found, ranges=own)]
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
-    return [ShardCall(work.dense, stacked(rows, keys))]
+    return [ShardCall(work.dense, stacked(rows, keys), ranges=own)]
 
 
-def _causal_call(work: Work, shift: int, whole: Array) -> ShardCall:
+def _ranges(
+    work: Work, shift: int, ranges: Whole | None, swapped: bool = False
+) -> RowRanges | None:
+    """Ranges of the device's rows, whose chunks may be swapped, among an owner's keys."""
+    if ranges is None:
+        return None
+    halves = range(work.shards.chunks)
+    rows = [work.shards.chunk(work.device, half) for half in halves]
+    keys = [work.shards.chunk(work.owner(shift), half) for half in halves]
+    return ranges.between(work.shards, rows[::-1] if swapped else rows, keys)
+
+
+def _causal_call(work: Work, shift: int, whole: Array, ranges: Whole | None) -> ShardCall:
     """Zig-zag under a causal mask: the same shape and the same work on every device.
 
     The own shard is causal by local indices. Of an owner before this device both row chunks see
@@ -116,15 +139,20 @@ def _causal_call(work: Work, shift: int, whole: Array) -> ShardCall:
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
     if shift == 0:
-        return ShardCall(work.plan, stacked(rows, keys))
+        return ShardCall(work.plan, stacked(rows, keys), ranges=_ranges(work, shift, ranges))
     before = work.device >= shift
     # Lengths of rows would not be prefixes here: `rows_used` is for them.
     rows = jnp.where(before, 2 * half, half) + jnp.zeros_like(rows)
     keys = jnp.where(before, jnp.minimum(keys, half), keys)
-    return ShardCall(work.dense, stacked(rows, keys), rows=View(swapped=True), partial_rows=True)
+    return ShardCall(
+        *(work.dense, stacked(rows, keys)),
+        rows=View(swapped=True),
+        partial_rows=True,
+        ranges=_ranges(work, shift, ranges, swapped=True),
+    )
 
 
-def _chunk_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
+def _chunk_calls(work: Work, shift: int, whole: Array, ranges: Whole | None) -> list[ShardCall]:
     """Zig-zag under any mask: two chunks of rows with the key chunks in order, then crossed."""
     shards = work.shards
     n = shards.devices
@@ -132,15 +160,17 @@ def _chunk_calls(work: Work, shift: int, whole: Array) -> list[ShardCall]:
     for crossed in (False, True):
         halves = ((0, int(crossed)), (1, int(not crossed)))
         if any(shards.halves_meet(d, (d - shift) % n, r, k) for d in range(n) for r, k in halves):
-            chunks = [
-                chunk_extents(
-                    shards, whole, shards.chunk(work.device, r), shards.chunk(work.owner(shift), k)
-                )
+            pairs = [
+                (shards.chunk(work.device, r), shards.chunk(work.owner(shift), k))
                 for r, k in halves
             ]
-            folded = jnp.stack(chunks, axis=1).reshape(-1, 4)  # batch major, as the views fold
-            keys = View(crossed, folded=True)
-            found.append(ShardCall(work.plan, folded, View(folded=True), keys))
+            chunks = [chunk_extents(shards, whole, r, k) for r, k in pairs]
+            extents = jnp.stack(chunks, axis=1).reshape(-1, 4)  # batch major, as the views fold
+            own = None
+            if ranges is not None:
+                own = folded([ranges.between(shards, [r], [k]) for r, k in pairs])
+            views = View(folded=True), View(crossed, folded=True)
+            found.append(ShardCall(work.plan, extents, *views, ranges=own))
     return found
 
 

@@ -13,10 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from fa4_jax import api, mesh_types, validate
+from fa4_jax import api, extents, mesh_types, validate
 from fa4_jax.api import Call, Implementation, Numerics, Window
-from fa4_jax.operands import Operands
-from fa4_jax.parallel.local import Request, attend, check_static, static_offset
+from fa4_jax.masks import Mask, resolve
+from fa4_jax.masks.values import Ids
+from fa4_jax.operands import Operands, Results
+from fa4_jax.parallel.local import Request, attend, check_static, natural, static_offset
+from fa4_jax.parallel.row_ranges import padded as padded_rows
+from fa4_jax.parallel.row_ranges import unsharded, with_rows
 from fa4_jax.parallel.schemes import Scheme
 from fa4_jax.problem import Problem
 from fa4_jax.sharding.explicit import used
@@ -43,9 +47,14 @@ def attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
+    mask: Mask | None = None,
+    segment_ids: Ids = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     deterministic: bool = False,
     numerics: Numerics = "fast",
     return_residual: bool = False,
+    return_max_logit: bool = False,
     implementation: Implementation = None,
     arch: str | None = None,
 ) -> Any:
@@ -61,8 +70,12 @@ def attention(
         nothing, so there they have to be given. KV heads are sharded over as many axes of the
         query heads as they suffice for.
       query_offset, query_seq_lengths, key_value_seq_lengths: in the natural order of the sequences.
-      scale, is_causal, local_window_size, deterministic, numerics, return_residual,
-        implementation, arch: as `fa4_jax.parallel.local_attention`.
+      mask, segment_ids: as `fa4_jax.attention`, but no dense mask and no tile table; arrays of
+        tokens are in the order of the query's rows.
+      sinks: [N].
+      scale, is_causal, local_window_size, logits_soft_cap, deterministic, numerics,
+        return_residual, return_max_logit, implementation, arch: as
+        `fa4_jax.parallel.local_attention`.
 
     Returns:
       As `fa4_jax.attention`, sharded as query. Lengths that are no multiple of the devices are
@@ -83,24 +96,30 @@ def attention(
         query_seq_lengths=lengths[0],
         key_value_seq_lengths=lengths[1],
         local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_max_logit=return_max_logit,
         deterministic=deterministic,
         numerics=numerics,
     )
     operands, problem = api.canonicalise(call)
     check_static(problem)
+    masked = dataclasses.replace(call, mask=mask, segment_ids=segment_ids)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     found = _find_mesh(mesh, operands[:3])
     split = _find_split(scheme, found, problem, operands[:3], specs, jnp.ndim(query))
     sizes = tuple((axis, found.shape[axis]) for axis in scheme.axes)
     request = Request(scheme, sizes, static_offset(query_offset), implementation, arch)
+    tokens = resolve.Tokens(whole=lambda x: natural(scheme, sizes, unsharded(x)))
+    numbers = extents.checked(*lengths, query_offset, problem.batch)
+    problem, operands = with_rows(problem, operands, masked, numbers, tokens)
     padded, operands = _padded(request, problem, operands._replace(offset=None))
-    output, lse = _on_mesh(request, found, split, padded, operands)
-    output = _cut(output, problem.query_length, axis=1)
-    lse = _cut(lse, problem.query_length, axis=2)
-    if jnp.ndim(query) == 3:
-        output, lse = output[0], lse[0]
-    return (output, lse) if return_residual else output
+    results = _on_mesh(request, found, split, padded, operands)
+    output = _cut(results.output, problem.query_length, axis=1)
+    lse = _cut(results.lse, problem.query_length, axis=2)
+    results = results._replace(output=output, lse=lse)
+    return api.returned(results, jnp.ndim(query), return_residual)
 
 
 def _find_mesh(mesh: Any, arrays: tuple[jax.Array, ...]) -> Any:
@@ -259,6 +278,7 @@ def _padded(request: Request, problem: Problem, operands: Operands) -> tuple[Pro
         query=pad(operands.query, padded["query_length"]),
         key=pad(operands.key, padded["key_length"]),
         value=pad(operands.value, padded["key_length"]),
+        rows=padded_rows(operands.rows, **padded),
     )
     return dataclasses.replace(problem, has_lengths=True, **padded), operands
 
@@ -280,8 +300,8 @@ def _cut(x: jax.Array, length: int, axis: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _on_mesh(
     request: Request, mesh: Any, split: Split, problem: Problem, operands: Operands
-) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of whole arrays whose lengths the devices divide."""
+) -> Results:
+    """Output, log-sum-exp and largest scores of whole arrays whose lengths the devices divide."""
     specs = split.operands(operands)
     if AxisType.Explicit in mesh.axis_types:
         operands = jax.tree.map(
@@ -297,11 +317,11 @@ def _on_mesh(
         return attend(request, local_problem(problem, split), own)
 
     manual = set(_manual(mesh))
-    output, lse = jax.shard_map(
+    results = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(specs,),
-        out_specs=(split.query, split.lse),
+        out_specs=split.results(problem),
         axis_names=set(mesh.axis_names) - manual if manual else set(),
     )(operands)
-    return output, used(lse)
+    return results._replace(lse=used(results.lse))

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.dtypes import wide
-from fa4_jax.operands import Operands
+from fa4_jax.operands import Operands, Results
 
 Array = jax.Array
-Result = tuple[Array, Array]
 
 
 def check_heads(query_heads: int, kv_heads: int, axis: str, devices: int) -> None:
@@ -49,8 +48,8 @@ def _copies(x: Array, devices: int) -> Array:
     return copies.reshape(b, length, devices, h).astype(x.dtype)
 
 
-def attend(axis: str, inner: Callable[[Operands], Result], operands: Operands) -> Result:
-    """Output and log-sum-exp of this device's rows.
+def attend(axis: str, inner: Callable[[Operands], Results], operands: Operands) -> Results:
+    """Output, log-sum-exp and largest scores of this device's rows.
 
     Args:
       inner: attention with a share of the heads and all of the axis's shards of the sequence.
@@ -58,6 +57,12 @@ def attend(axis: str, inner: Callable[[Operands], Result], operands: Operands) -
     devices = lax.axis_size(axis)
     key, value = (_copies(x, devices) for x in (operands.key, operands.value))
     query, key, value = (_to_heads(x, axis) for x in (operands.query, key, value))
-    output, lse = inner(operands._replace(query=query, key=key, value=value))
+    sinks, heads = operands.sinks, query.shape[2]
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * heads, heads)
+    output, lse, top = inner(operands._replace(query=query, key=key, value=value, sinks=sinks))
     output = lax.all_to_all(output, axis, split_axis=1, concat_axis=2, tiled=True)
-    return output, lax.all_to_all(lse, axis, split_axis=2, concat_axis=1, tiled=True)
+    lse = lax.all_to_all(lse, axis, split_axis=2, concat_axis=1, tiled=True)
+    if top is not None:
+        top = lax.all_gather(top, axis, axis=1, tiled=True)
+    return Results(output, lse, top)

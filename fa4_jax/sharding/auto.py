@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,24 +21,26 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fa4_jax import launches, log
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 from fa4_jax.sharding.split import Axes, Split, local_plan, make_split, own_heads, shards
 
-Result = tuple[jax.Array, jax.Array]
 
-
-def forward(plan: Plan, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Results:
     """`launches.forward`, partitioned by batch and heads on Auto mesh axes."""
 
-    def local(split: Split, operands: Operands) -> Result:
+    def local(split: Split, operands: Operands) -> Results:
         key, value = (own_heads(split, plan.problem, x) for x in (operands.key, operands.value))
         own = operands._replace(key=key, value=value)
         return launches.forward(local_plan(plan, split), own)
 
     q, k, lse = _factors(plan.problem)
-    rule = f"{q}, {k}, {k}, b e -> {q}, {lse}"
+    cap = [] if operands.soft_cap is None else [""]
+    sinks = [] if operands.sinks is None else ["n"]
+    largest = ["b n"] if plan.problem.returns_max_logit else []
+    taken = ", ".join([q, k, k, "b e", *_factors_of_rows(operands.rows), *cap, *sinks])
+    rule = f"{taken} -> {', '.join([q, lse, *largest])}"
     return _partitioned(plan.problem, local, rule)(operands._replace(offset=None))
 
 
@@ -59,7 +62,8 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         return gradients._replace(key=dk, value=dv)
 
     q, k, lse = _factors(plan.problem)
-    rule = f"{q}, {k}, {k}, b e, {q}, {lse}, {q}, {lse} -> {q}, {k}, {k}"
+    rows = _factors_of_rows(operands.rows)
+    rule = f"{', '.join([q, k, k, 'b e', *rows, q, lse, q, lse])} -> {q}, {k}, {k}"
     return _partitioned(plan.problem, local, rule)(operands._replace(offset=None), cotangents)
 
 
@@ -71,6 +75,15 @@ def _factors(problem: Problem) -> tuple[str, str, str]:
     """
     kv_heads = "n" if problem.group == 1 else "k"
     return "b t n h", f"b s {kv_heads} h", "b n t"
+
+
+def _factors_of_rows(rows: RowRanges | None) -> list[str]:
+    """Dimensions of the arrays of row ranges; those of one batch entry for all stay whole."""
+    if rows is None:
+        return []
+    b = "b" if rows.low.shape[0] > 1 else "o"
+    tags = [] if rows.tags is None else [f"{b} t", f"{b} t", f"{b} s", f"{b} u"]
+    return [f"{b} t", f"{b} t", f"{b} u w", *tags]
 
 
 def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Callable[..., Any]:
@@ -95,7 +108,7 @@ def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Call
             # those of the program. Where query heads follow the KV heads neither is needed.
             split = dataclasses.replace(split, heads=split.kv_heads)
         arg_specs: Any = (split.operands(operands),)
-        result_specs: Any = (split.query, split.lse)
+        result_specs = split.results(problem)
         if len(args) == 2:
             arg_specs += (Cotangents(split.query, split.lse, split.query, split.lse),)  # type: ignore[arg-type]
             result_specs = Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
@@ -109,7 +122,8 @@ def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Call
     operation.def_partition(
         partition,
         sharding_rule=rule,
-        need_replication_factors=("t", "h", "s", "e"),
+        # In the order of the rule, as the compiler asks for.
+        need_replication_factors=tuple(dict.fromkeys(re.findall("[thseuwo]", rule))),
         # A sharding may divide a mesh axis, which no PartitionSpec can name: `_mesh_axes` takes the
         # whole axes only.
         decode_shardings=False,

@@ -15,21 +15,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from fa4_jax import mesh_types
-from fa4_jax.operands import Operands
+from fa4_jax.operands import Operands, Results
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 from fa4_jax.sharding.split import Axes, Split, local_plan, make_split, own_heads
 
-Result = tuple[jax.Array, jax.Array]
-
 
 def attend_on_mesh(
-    attend: Callable[[Plan, Operands], Result], plan: Plan, operands: Operands
-) -> Result:
+    attend: Callable[[Plan, Operands], Results], plan: Plan, operands: Operands
+) -> Results:
     """attend(plan, operands), on the devices of the operands' Explicit mesh axes if there are any.
 
     Returns:
-      Output and log-sum-exp, sharded along batch and heads as the operands are.
+      Output, log-sum-exp and largest scores, sharded along batch and heads as the operands are.
 
     Raises:
       ValueError: an operand is sharded along its length or head_dim, or two are sharded in ways
@@ -47,14 +45,14 @@ def attend_on_mesh(
 
 # Jitted because types hold no devices: eagerly, shard_map would need them.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _in_explicit_mesh(attend: Any, plan: Plan, mesh: Any, operands: Operands) -> Result:
+def _in_explicit_mesh(attend: Any, plan: Plan, mesh: Any, operands: Operands) -> Results:
     split = _explicit_split(plan.problem, mesh, operands)
     specs = split.operands(operands)
     operands = jax.tree.map(
         lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs
     )
 
-    def local(operands: Operands) -> Result:
+    def local(operands: Operands) -> Results:
         # Outside the custom derivative: the cast's transpose sums the gradients of copies.
         axes = mesh_types.union_varying(operands)
         operands = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
@@ -63,14 +61,14 @@ def _in_explicit_mesh(attend: Any, plan: Plan, mesh: Any, operands: Operands) ->
 
     # Left empty it means all axes but those that an enclosing vmap maps over.
     only = set() if mesh.explicit_axes == mesh.axis_names else set(mesh.explicit_axes)
-    output, lse = jax.shard_map(
+    results = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(specs,),
-        out_specs=(split.query, split.lse),
+        out_specs=split.results(plan.problem),
         axis_names=only,
     )(operands)
-    return output, used(lse)
+    return results._replace(lse=used(results.lse))
 
 
 def used(lse: jax.Array) -> jax.Array:
@@ -91,6 +89,9 @@ _DIMENSIONS = {
     "mask": ("batch", "heads", "query length", "key length"),
     "offset": (),
     "scale": (),
+    "rows": ("batch", "length", "columns"),
+    "soft_cap": (),
+    "sinks": ("heads",),
 }
 
 
@@ -101,7 +102,8 @@ def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
       ValueError: as `attend_on_mesh`.
     """
     found: dict[str, dict[str, Axes]] = {"batch": {}, "heads": {}}
-    for name, x in operands._asdict().items():
+    arrays = [(name, x) for name, tree in operands._asdict().items() for x in jax.tree.leaves(tree)]
+    for name, x in arrays:
         for dimension, axes in zip(_DIMENSIONS[name], mesh_types.explicit_axes(x), strict=False):
             if dimension in found:
                 found[dimension][name] = axes

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fa4_jax.operands import Operands
+from fa4_jax.operands import Operands, Results
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 
@@ -63,8 +63,13 @@ class Split:
         """Sharding of the log-sum-exp, [B, N, T]."""
         return spec(self.batch, self.heads, self.sequence)
 
+    def results(self, problem: Problem) -> Any:
+        """Shardings of what the forward gives."""
+        max_logit = spec(self.batch, self.heads) if problem.returns_max_logit else None
+        return Results(self.query, self.lse, max_logit)  # type: ignore[arg-type]
+
     def operands(self, operands: Operands) -> Any:
-        """Shardings of all operands; axes of size 1 of a bias or a mask stay whole."""
+        """Shardings of all operands; batch and heads of size 1 of a mask or a bias stay whole."""
 
         def dense(x: jax.Array | None) -> PartitionSpec | None:
             if x is None:
@@ -80,6 +85,9 @@ class Split:
             bias=dense(operands.bias),
             mask=dense(operands.mask),
             scale=None if operands.scale is None else spec(),
+            rows=jax.tree.map(lambda x: spec(self.batch if x.shape[0] > 1 else ()), operands.rows),
+            soft_cap=None if operands.soft_cap is None else spec(),
+            sinks=None if operands.sinks is None else spec(self.heads),
         )
 
 

@@ -71,6 +71,25 @@ class Range:
         return lax.min(lax.div(positions, unsigned(self.side.size)), count)
 
 
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """The blocks of a range that lie in [low, high) as well, uint32 []."""
+
+    range: Range
+    low: Int
+    high: Int
+
+    @property
+    def lo(self) -> Int:
+        """As `Range.lo`, or more."""
+        return lax.max(jnp.uint32(self.range.lo), self.low)
+
+    @property
+    def hi(self) -> Int:
+        """As `Range.hi`, or less."""
+        return lax.min(self.range.hi, self.high)
+
+
 def unsigned(x: Any) -> Any:
     """A size as uint32: a division of signed numbers costs ten operations in every kernel."""
     return np.uint32(x) if isinstance(x, int) else jnp.asarray(x, jnp.uint32)

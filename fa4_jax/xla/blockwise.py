@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax import mesh_types
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges
 from fa4_jax.problem import Problem
 from fa4_jax.xla import tile as tiles
-from fa4_jax.xla.blocks import Range, Side, block_size, unsigned
+from fa4_jax.xla.blocks import Range, Side, Within, block_size, unsigned
 from fa4_jax.xla.tile import Call, Products, Softmax, Tile
 
 Array = jax.Array
@@ -66,6 +66,7 @@ class Grid:
     call: Call
     tiling: Tiling
     offsets: tuple[Array, Array]  # the least and the greatest query offset, [] i32
+    visited: tuple[Array, Array] | None  # by row ranges, key blocks [low, high) [row blocks] u32
 
     def tile(self, row_block: Any, key_block: Any) -> Tile:
         """The tile of a pair of blocks."""
@@ -73,14 +74,19 @@ class Grid:
         row, key = lax.mul(row_block, unsigned(rows)), lax.mul(key_block, unsigned(keys))
         return Tile(row, rows, key, keys)
 
-    def row_range(self, row_block: Any) -> Range:
+    def row_range(self, row_block: Any) -> Range | Within:
         """Key blocks that a block of rows sees."""
         side = self.tiling.rows
         least, greatest = self.offsets
         first = lax.convert_element_type(row_block, jnp.int32) * side.size
         last = first + (side.size - 1)
         window = self.call.problem.window
-        return Range(first + least, last + greatest, window, self.tiling.keys)
+        found = Range(first + least, last + greatest, window, self.tiling.keys)
+        if self.visited is None:
+            return found
+        return Within(
+            found, *(lax.dynamic_index_in_dim(x, row_block, 0, False) for x in self.visited)
+        )
 
     def key_range(self, key_block: Any) -> Range:
         """Row blocks that see a block of keys."""
@@ -104,7 +110,21 @@ def make_grid(problem: Problem, operands: Operands) -> Grid:
     )
     offset, each = operands.offset, operands.extents[:, 2]
     offsets = (each.min(), each.max()) if offset is None else (offset, offset)
-    return Grid(tiles.make_call(problem, operands, rows, keys), tiling, offsets)
+    call = tiles.make_call(problem, operands, rows, keys)
+    return Grid(call, tiling, offsets, _visited(call.row_ranges, tiling))
+
+
+def _visited(found: RowRanges | None, tiling: Tiling) -> tuple[Array, Array] | None:
+    """Key blocks [low, high) between which the ranges of each block of rows lie, whole batch."""
+    if found is None:
+        return None
+    rows, size = tiling.rows, tiling.keys.size
+    shape = (found.low.shape[0], rows.count, rows.size)
+    low, high = found.low.reshape(shape), found.high.reshape(shape)
+    low = jnp.where(low < high, low, jnp.iinfo(jnp.int32).max).min((0, 2))
+    low, high = (x.astype(jnp.uint32) for x in (low, high.max((0, 2))))
+    # Past the last block is as good as far beyond it, where no row sees any key.
+    return lax.div(low, unsigned(size)), lax.div(high + unsigned(size - 1), unsigned(size))
 
 
 class _Sides(NamedTuple):
@@ -115,7 +135,7 @@ class _Sides(NamedTuple):
 
     outer: Side
     inner: Side
-    meeting: Callable[[Any], Range]
+    meeting: Callable[[Any], Range | Within]
 
 
 def _visit(sides: _Sides, step: Callable[..., Any], init: Any, axes: frozenset[str]) -> Any:
@@ -190,8 +210,8 @@ def _merged(state: Array, tile: Tile, found: Softmax, acc: Array) -> Array:
     return _put(state, new, 3, tile.row)
 
 
-def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
-    """Attention output and log-sum-exp, as `xla.forward`."""
+def forward(problem: Problem, operands: Operands) -> Results:
+    """Output, log-sum-exp and largest scores, as `xla.forward`."""
     grid = make_grid(problem, operands)
     call, keys = grid.call, tiles.make_keys(grid.call, operands)
     query = tiles.padded(operands.query, 1, call.rows)
@@ -199,7 +219,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     def step(row_block: Array, key_block: Array, state: Array) -> Array:
         tile = grid.tile(row_block, key_block)
         own = keys.part(tile)
-        found = tiles.softmax(call.scores(call.query_of(query, tile), own, tile))
+        scaled = call.scaled(call.query_of(query, tile), own)
+        found = tiles.softmax(call.scores(scaled, tile))
         return _merged(state, tile, found, tiles.weighted(found.weights, own))
 
     # One array, since one kernel begins it and one updates it: [b, k, g, t, h + 2], of which the
@@ -211,12 +232,17 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     state = mesh_types.cast_varying(state, axes)
     sides = _Sides(grid.tiling.rows, grid.tiling.keys, grid.row_range)
     state = _visit(sides, step, state, axes)
-    o, lse = tiles.finish(call, state[..., h + 1 :], state[..., h : h + 1], state[..., :h])
+    top, total, acc = state[..., h + 1 :], state[..., h : h + 1], state[..., :h]
+    max_logit = tiles.max_logit(call, top, total)
+    if operands.sinks is not None:
+        top, total, acc = tiles.with_sinks(operands.sinks, top, total, acc)
+    o, lse = tiles.finish(call, top, total, acc)
     lse = lse.reshape(problem.batch, problem.query_heads, call.rows)
     # Lest a gradient's program compute the output twice, in the backward's layout, too: one kernel
     # and one copy less to compile.
     o = lax.optimization_barrier(tiles.native_rows(o.astype(query.dtype)))
-    return o[:, : problem.query_length], lse[:, :, : problem.query_length]
+    length = problem.query_length
+    return Results(o[:, :length], lse[:, :, :length], max_logit)
 
 
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
@@ -230,20 +256,29 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
         mine, own = rows.part(tile, call), keys.part(tile)
         # Of the query that the products need, lest it be cut out twice; the shift has NaN for what
         # is not finite in it. The dense backward, instead, shares the scores of its forward.
-        s = call.scores(call.cleaned(mine.query), own, tile)
+        scaled = call.scaled(call.cleaned(mine.query), own)
+        s = call.scores(scaled, tile)
         weights = lax.exp(call.hide(s - mine.shift, s, tile, -inf))
-        new = tiles.products(call, mine, own, weights)
+        new = tiles.products(call, mine, own, weights, scaled, tile)
         return Products(
             _add(sums.query, new.query, 1, tile.row),
             _add(sums.key, new.key, 1, tile.key),
             _add(sums.value, new.value, 1, tile.key),
             None if sums.scores is None else _add_dense(sums.scores, new, tile),
+            None if sums.soft_cap is None or new.soft_cap is None else sums.soft_cap + new.soft_cap,
         )
 
     axes = mesh_types.union_varying((*operands, *cotangents))
-    like = Products(rows.query, keys.key, keys.value, call.bias)
+    like = Products(rows.query, keys.key, keys.value, call.bias, operands.soft_cap)
     zeros = jax.tree.map(
         lambda x: mesh_types.cast_varying(jnp.zeros(x.shape, problem.accumulator), axes), like
     )
     sides = _Sides(grid.tiling.keys, grid.tiling.rows, grid.key_range)
+    if grid.visited is not None:
+        # Which keys a row sees says nothing simple about the rows that see a key.
+        sides, step = _Sides(grid.tiling.rows, grid.tiling.keys, grid.row_range), _swapped(step)
     return tiles.gradients(call, operands, rows, _visit(sides, step, zeros, axes))
+
+
+def _swapped(step: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda outer, inner, state: step(inner, outer, state)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
-from fa4_jax.operands import Cotangents, Gradients, Operands
+from fa4_jax.operands import Cotangents, Gradients, Operands, RowRanges, Tags
 from fa4_jax.problem import Problem
 from fa4_jax.xla.products import clean, dot, poison, select
 
@@ -93,13 +93,14 @@ class Products(NamedTuple):
     """A tile's part of the gradients, in the type of sums, with the scale if queries have it.
 
     query [B, t, N, H], key and value [B, s, K, H], scores [b, k, g, t, s]; the sums over all tiles
-    have scores in the shape of the bias, or None.
+    have scores in the shape of the bias, or None. soft_cap [], or None if it has no gradient.
     """
 
     query: Array
     key: Array
     value: Array
     scores: Array | None
+    soft_cap: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,9 @@ class Call:
       scales_query: whether queries are multiplied by it, not the scores and the gradients' sums:
         less to compute and to compile, but narrow types would be rounded once more, and a gradient
         of the scale needs the sums without it.
+      soft_cap: [], in the type of the sums, or None.
       bias, mask: [b|1, k|1, g|1, t|1, s|1].
+      row_ranges: as of `Operands`, the lengths padded; tile table and tile flags are not read.
     """
 
     problem: Problem
@@ -123,13 +126,15 @@ class Call:
     offset: Array
     scale: Array
     scales_query: bool
+    soft_cap: Array | None
     bias: Array | None
     mask: Array | None
+    row_ranges: RowRanges | None
 
     @property
     def is_masked(self) -> bool:
         """Whether a pair may be masked that is not padding."""
-        return self.problem.band or self.problem.has_mask
+        return self.problem.band or self.problem.has_mask or self.problem.has_ranges
 
     @property
     def pads_keys(self) -> bool:
@@ -141,7 +146,7 @@ class Call:
         return clean(x) if self.is_masked else x
 
     def visible(self, tile: Tile) -> Array | None:
-        """Pairs that band, mask and key length allow, broadcasting to bool [b, k, g, t, s]."""
+        """Pairs that band, ranges, mask and length allow, broadcasting to bool [b, k, g, t, s]."""
         keys = _positions(tile.key, tile.keys)
         parts: list[Array] = []
         if self.problem.band:
@@ -151,24 +156,29 @@ class Call:
             parts += [distance <= right] if right < UNBOUNDED else []
             parts += [distance >= -left] if left < UNBOUNDED else []
             parts = [x[:, None, None] for x in parts]
+        if self.row_ranges is not None:
+            parts += [x[:, None, None] for x in _in_ranges(self.row_ranges, tile, keys)]
         if self.mask is not None:
             parts.append(part_of(self.mask, tile))
         if self.pads_keys:
             parts.append((keys[None, :] < self.extents[:, 1:2])[:, None, None, None, :])
         return functools.reduce(operator.and_, parts) if parts else None
 
-    def scores(self, query: Array, keys: Keys, tile: Tile) -> Array:
-        """Scores [b, k, g, t, s] of query [b, k, g, t, h]: -inf if masked, else NaN if poisoned.
-
-        The query is that of `query_of`.
-        """
+    def scaled(self, query: Array, keys: Keys) -> Array:
+        """Scaled products [b, k, g, t, s] of a query [b, k, g, t, h] of `query_of` and keys."""
         rows = merged(query)
         if rows.shape[2] <= FEW_ROWS:
             s = dot(keys.key, rows, 3, 3).transpose(0, 1, 3, 2)
         else:
             s = dot(rows, keys.key, 3, 3)
         s = unmerged(s, query)
-        s = s if self.scales_query else s * self.scale
+        return s if self.scales_query else s * self.scale
+
+    def scores(self, scaled: Array, tile: Tile) -> Array:
+        """Scores [b, k, g, t, s] of `scaled`: -inf if masked, else NaN if poisoned."""
+        s = scaled
+        if self.soft_cap is not None:
+            s = self.soft_cap * lax.tanh(s / self.soft_cap)
         if self.bias is not None:
             s += part_of(self.bias, tile).astype(s.dtype)
         visible = self.visible(tile)
@@ -199,10 +209,12 @@ class Call:
 
 def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Call:
     """The call, its lengths padded to `rows` and `keys`."""
-    scale, scales_query = operands.scale, False
+    scale, scales_query, cap = operands.scale, False, operands.soft_cap
     if scale is None:
         scale = jnp.asarray(problem.scale, problem.accumulator)
         scales_query = operands.query.dtype == problem.accumulator
+    if problem.soft_cap is not None:
+        cap = jnp.asarray(problem.soft_cap, problem.accumulator)
     offset = operands.extents[:, 2] if operands.offset is None else operands.offset[None]
 
     def grouped(x: Array | None) -> Array | None:
@@ -214,7 +226,41 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
         return x if x.shape[4] == 1 else padded(x, 4, keys)
 
     bias, mask = grouped(operands.bias), grouped(operands.mask)
-    return Call(problem, rows, keys, operands.extents, offset, scale, scales_query, bias, mask)
+    ranges = None if operands.rows is None else _padded_ranges(problem, operands, rows, keys)
+    return Call(
+        *(problem, rows, keys, operands.extents, offset, scale, scales_query),
+        *(cap, bias, mask, ranges),
+    )
+
+
+def _padded_ranges(problem: Problem, operands: Operands, rows: Any, keys: Any) -> RowRanges:
+    """Ranges whose lengths are padded; rows past the query length see nothing."""
+    found = operands.rows
+    assert found is not None
+    low, high = found.low, found.high
+    if problem.has_lengths:
+        below = jnp.arange(problem.query_length)[None, :] < operands.extents[:, 0:1]
+        low = jnp.broadcast_to(low, below.shape)
+        high = jnp.where(below, high, low)
+    low, high = (padded(x, 1, rows) for x in (low, high))
+    tags = found.tags
+    if tags is not None:
+        first, last = (padded(x, 1, rows) for x in (tags.query_low, tags.query_high))
+        tags = Tags(first, last, padded(tags.key, 1, keys), tags.tiles)
+    return RowRanges(low, high, found.table, tags)
+
+
+def _in_ranges(found: RowRanges, tile: Tile, keys: Array) -> list[Array]:
+    """Comparisons that hold for the pairs of a tile that ranges and tags allow, [b|1, t, s]."""
+
+    def rows(x: Array) -> Array:
+        return part(x, 1, tile.row, tile.rows)[:, :, None]
+
+    parts = [rows(found.low) <= keys[None, None, :], keys[None, None, :] < rows(found.high)]
+    if found.tags is not None:
+        tags = part(found.tags.key, 1, tile.key, tile.keys)[:, None, :]
+        parts += [rows(found.tags.query_low) <= tags, tags <= rows(found.tags.query_high)]
+    return parts
 
 
 def padded(x: Array, axis: int, length: Any) -> Array:
@@ -334,22 +380,69 @@ def weighted(weights: Array, keys: Keys) -> Array:
     return unmerged(acc, weights)
 
 
+def with_sinks(sinks: Array, top: Array, total: Array, acc: Array) -> tuple[Array, Array, Array]:
+    """Maxima, sums and sums of values of all rows, as of `finish`, with sinks [N] added."""
+    sink = sinks.reshape(1, *top.shape[1:3], 1, 1)
+    # The least number, since a row without a key and a head without a sink have -inf.
+    reference = lax.max(lax.max(top, sink), lax.full_like(top, jnp.finfo(top.dtype).min))
+    keep = lax.exp(top - reference)
+    return reference, total * keep + lax.exp(sink - reference), acc * keep
+
+
+def below_length(call: Call, rows: int) -> Array:
+    """Which of the first rows are within the query length, [b, 1, 1, t, 1]."""
+    positions = jnp.arange(rows)
+    return (positions[None, :] < call.extents[:, 0:1])[:, None, None, :, None]
+
+
 def finish(call: Call, top: Array, total: Array, acc: Array) -> tuple[Array, Array]:
     """Output [b, k, g, t, h] and log-sum-exp [b, k, g, t, 1] of all rows, in the type of sums."""
-    empty = total == 0
+    seen = total != 0
     if call.problem.has_lengths:
-        rows = jnp.arange(total.shape[3])
-        empty |= (rows[None, :] >= call.extents[:, 0:1])[:, None, None, :, None]
-    seen = lax.bitwise_not(empty)
+        seen &= below_length(call, total.shape[3])
     total = select(seen, total, 1)
     return select(seen, acc / total, 0), select(seen, top + lax.log(total), -jnp.inf)
 
 
-def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
-    """The products of the backward, from the weights p [b, k, g, t, s] of a tile."""
+def max_logit(call: Call, top: Array, total: Array) -> Array | None:
+    """Largest score of each head, [B, N], from `finish`'s maxima and sums; None if unwanted."""
+    if not call.problem.returns_max_logit:
+        return None
+    seen = (total != 0) & below_length(call, total.shape[3])
+    top = select(seen, top, -jnp.inf)
+    return top.max((3, 4)).reshape(top.shape[0], -1).astype(jnp.float32)
+
+
+def before_cap(call: Call, ds: Array, scaled: Array, tile: Tile) -> tuple[Array, Array]:
+    """Gradients of scaled products and of the cap c, element by element, from those of scores.
+
+        s = c tanh(x / c),  dx = (1 - tanh^2) ds,  dc = (tanh - x / c (1 - tanh^2)) ds
+
+    A pair that is masked has 0 in both, whatever its product is.
+    """
+    assert call.soft_cap is not None
+    ratio = scaled / call.soft_cap
+    tanh = lax.tanh(ratio)
+    slope = 1 - tanh * tanh
+    # An infinite ratio has the slope 0.
+    of_cap = tanh - jnp.where(slope == 0, 0, ratio * slope)
+    visible = call.visible(tile)
+    if visible is not None:
+        slope, of_cap = select(visible, slope, 0), select(visible, of_cap, 0)
+    return ds * slope, ds * of_cap
+
+
+def products(
+    call: Call, rows: Rows, keys: Keys, weights: Array, scaled: Array, tile: Tile
+) -> Products:
+    """The products of the backward, from weights p and scaled products of a tile."""
     output_bar = merged(rows.output_bar)
     dp = unmerged(dot(output_bar, keys.value, 3, 3), weights)
-    ds = weights * (dp - rows.delta)
+    of_scores = ds = weights * (dp - rows.delta)
+    dcap = None
+    if call.soft_cap is not None:
+        ds, of_cap = before_cap(call, ds, scaled, tile)
+        dcap = None if call.problem.soft_cap is not None else of_cap.sum()
     # A query or key that is cleaned has NaN in the weights of every pair that is seen.
     query, key = merged(call.cleaned(rows.query)), call.cleaned(keys.key)
     dv = dot(merged(weights.astype(output_bar.dtype)), output_bar, 2, 2)
@@ -357,7 +450,8 @@ def products(call: Call, rows: Rows, keys: Keys, weights: Array) -> Products:
     dk = dot(narrow, query, 2, 2)
     dq = dot(narrow, key, 3, 2)
     dq = dq * call.scale if call.scales_query else dq
-    return Products(native_rows(unmerged(dq, weights)), native_keys(dk), native_keys(dv), ds)
+    dq = native_rows(unmerged(dq, weights))
+    return Products(dq, native_keys(dk), native_keys(dv), of_scores, dcap)
 
 
 def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gradients:
@@ -379,7 +473,7 @@ def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gra
     if not call.scales_query:
         query, key = query * call.scale, key * call.scale
     query, key = query.astype(dtype), key.astype(dtype)
-    return Gradients(query, key, value.astype(dtype), dbias, dscale)
+    return Gradients(query, key, value.astype(dtype), dbias, dscale, sums.soft_cap)
 
 
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:

@@ -2,15 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import tensors
-from kernels.common.schedule import batch_band, nth_tile
-from kernels.interface import Sizes, Window
+from kernels.common import row_ranges, tensors
+from kernels.common.backward_ranges import (
+    NO_VISITS,
+    Visits,
+    first_key_tile,
+    make_visits,
+    next_block,
+)
+from kernels.common.row_ranges import RangesInMemory
+from kernels.common.schedule import batch_band, nth_tile, turn
+from kernels.interface import RangeBuffers, Sizes, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +42,20 @@ class BackwardShape:
     band: bool
 
 
+NO_RANGES: Any = None
+"""Of a key tile whose queries have no ranges in memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one CTA, or a pair, does: a key tile of one KV head of one batch element."""
+    """What one CTA, or a pair, does: a key tile of one KV head of one batch element.
+
+    Attributes:
+      visits: the query blocks, where rows have ranges in memory.
+      ranges: these, for a thread that has no registers for pointers to them.
+      published: (2, slots) in shared memory, where the load warp of such a kernel says of each step
+        which query block it is, and what ranges hide in it (backward_ranges).
+    """
 
     first_key: Int32
     tile: Int32
@@ -48,21 +68,61 @@ class Work:
     padded_keys: cutlass.Boolean  # whether the tile holds keys past the key length that TMA reads
     padded_queries: cutlass.Boolean  # whether the last query block holds such queries
     rank: Int32 | int = 0  # of the CTA in a pair
+    visits: Visits = NO_VISITS
+    ranges: RangesInMemory = NO_RANGES
+    published: cute.Tensor = NO_RANGES
+
+    def block_count(self) -> Int32:
+        """Counts the query blocks of a head."""
+        if self.visits is not None:
+            return self.visits.count
+        return self.blocks.end - self.blocks.begin
 
     def steps(self) -> Int32:
         """Counts the query blocks of all heads of the group."""
-        return (self.blocks.end - self.blocks.begin) * self.group
+        return self.block_count() * self.group
 
     def step(self, index: Int32, deterministic: bool) -> tuple[Int32, Int32]:
         """Returns (head, query block) of a step.
 
-        The last block is first where dQ is added in order.
+        The last block is first where dQ is added in order. Where the load warp publishes blocks,
+        a role calls this when it has waited for something that follows the step's Q.
         """
+        if self.published is not None:
+            return self.head(index), self._published(0, index)
         blocks = self.blocks.end - self.blocks.begin
         member = index // blocks
-        block = index - member * blocks
-        block = self.blocks.end - 1 - block if deterministic else self.blocks.begin + block
+        block = self.block(index - member * blocks, deterministic)
         return self.kv_head * self.group + member, block
+
+    def hidden(self, index: Int32) -> Int32:
+        """Returns what ranges hide in a step's block; it is there when `step` is."""
+        return self._published(1, index)
+
+    def _published(self, word: int, index: Int32) -> Int32:
+        slots = cute.size(self.published, mode=[1])
+        return cute.arch.make_warp_uniform(self.published[word, index & (slots - 1)])
+
+    def head(self, index: Int32) -> Int32:
+        """Returns the query head of a step."""
+        return self.kv_head * self.group + index // self.block_count()
+
+    def walk_to(
+        self, walk: cute.Tensor, index: Int32, m: int, deterministic: bool
+    ) -> tuple[Int32, Int32]:
+        """Returns (head, query block) of a step to a warp that walks over all of them.
+
+        Args:
+          walk: of `make_walk`; the whole warp calls this for one step after the other.
+          m: rows of a query block.
+        """
+        count = self.block_count()
+        of_head = index - index // count * count
+        return self.head(index), next_block(self.visits, walk, of_head, m, deterministic)
+
+    def block(self, index: Int32, deterministic: bool) -> Int32:
+        """Returns the query block of a head's index-th step."""
+        return self.blocks.end - 1 - index if deterministic else self.blocks.begin + index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,3 +171,24 @@ def assign(
         band.query_length < sizes.query_length,
         at.rank,
     )
+
+
+def earlier_tiles(work: Work, block: Int32, band: bool, shape: tuple[int, int]) -> Int32:
+    """Counts the key tiles that add to dQ of a block before the work's does.
+
+    Args:
+      band: whether the mask is a band.
+      shape: query rows of a block, keys of a tile.
+    """
+    earlier = turn(work.band if band else None, work.tile, block, *shape)
+    if work.visits is not None:
+        first = first_key_tile(work.visits, block, shape)
+        earlier = cutlass.min(earlier, work.tile - first)
+    return earlier
+
+
+def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: BackwardShape) -> Work:
+    """Returns a key tile's work where rows have ranges in memory; a whole warp calls it."""
+    ranges = row_ranges.of_batch(buffers, sizes, work.batch)
+    visits = make_visits(ranges, work.blocks, work.first_key, (shape.m, shape.n))
+    return dataclasses.replace(work, visits=visits)

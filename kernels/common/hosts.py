@@ -21,15 +21,17 @@ from kernels.common import launches, tensors
 from kernels.common.resources import Maps, with_fields
 from kernels.description import Description
 from kernels.interface import (
-    BackwardOperands,
-    BackwardResults,
+    BackwardBuffers,
     BackwardScalars,
+    CapBuffer,
     ForwardBuffers,
     ForwardScalars,
     HeadDims,
+    LogitBuffers,
     PostBuffers,
     PostScalars,
     PreBuffers,
+    RangeBuffers,
     RowBuffers,
     RowShape,
     RowSizes,
@@ -39,8 +41,9 @@ from kernels.interface import (
 from kernels.kernel_source import KernelSource
 
 _COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket")
-_ELEMENTS = dict.fromkeys(_COUNTS, Int32) | dict.fromkeys(
-    ("lse", "dlse", "lse_log2", "delta", "dq_acc"), Float32
+_RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))[1:]
+_ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
+    ("lse", "dlse", "lse_log2", "delta", "dq_acc", "sinks", "max_logit", "soft_cap"), Float32
 )
 """Element types of the buffers that are not stored in the key's dtype."""
 _PREFIXES = {
@@ -92,10 +95,14 @@ class ForwardHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
+      ranges: whether rows have ranges of keys in memory.
+      soft_cap: whether scores are capped.
     """
 
     description: Description
     dtype: Any
+    ranges: bool = False
+    soft_cap: bool = False
     kernel: Any
 
     @cute.jit
@@ -106,6 +113,8 @@ class ForwardHost:
         dims: HeadDims,
         scalars: ForwardScalars,
         device: SmCount,
+        ranges: RangeBuffers,
+        logits: LogitBuffers,
         stream: cuda.CUstream,
     ):
         description = self.description
@@ -117,6 +126,10 @@ class ForwardHost:
         counters = ()
         if cutlass.const_expr(description.division.by_ticket):
             counters = (buffers.tile_ticket,)
+        if cutlass.const_expr(self.ranges):
+            if cutlass.const_expr(not self.soft_cap):
+                logits = dataclasses.replace(logits, soft_cap=None)
+            counters = (*counters, ranges, logits)
         self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
@@ -133,31 +146,38 @@ class BackwardHost:
       description: of the kernel.
       dtype: storage type.
       deterministic: dQ is added in order, by counters.
+      ranges: whether rows have ranges of keys in memory.
+      soft_cap: whether scores are capped.
     """
 
     description: Description
     dtype: Any
     deterministic: bool
+    ranges: bool = False
+    soft_cap: bool = False
     kernel: Any
 
     @cute.jit
     def __call__(
         self,
-        operands: BackwardOperands,
+        buffers: BackwardBuffers,
         rows: RowBuffers,
-        results: BackwardResults,
         sizes: Sizes,
         dims: HeadDims,
         scalars: BackwardScalars,
+        ranges: RangeBuffers,
+        cap: CapBuffer,
         stream: cuda.CUstream,
     ):
         description = self.description
-        pointers = _pointers(operands, results)
-        maps = tensor_maps(description, self.dtype, pointers, _shapes(sizes, dims))
+        maps = tensor_maps(description, self.dtype, _pointers(buffers), _shapes(sizes, dims))
         if cutlass.const_expr(not self.deterministic):
             rows = dataclasses.replace(rows, dq_order=None, dq_ticket=None)
         tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas
-        self.kernel(maps, rows, sizes, scalars).launch(
+        more = ()
+        if cutlass.const_expr(self.ranges):
+            more = (ranges, cap) if self.soft_cap else (ranges,)
+        self.kernel(maps, rows, sizes, scalars, *more).launch(
             grid=[tiles * sizes.kv_heads * sizes.batch, 1, 1],
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],
@@ -235,7 +255,10 @@ for _host, _pass in (
 
 def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
     """Returns what the compiler needs of a forward kernel; tile: sizes that the build prints."""
-    takes = (ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount)
+    takes = (
+        *(ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount),
+        *(RangeBuffers, LogitBuffers),
+    )
     return _source(host, key, takes, tile)
 
 
@@ -244,7 +267,8 @@ def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) ->
 
     tile: sizes that the build prints.
     """
-    takes = (BackwardOperands, RowBuffers, BackwardResults, Sizes, HeadDims, BackwardScalars)
+    buffers = (BackwardBuffers, RowBuffers)
+    takes = (*buffers, Sizes, HeadDims, BackwardScalars, RangeBuffers, CapBuffer)
     return _source(host, key, takes, tile)
 
 

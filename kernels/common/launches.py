@@ -27,11 +27,17 @@ def launch(key: KernelKey, description: Description) -> Launch:
 def _forward(key: KernelKey, description: Description) -> Launch:
     whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
     counters = ("tile_ticket",) if description.division.by_ticket else ()
+    extra = _ranges(key)
+    if key.ranges:
+        skipped = () if key.soft_cap else ("soft_cap",)
+        logits = interface.params(interface.LogitBuffers)
+        extra += tuple(param for param in logits if param.name not in skipped)
     return Launch(
-        operands=("q", "k", "v", "extents"),
+        operands=("q", "k", "v", "extents", *(p.buffer for p in extra if p.kind == "pointer")),
         results=(
             Result("o", key.dtype, (*_dims("q", (0, 1, 2)), *_dims("v", (3,)))),
             Result("lse", "f32", _dims("q", (0, 2, 1))),
+            *([Result("max_logit", "f32", _dims("max_logit", (0, 1)))] if key.ranges else []),
             *(Result(name, "i32", (_ONE,), zeroed=True) for name in counters),
         ),
         params=(
@@ -40,6 +46,7 @@ def _forward(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.Sizes),
             *interface.params(interface.ForwardScalars),
             *_pointers(*counters),
+            *extra,
         ),
         grid=((*_tiles("q", description.division.rows), *whole), _ONE, _ONE),
         block=(description.threads, 1, 1),
@@ -53,8 +60,13 @@ def _backward(key: KernelKey, description: Description) -> Launch:
     counters = _counters(key)
     skipped = () if key.deterministic else ("dq_order", "dq_ticket")
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
+    cap = interface.params(interface.CapBuffer) if key.soft_cap else ()
+    more = (*_ranges(key), *cap)
     return Launch(
-        operands=("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *counters),
+        operands=(
+            *("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *counters),
+            *(param.buffer for param in more if param.kind == "pointer"),
+        ),
         results=(
             Result("dk", key.dtype, _dims("k", (0, 1, 2, 3))),
             Result("dv", key.dtype, _dims("v", (0, 1, 2, 3))),
@@ -65,6 +77,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
             *rows,
             *interface.params(interface.Sizes),
             *interface.params(interface.BackwardScalars),
+            *more,
         ),
         grid=(_tiles("k", description.division.keys, description.ctas), _ONE, _ONE),
         block=(description.threads, 1, 1),
@@ -134,6 +147,11 @@ def _maps(description: Description) -> tuple[Param, ...]:
 
 def _pointers(*buffers: str) -> tuple[Param, ...]:
     return tuple(Param(buffer, "pointer", buffer=buffer) for buffer in buffers)
+
+
+def _ranges(key: KernelKey) -> tuple[Param, ...]:
+    """Lists the parameters of ranges in memory, where a key has them."""
+    return interface.params(interface.RangeBuffers) if key.ranges else ()
 
 
 def _dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:

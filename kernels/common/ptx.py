@@ -46,6 +46,20 @@ def reduce_add_v4(target: cute.Pointer, values: list[Float32]):
     )
 
 
+def reduce_max(target: cute.Pointer, value: Float32):
+    """red.global.max, of an fp32 value: NaN is more than any number.
+
+    PTX has it for integers alone. As bits, the larger of two values is the larger signed integer
+    unless both are negative, and then it is the smaller unsigned one.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred negative; setp.lt.s32 negative, {$r1}, 0;"
+        " @!negative red.relaxed.gpu.global.max.s32 [{$r0}], {$r1};"
+        " @negative red.relaxed.gpu.global.min.u32 [{$r0}], {$r1}; }",
+        read_only_args=[target, value.bitcast(Int32)],
+    )
+
+
 def bulk_reduce_add(target: cute.Pointer, shared: cute.Pointer, num_bytes: int):
     """cp.reduce.async.bulk: adds contiguous fp32 values of shared memory to global memory.
 

@@ -7,6 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+
 
 def select(condition, if_true: Float32, if_false: Float32) -> Float32:
     """Returns condition ? if_true : if_false, without a branch."""
@@ -28,6 +31,52 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
+_TANH_NEAR = 0.5
+_TANH_ODD = (-0.33333144, 0.13325878, -0.05304544, 0.01724136)
+"""tanh(x) = x + x (c0 x^2 + c1 x^4 + ...) up to _TANH_NEAR; relative error 1.5e-8.
+
+Least maximum of the relative error, by iteratively reweighted least squares.
+"""
+
+
+def tanh(x: Float32) -> Float32:
+    """Returns tanh(x), from two instructions of the special-function unit.
+
+    1 - 2 / (1 + e^2x) cancels for small x, where a polynomial is as near as fp32 allows.
+    """
+    square = x * x
+    near = Float32(_TANH_ODD[-1])
+    for coefficient in reversed(_TANH_ODD[:-1]):
+        near = near * square + coefficient
+    near = near * square * x + x
+    far = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exp2(x * (2 * LOG2_E)))
+    return select(square < _TANH_NEAR**2, near, far)
+
+
+def slope_of_cap(t: Float32) -> Float32:
+    """Returns 1 - t^2, the derivative of tanh; t: its value, or -inf where the score is hidden."""
+    t = fmax(t, Float32(-1.0))
+    return 1.0 - t * t
+
+
 def rescale_factor(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
     """Returns the factor that moves sums from reference `old` to `new`: 0 before the first key."""
     return exp2((old - finite_reference(new)) * scale_log2)
+
+
+def with_sink(
+    reference_log2: Float32, total: Float32, sink_log2: Float32
+) -> tuple[Float32, Float32]:
+    """Returns a row's factor of its output and its LSE, its sink included.
+
+    Args:
+      reference_log2, total: of its scores: -inf and 0 if it sees no key.
+      sink_log2: -inf where there is none.
+    """
+    top = fmax(reference_log2, sink_log2)
+    safe = finite_reference(top)
+    keep = exp2(reference_log2 - safe)
+    total = total * keep + exp2(sink_log2 - safe)
+    some = total != 0.0
+    lse = select(some, (top + cute.math.log2(total, fastmath=True)) * LN_2, -Float32.inf)
+    return select(some, keep / total, Float32(0.0)), lse

@@ -5,7 +5,8 @@ import dataclasses
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels.interface import ForwardScalars, RowBuffers
+from kernels.common.softmax import LN_2, LOG2_E
+from kernels.interface import BackwardScalars, CapBuffer, ForwardScalars, RowBuffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +33,41 @@ class Scales:
     Attributes:
       scale_log2: of a score, in units of log2.
       lag_limit: by how much a row's maximum may exceed its reference, in units of scores.
+      before_cap: of a product, whose tanh is then the score, in units of the soft cap.
     """
 
     scale_log2: Float32
     lag_limit: Float32
+    before_cap: Float32 | None = None
 
 
-def make_scales(scalars: ForwardScalars) -> Scales:
+def make_scales(scalars: ForwardScalars, soft_cap: Float32 | None = None) -> Scales:
     """Returns the scales of a call."""
-    return Scales(scalars.scale_log2, scalars.rescale_threshold_log2 / scalars.scale_log2)
+    scale_log2, before_cap = scalars.scale_log2, None
+    if soft_cap is not None:
+        scale_log2, before_cap = soft_cap * LOG2_E, scale_log2 * LN_2 / soft_cap
+    return Scales(scale_log2, scalars.rescale_threshold_log2 / scale_log2, before_cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponents:
+    """How a backward gets the exponents of P, before it subtracts the LSE, in units of log2.
+
+    Attributes:
+      scale_log2: of a product or, where there is a cap, of the score in units of it.
+      before_cap: of a product, whose tanh is then that score; None where there is no cap.
+    """
+
+    scale_log2: Float32
+    before_cap: Float32 | None = None
+
+
+def make_exponents(scalars: BackwardScalars, buffer: CapBuffer | None) -> Exponents:
+    """Returns the exponents of a call; it reads the cap where there is one."""
+    if buffer is None:
+        return Exponents(scalars.scale_log2)
+    cap = cute.make_tensor(buffer.soft_cap, cute.make_layout(1))[0]
+    return Exponents(cap * LOG2_E, scalars.scale / cap)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Policy:
       races: check that accesses to shared memory are ordered and fenced.
       global_races: check that accesses to global memory are ordered and fenced, too. Needs `races`;
         takes time and memory, for every buffer that the kernel touches.
-      ordered_reductions: all additions to an address, except those of integers, must happen in
+      ordered_reductions: all reductions of an address, except those of integers, must happen in
         one order; it is for kernels that promise this. Needs `races`.
       tensor_fences: accesses to tensor memory need tcgen05.fence around barriers, as the PTX ISA
         says.

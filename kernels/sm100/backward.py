@@ -45,6 +45,7 @@ from cutlass import Boolean, Int32
 from fa4_jax.key import KernelKey
 from kernels.common import ptx as common_ptx
 from kernels.common import tensors
+from kernels.common.backward_ranges import make_walk
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
@@ -52,7 +53,7 @@ from kernels.common.state import Rows
 from kernels.description import Columns
 from kernels.kernel_source import KernelSource
 from kernels.sm100 import products, ptx
-from kernels.sm100.backward_data import Config
+from kernels.sm100.backward_data import Config, publish
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_kernel import BackwardKernel
 from kernels.sm100.backward_rows import RowRoles
@@ -74,8 +75,9 @@ class Backward(BackwardKernel):
         tile, barriers = self.config.tile, shared.barriers
         kv_full = barriers.kv_full.first
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        steps = work.steps()
+        steps, walk = work.steps(), make_walk(work.visits)
         if steps > 0:
+            publish(self.config, work, walk, Int32(0))
             with cute.arch.elect_one():
                 num_bytes = tile.n * (tile.head_dim + tile.value_dim) * 2
                 cute.arch.mbarrier_arrive_and_expect_tx(kv_full, num_bytes)
@@ -88,6 +90,7 @@ class Backward(BackwardKernel):
             self.load_queries(maps, shared, work, rows, Int32(0))
             self.load_outputs(maps, shared, work, Int32(0))
         for step in cutlass.range(1, steps, unroll=1):
+            publish(self.config, work, walk, step)
             # dV releases the slot of dO before dK releases that of Q.
             barriers.do_empty.wait_free(step)
             self.load_outputs(maps, shared, work, step)

@@ -1,17 +1,20 @@
 """Data of the Blackwell backward's main kernel: its constants, its operands, a CTA's work."""
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax.key import KernelKey
-from kernels.common import backward_schedule, tensors
+from kernels.common import backward_ranges, backward_schedule, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.backward_schedule import BackwardShape, StartIndex, Work
 from kernels.common.resources import Barriers, Shared
-from kernels.common.schedule import await_count, turn
+from kernels.common.row_ranges import RangesInMemory
+from kernels.common.schedule import await_count
 from kernels.common.state import Rows
-from kernels.interface import Sizes, Window
+from kernels.interface import RangeBuffers, Sizes, Window
 from kernels.sm100 import products
 from kernels.sm100.backward_description import description
 from kernels.sm100.tiles import (
@@ -19,7 +22,7 @@ from kernels.sm100.tiles import (
     DETERMINISTIC_BAND_HEADS,
     L2_BUDGET_BYTES,
     LANES,
-    BackwardPairTile,
+    AnyBackwardTile,
     BackwardTile,
 )
 
@@ -31,15 +34,18 @@ class BackwardConfig:
       tile: its sizes.
     """
 
-    tile: BackwardTile | BackwardPairTile
+    tile: AnyBackwardTile
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.band = key.band
+        self.ranges = key.ranges
         self.deterministic = key.deterministic
-        self.description = description(key.head_dim, key.value_dim, key.deterministic)
+        self.description = description(
+            key.head_dim, key.value_dim, key.deterministic, key.pair, key.ranges
+        )
         self.columns = self.description.columns
-        tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
         ordered_band = key.deterministic and key.band
         self.shape = BackwardShape(
             m=tile.m,
@@ -58,7 +64,7 @@ class Config(BackwardConfig):
 
     def __init__(self, key: KernelKey):
         super().__init__(key)
-        tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
         assert isinstance(tile, BackwardTile)
         self.tile = tile
         n = self.tile.n
@@ -100,17 +106,53 @@ def start_index(config: BackwardConfig, shared: Shared) -> Int32:
     return cta // config.tile.ctas
 
 
-def assign(
-    config: BackwardConfig, shared: Shared, extents: cute.Pointer, sizes: Sizes, window: Window
-) -> Work:
-    """Returns the key tile of this CTA or pair."""
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the division of work depends on besides the kernel.
+
+    Attributes:
+      extents: of each batch element.
+      ranges: of its rows, where they are in memory.
+    """
+
+    extents: cute.Pointer
+    sizes: Sizes
+    window: Window
+    ranges: RangeBuffers | None = None
+
+
+def assign(config: BackwardConfig, shared: Shared, call: Call) -> Work:
+    """Returns the key tile of this CTA or pair; a whole warp calls it."""
 
     def start() -> StartIndex:
         cta, _, _ = cute.arch.block_idx()
         rank = cta % config.tile.ctas
         return StartIndex(start_index(config, shared), rank)
 
-    return backward_schedule.assign(config.shape, extents, sizes, window, start)
+    work = backward_schedule.assign(config.shape, call.extents, call.sizes, call.window, start)
+    if not config.ranges:
+        return work
+    work = backward_schedule.by_table(work, call.ranges, call.sizes, config.shape)
+    ranges = RangesInMemory(call.ranges, call.sizes, work.batch)
+    return dataclasses.replace(work, ranges=ranges, published=shared.visits)
+
+
+@cute.jit
+def publish(
+    config: cutlass.Constexpr[BackwardConfig], work: Work, walk: cute.Tensor | None, step: Int32
+):
+    """Load warp: writes which query block a step is, where rows have ranges in memory.
+
+    walk: of `make_walk`; the warp calls this for one step after the other.
+    """
+    if cutlass.const_expr(walk is not None):
+        m, slots = config.tile.m, cute.size(work.published, mode=[1])
+        _, block = work.walk_to(walk, step, m, config.deterministic)
+        hidden = backward_ranges.hidden(work.visits, block, m)
+        with cute.arch.elect_one():
+            work.published[0, step & (slots - 1)] = block
+            work.published[1, step & (slots - 1)] = hidden
+        cute.arch.sync_warp()
 
 
 @cute.jit
@@ -121,12 +163,15 @@ def take_turns(
 
     The CTAs of a pair, which have different columns of dQ, add at the same time.
     """
-    tile = config.tile
+    tile, walk = config.tile, backward_ranges.make_walk(work.visits)
     for step in cutlass.range(work.steps(), unroll=1):
-        head, block = work.step(step, True)
+        if cutlass.const_expr(walk is None):
+            head, block = work.step(step, True)
+        else:
+            head, block = work.walk_to(walk, step, tile.m, True)
         counter = rows.dq_order + rows.tile(work.batch, work.heads, head, block)
-        band = work.band if config.band else None
-        earlier = turn(band, work.tile, block, tile.m, tile.n) * tile.ctas
+        shape = (tile.m, tile.n)
+        earlier = backward_schedule.earlier_tiles(work, block, config.band, shape) * tile.ctas
         with cute.arch.elect_one():
             await_count(counter, earlier)
             cute.arch.mbarrier_arrive(barriers.dq_turn.at(step))

@@ -26,23 +26,41 @@ from kernels.description import (
 from kernels.sm100.tiles import (
     BACKWARD_TILES,
     BUFFERS,
+    AnyBackwardTile,
+    BackwardM256Tile,
     BackwardPairTile,
-    BackwardRegisters,
     BackwardTile,
 )
 
 COMPUTE_GROUPS = 2
 _STATISTICS_ALIGNMENT = 128  # bulk copies of row statistics
 
+VISIT_SLOTS = 8
+"""Steps whose query block the load warp has published at most.
+
+When it publishes step i, dK(i - 3) is complete. So dQ(i - 4) has been issued, and reduce warps,
+the last that read a step's block, have read dQ(i - 6) and that step's block.
+"""
+
 
 @functools.cache
-def description(head_dim: int, value_dim: int, deterministic: bool) -> Description:
-    """Describes the main backward kernel of these head dims."""
-    tile = BACKWARD_TILES[head_dim, value_dim]
-    pair = isinstance(tile, BackwardPairTile)
+def description(
+    head_dim: int, value_dim: int, deterministic: bool, pair: bool, ranges: bool = False
+) -> Description:
+    """Describes the main backward kernel of these head dims; the flags as in `KernelKey`."""
+    tile = BACKWARD_TILES[head_dim, value_dim, pair]
+    if isinstance(tile, BackwardM256Tile):
+        barriers, regions = _m256_barriers(tile), _m256_regions(tile)
+        maps, columns = _m256_maps(tile), _m256_columns(tile)
+    elif isinstance(tile, BackwardPairTile):
+        barriers, regions = _pair_barriers(), _pair_regions(tile)
+        maps, columns = _pair_maps(tile), _pair_columns(tile)
+    else:
+        barriers, regions = _barriers(tile.stages), _regions(tile)
+        maps, columns = _maps(tile), _columns(tile)
     return Description(
-        roles=_roles(tile.registers, pair),
-        barriers=_pair_barriers(deterministic) if pair else _barriers(tile.stages, deterministic),
+        roles=_roles(tile),
+        barriers=(*barriers, *_order_barriers(deterministic)),
         named_barriers=(
             NamedBarrier(
                 "stored",
@@ -52,36 +70,44 @@ def description(head_dim: int, value_dim: int, deterministic: bool) -> Descripti
                 meaning="dK and dV are in shared memory",
             ),
         ),
-        regions=_pair_regions(tile) if pair else _regions(tile),
+        regions=(*(_VISITS if ranges else ()), *regions),
         division=Division(tile.m, tile.n, tile.head_dim, programmatic=True),
-        maps=_pair_maps(tile) if pair else _maps(tile),
-        tensor_memory=_pair_columns(tile) if pair else _columns(tile),
+        maps=maps,
+        tensor_memory=columns,
         ctas=tile.ctas,
     )
 
 
+_VISITS = (
+    Region(
+        "visits", (2, VISIT_SLOTS), "query blocks of steps, and what ranges hide in them", "i32"
+    ),
+)
+
+
 def pre(head_dim: int, value_dim: int) -> Description:
-    """Describes the kernel before the main one."""
-    tile = BACKWARD_TILES[head_dim, value_dim]
+    """Describes the kernel before the main one, of one CTA or a pair."""
+    tile = BACKWARD_TILES[head_dim, value_dim, False]
     return ends_description.pre(tile.m, tile.head_dim)
 
 
 def post(head_dim: int, value_dim: int) -> Description:
-    """Describes the kernel after the main one."""
-    tile = BACKWARD_TILES[head_dim, value_dim]
+    """Describes the kernel after the main one, of one CTA or a pair."""
+    tile = BACKWARD_TILES[head_dim, value_dim, False]
     division = Division(tile.m, programmatic=True)
     return ends_description.post(division, tile.m, tile.head_dim, tile.span_bytes)
 
 
-def _roles(budget: BackwardRegisters, pair: bool) -> tuple[Role, ...]:
+def _roles(tile: AnyBackwardTile) -> tuple[Role, ...]:
     """Lists the roles.
 
     A warp reaches the quarter of tensor memory's lanes that its place in its warpgroup gives it, so
     each group of reduce and compute warps starts at a multiple of four.
     """
     compute = "P and dS from S and dP, one key a thread; at the end dV and dK to global memory"
-    if pair:
+    if isinstance(tile, BackwardPairTile):
         compute += "; the two groups take steps in turn"
+    budget = tile.registers
     reduce = "dQ from tensor memory to global memory by vector additions"
     others = {
         "mma": "issues all products; in a pair's odd CTA relays the completion of loads",
@@ -109,7 +135,7 @@ def _order_barriers(deterministic: bool) -> tuple[Barrier, ...]:
     )
 
 
-def _barriers(stages: int, deterministic: bool) -> tuple[Barrier, ...]:
+def _barriers(stages: int) -> tuple[Barrier, ...]:
     mma, load, compute = ("mma",), ("load",), ("compute",)
     loaded, multiplied, computed = (copied("load"),), (committed("mma"),), (warps("compute"),)
     return (
@@ -125,11 +151,10 @@ def _barriers(stages: int, deterministic: bool) -> tuple[Barrier, ...]:
         Barrier("dq_full", multiplied, ("reduce",), "step"),
         Barrier("dq_empty", (warps("reduce"),), mma, "step"),
         Barrier("grads_full", multiplied, compute, "CTA"),
-        *_order_barriers(deterministic),
     )
 
 
-def _pair_barriers(deterministic: bool) -> tuple[Barrier, ...]:
+def _pair_barriers() -> tuple[Barrier, ...]:
     """Lists a pair's barriers; its MMA warp waits for what both CTAs load, compute and read."""
     mma, load, compute = ("mma",), ("load",), ("compute",)
     loaded, multiplied, computed = (copied("load"),), (committed("mma"),), (group("compute"),)
@@ -150,7 +175,35 @@ def _pair_barriers(deterministic: bool) -> tuple[Barrier, ...]:
         Barrier("dq_full", multiplied, ("reduce",), in_buffer, BUFFERS),
         Barrier("dq_empty", (warps("reduce"),), mma, in_buffer, BUFFERS, of_pair=True),
         Barrier("grads_full", multiplied, compute, "CTA"),
-        *_order_barriers(deterministic),
+    )
+
+
+def _m256_barriers(tile: BackwardM256Tile) -> tuple[Barrier, ...]:
+    """Lists the barriers of a pair with M = 256, where row statistics come with q and with do."""
+    s_read = Barrier(
+        "s_read", (warps("compute"),), ("mma",), "step: S is in registers", of_pair=True
+    )
+    mma, load, compute = ("mma",), ("load",), ("compute",)
+    loaded, multiplied, computed = (copied("load"),), (committed("mma"),), (warps("compute"),)
+    step, scores = "step", ("compute", "load")
+    return (
+        Barrier("kv_full", loaded, mma, "CTA: k, v, kt", of_pair=True),
+        Barrier("q_full", loaded, mma, "step: q, lse_log2", of_pair=True),
+        Barrier("qt_full", loaded, mma, step, of_pair=True),
+        Barrier("do_full", loaded, mma, "step: do, delta", of_pair=True),
+        Barrier("dot_full", loaded, mma, step, of_pair=True),
+        Barrier("qt_empty", multiplied, load, step),
+        Barrier("dot_empty", multiplied, load, step),
+        Barrier("s_full", multiplied, scores, step),
+        Barrier("dp_full", multiplied, scores, step),
+        *(() if tile.dq_transposed else (s_read,)),
+        Barrier("p_full", computed, mma, "step; one for each part", tile.parts, of_pair=True),
+        Barrier("ds_full", computed, mma, "step: dS is in tensor memory", of_pair=True),
+        # dS is in the shared memory of both CTAs.
+        Barrier("dst_full", computed, mma, "step, by buffer", BUFFERS, of_pair=True),
+        Barrier("dq_full", multiplied, ("reduce",), step),
+        Barrier("dq_empty", (warps("reduce"),), mma, step, of_pair=True),
+        Barrier("grads_full", multiplied, compute, "CTA"),
     )
 
 
@@ -198,11 +251,38 @@ def _pair_regions(tile: BackwardPairTile) -> tuple[Region, ...]:
         operand("dot", (tile.m, part), span, "dO of all queries, the CTA's columns"),
         operand("p", (keys, tile.m, BUFFERS), span, "P of the CTA's keys"),
         operand("ds", (keys, tile.m, BUFFERS), span, "dS of the CTA's keys"),
-        # Compute warps of both CTAs write it, in spans of 64 bytes (`ptx.store_swizzled_row`).
-        Region(
-            "dst", (tile.n, queries, BUFFERS), "dS of all keys, the CTA's queries", alignment=1024
-        ),
+        _dst(tile),
     )
+
+
+def _m256_regions(tile: BackwardM256Tile) -> tuple[Region, ...]:
+    """Lists the regions of a CTA of a pair with M = 256; those of the other one are the same."""
+    d, value_dim, span, of_part = (
+        *(tile.head_dim, tile.value_dim),
+        *(tile.span_bytes, tile.part_span_bytes),
+    )
+    keys, queries = tile.keys, tile.queries
+    return (
+        *_head(tile.m, tile.statistics),
+        operand("k", (keys, d), span, "K of the CTA's keys; later stages dK"),
+        # The product of kt's columns may read V's, too, so V lies right after kt.
+        operand("kt", (tile.n, tile.part), of_part, "K of all keys, the CTA's columns"),
+        operand("v", (keys, value_dim), span, "V of the CTA's keys; later stages dV"),
+        operand("q", (queries, d), span, "Q of the CTA's queries"),
+        operand("do", (queries, value_dim), span, "dO of the CTA's queries"),
+        operand("qt", (tile.m, tile.part), of_part, "Q of all queries, the CTA's columns"),
+        operand("dot", (tile.m, tile.value_part), span, "dO of all queries, the CTA's columns"),
+        _dst(tile),
+    )
+
+
+def _dst(tile: BackwardPairTile | BackwardM256Tile) -> Region:
+    """dS of a CTA's queries; compute warps of both CTAs write it (`ptx.store_swizzled_row`).
+
+    A row is one swizzle span of 64 or 128 bytes.
+    """
+    shape = (tile.n, tile.queries, BUFFERS)
+    return Region("dst", shape, "dS of all keys, the CTA's queries", alignment=1024)
 
 
 def _columns(tile: BackwardTile) -> tuple[Columns, ...]:
@@ -246,6 +326,31 @@ def _pair_columns(tile: BackwardPairTile) -> tuple[Columns, ...]:
     )
 
 
+def _m256_columns(tile: BackwardM256Tile) -> tuple[Columns, ...]:
+    """Lists the columns of each CTA of a pair with M = 256.
+
+    Compute warpgroup c has the 32 columns from 32 c on of every 64 of S and of dP, and writes P and
+    dS over the first 32 of them alone, which it has read. So of 128 columns of S the upper 64 are
+    free once S has been read: dQ takes them, where it has no columns of its own.
+    """
+    m, chunk = tile.m, tile.chunk
+    beside = 2 * m + tile.dq_width if tile.dq_transposed else 2 * m
+    first_dq = 2 * m if tile.dq_transposed else m // 2
+    written = {"width": tile.parts * chunk // 2, "count": COMPUTE_GROUPS, "stride": chunk}
+    return (
+        Columns("s", 0, m, "S of a step"),
+        Columns("p", 0, holds="P by warpgroups, 16 bits each", shares="s", **written),
+        Columns("dp", m, m, "dP of a step"),
+        Columns("ds", m, holds="dS by warpgroups, 16 bits each", shares="dp", **written),
+        Columns(
+            *("dq", first_dq, tile.dq_width, "dQ of a step"),
+            shares="" if tile.dq_transposed else "s",
+        ),
+        Columns("dv", beside, tile.value_dim, "dV of the CTA's keys"),
+        Columns("dk", beside + tile.value_dim, tile.head_dim, "dK of the CTA's keys"),
+    )
+
+
 def _maps(tile: BackwardTile) -> tuple[TensorMap, ...]:
     m, n, d, value_dim, span = tile.m, tile.n, tile.head_dim, tile.value_dim, tile.span_bytes
     return (
@@ -276,4 +381,23 @@ def _pair_maps(tile: BackwardPairTile) -> tuple[TensorMap, ...]:
         TensorMap("dot", "do", tile.m, part, span),
         TensorMap("dk", "dk", keys, d, span, store=True),
         TensorMap("dv", "dv", keys, d, span, store=True),
+    )
+
+
+def _m256_maps(tile: BackwardM256Tile) -> tuple[TensorMap, ...]:
+    d, value_dim, span, of_part, keys, queries = (
+        *(tile.head_dim, tile.value_dim),
+        *(tile.span_bytes, tile.part_span_bytes),
+        *(tile.keys, tile.queries),
+    )
+    return (
+        TensorMap("k", "k", keys, d, span),
+        TensorMap("v", "v", keys, value_dim, span),
+        TensorMap("kt", "k", tile.n, tile.part, of_part),
+        TensorMap("q", "q", queries, d, span),
+        TensorMap("do", "do", queries, value_dim, span),
+        TensorMap("qt", "q", tile.m, tile.part, of_part),
+        TensorMap("dot", "do", tile.m, tile.value_part, span),
+        TensorMap("dk", "dk", keys, d, span, store=True),
+        TensorMap("dv", "dv", keys, value_dim, span, store=True),
     )

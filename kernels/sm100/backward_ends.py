@@ -28,7 +28,7 @@ class Postprocess(PostHost):
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
         self.description = backward_description.post(key.head_dim, key.value_dim)
 
     @cute.kernel

@@ -14,9 +14,9 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import synchronise
 from kernels.common.state import Rows, make_rows
 from kernels.description import TENSOR_MEMORY_COLUMNS
-from kernels.interface import BackwardScalars, RowBuffers, Sizes
+from kernels.interface import BackwardScalars, RangeBuffers, RowBuffers, Sizes
 from kernels.sm100 import ptx
-from kernels.sm100.backward_data import BackwardConfig, assign, take_ticket, take_turns
+from kernels.sm100.backward_data import BackwardConfig, Call, assign, take_ticket, take_turns
 
 
 class BackwardKernel(BackwardHost):
@@ -34,7 +34,7 @@ class BackwardKernel(BackwardHost):
     def __init__(self, config: BackwardConfig, row_roles: Any):
         self.config, self.row_roles = config, row_roles
         self.description, self.dtype = config.description, config.dtype
-        self.deterministic = config.deterministic
+        self.deterministic, self.ranges = config.deterministic, config.ranges
 
     @cute.kernel
     def kernel(
@@ -43,6 +43,7 @@ class BackwardKernel(BackwardHost):
         buffers: RowBuffers,
         sizes: Sizes,
         scalars: BackwardScalars,
+        ranges: RangeBuffers | None = None,
     ):
         tile, description = self.config.tile, self.config.description
         pair = tile.ctas == 2
@@ -64,20 +65,20 @@ class BackwardKernel(BackwardHost):
         synchronise(self.config.tile.ctas)
         common_ptx.await_launch_before()
 
-        call = (buffers.extents, sizes, scalars.window)
+        call = Call(buffers.extents, sizes, scalars.window, ranges)
         rows = make_rows(buffers, sizes.query_length, tile.m)
         # Each role computes its work by itself: if all shared the values, these would stay in
         # registers of every role.
         if warp < compute.first_warp:
             ptx.set_registers(reduce.registers)
-            self.row_roles.reduce(shared, assign(self.config, shared, *call), rows)
+            self.row_roles.reduce(shared, assign(self.config, shared, call), rows)
         elif warp < mma.first_warp:
             ptx.set_registers(compute.registers)
-            work = assign(self.config, shared, *call)
+            work = assign(self.config, shared, call)
             self.row_roles.compute(maps, shared, work, scalars)
         else:
             ptx.set_registers(mma.registers)
-            work = assign(self.config, shared, *call)
+            work = assign(self.config, shared, call)
             if warp == mma.first_warp:
                 if cutlass.const_expr(pair):
                     if work.rank == 0:

@@ -49,8 +49,6 @@ Each CTA adds half of the columns of dQ, so both may have their turn at the same
 (FlashAttention-4, backward: 2-CTA mode; M = 128 here, so that the accumulators of 256 columns fit.)
 """
 
-import dataclasses
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -58,27 +56,20 @@ from cutlass import Int32
 from fa4_jax.key import KernelKey
 from kernels.common import ptx as common_ptx
 from kernels.common import ring, tensors
+from kernels.common.backward_ranges import make_walk
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.ring import Ring
 from kernels.common.state import Rows
 from kernels.kernel_source import KernelSource
 from kernels.sm100 import products, ptx
-from kernels.sm100.backward_kernel import BackwardKernel
+from kernels.sm100.backward_data import publish
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
+from kernels.sm100.backward_pair_kernel import PairKernel
 from kernels.sm100.backward_pair_rows import RowRoles
 
 
-@dataclasses.dataclass(frozen=True)
-class Padded:
-    """A tile whose rows from `first_row` on are padding."""
-
-    memory: cute.Tensor
-    first_row: Int32
-
-
-class PairBackward(BackwardKernel):
+class PairBackward(PairKernel):
     """The kernel of one key; attributes are compile-time constants."""
 
     config: Config
@@ -90,24 +81,14 @@ class PairBackward(BackwardKernel):
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: loads this CTA's parts of all operands."""
-        tile, barriers = self.config.tile, shared.barriers
-        kv_full = barriers.kv_full.first
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        steps = work.steps()
+        barriers, steps, walk = shared.barriers, work.steps(), make_walk(work.visits)
         if steps > 0:
-            with cute.arch.elect_one():
-                num_bytes = (2 * tile.keys * tile.head_dim + tile.n * tile.part) * 2
-                cute.arch.mbarrier_arrive_and_expect_tx(kv_full, num_bytes)
-            place = (work.tile * tile.ctas + work.rank, 0)
-            own_keys = cute.local_tile(kv, (tile.keys, tile.head_dim), place)
-            tensors.tma_load(maps.k, own_keys, shared.k, kv_full)
-            tensors.tma_load(maps.v, own_keys, shared.v, kv_full)
-            place = (work.tile, work.rank)
-            own_columns = cute.local_tile(kv, (tile.n, tile.part), place)
-            tensors.tma_load(maps.kt, own_columns, shared.kt, kv_full)
+            publish(self.config, work, walk, Int32(0))
+            self.load_keys(maps, shared, work)
             self.load_rows(maps, shared, work, rows, Int32(0))
         for step in cutlass.range(steps, unroll=1):
             if step + 1 < steps:
+                publish(self.config, work, walk, step + 1)
                 self.load_rows(maps, shared, work, rows, step + 1)
             barriers.dot_empty.wait_free(step)
             self.load_columns(maps.dot, work, step, shared.dot, barriers.dot_full.at(step))
@@ -146,24 +127,6 @@ class PairBackward(BackwardKernel):
         tensors.tma_load(maps.do, source, shared.do, do_full)
 
     @cute.jit
-    def load_columns(
-        self,
-        atom: cute.CopyAtom,
-        work: Work,
-        step: Int32,
-        memory: cute.Tensor,
-        full: cute.Pointer,
-    ):
-        """Loads qt or dot of a step."""
-        tile = self.config.tile
-        head, block = work.step(step, self.config.deterministic)
-        of_head = tensors.bthd_coordinates()[None, None, head, work.batch]
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * tile.part * 2)
-        source = cute.local_tile(of_head, (tile.m, tile.part), (block, work.rank))
-        tensors.tma_load(atom, source, memory, full)
-
-    @cute.jit
     def relay_loads(self, shared: Shared, work: Work):
         """MMA warp of the odd CTA: relays the completion of its loads to the even CTA."""
         barriers, steps = shared.barriers, work.steps()
@@ -186,39 +149,6 @@ class PairBackward(BackwardKernel):
         products.signal(shared.barriers.q_full.at(step), ctas=2)
         self.receive(shared.do, shared.barriers.do_full, work, step)
         products.signal(shared.barriers.do_full.at(step), ctas=2)
-
-    @cute.jit
-    def receive_keys(self, shared: Shared, work: Work):
-        """Waits for k, v and kt, and writes 0 to rows past the key length."""
-        shared.barriers.kv_full.wait(0, 2)
-        if work.padded_keys:
-            rows = work.band.key_length - work.first_key
-            own = cutlass.max(rows - work.rank * self.config.tile.keys, 0)
-            self.clear_padding(
-                [Padded(shared.k, own), Padded(shared.v, own), Padded(shared.kt, rows)]
-            )
-
-    @cute.jit
-    def receive(self, memory: cute.Tensor, full: Ring, work: Work, step: Int32):
-        """Waits for q, do, qt or dot, and writes 0 to rows past the query length."""
-        full.wait(step, 2)
-        if work.padded_queries:
-            _, block = work.step(step, self.config.deterministic)
-            first = block * self.config.tile.m
-            if cutlass.const_expr(cute.size(memory, mode=[0]) < self.config.tile.m):
-                first += work.rank * self.config.tile.queries
-            first_row = cutlass.max(work.band.query_length - first, 0)
-            if first_row < cute.size(memory, mode=[0]):
-                self.clear_padding([Padded(memory, first_row)])
-
-    @cute.jit
-    def clear_padding(self, tiles: list[Padded]):
-        """Writes 0 to the padding of each tile, before products read it."""
-        thread, _, _ = cute.arch.thread_idx()
-        for tile in tiles:
-            tensors.zero_rows(tile.memory, tile.first_row, thread % 32, 32)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
 
     @cute.jit
     def mma(self, shared: Shared, work: Work):

@@ -1,4 +1,4 @@
-"""Data of the Blackwell backward's kernel for pairs: its constants and its operands."""
+"""Data of the Blackwell backward's two kernels for pairs: their constants and their products."""
 
 from cutlass import Int32
 
@@ -6,7 +6,13 @@ from fa4_jax.key import KernelKey
 from kernels.common.ring import Use
 from kernels.sm100 import products
 from kernels.sm100.backward_data import BackwardConfig
-from kernels.sm100.tiles import BACKWARD_TILES, BUFFERS, BackwardPairTile
+from kernels.sm100.tiles import (
+    BACKWARD_TILES,
+    BUFFERS,
+    LANES,
+    BackwardM256Tile,
+    BackwardPairTile,
+)
 
 
 def use_of_buffer(step: Int32) -> Use:
@@ -18,16 +24,39 @@ def use_of_buffer(step: Int32) -> Use:
     return Use(step % BUFFERS, step // BUFFERS & 1)
 
 
-class Config(BackwardConfig):
-    """The constants of a kernel with a pair of CTAs a key tile, and its five products."""
+class PairConfig(BackwardConfig):
+    """The constants of a kernel with a pair of CTAs a key tile."""
+
+    tile: BackwardPairTile | BackwardM256Tile
+
+
+class Config(PairConfig):
+    """The constants of the kernel with products of M = 128 over keys, and its five products."""
 
     tile: BackwardPairTile
 
     def __init__(self, key: KernelKey):
         super().__init__(key)
-        tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
         assert isinstance(tile, BackwardPairTile)
         self.tile = tile
         self.scores = products.Product(self.dtype, tile.n, tile.m, ctas=2)
         self.grads = products.Product(self.dtype, tile.n, tile.head_dim, ctas=2)
         self.dq = products.Product(self.dtype, tile.head_dim, tile.m, ctas=2)
+
+
+class M256Config(PairConfig):
+    """The constants of the kernel with products of M = 256 over keys, and its five products."""
+
+    tile: BackwardM256Tile
+
+    def __init__(self, key: KernelKey):
+        super().__init__(key)
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
+        assert isinstance(tile, BackwardM256Tile)
+        self.tile = tile
+        self.scores = products.Product(self.dtype, tile.n, tile.m, ctas=2)
+        self.dv = products.Product(self.dtype, tile.n, tile.value_dim, ctas=2)
+        self.dk = products.Product(self.dtype, tile.n, tile.head_dim, ctas=2)
+        lanes, columns = (2 * LANES, tile.m) if tile.dq_transposed else (tile.m, tile.head_dim)
+        self.dq = products.Product(self.dtype, lanes, columns, ctas=2)

@@ -13,7 +13,7 @@ from kernels.common.backward_schedule import Work
 from kernels.common.resources import Maps, Shared
 from kernels.common.state import Limits, Rows
 from kernels.interface import BackwardScalars
-from kernels.sm100 import products, ptx, softmax
+from kernels.sm100 import backward_mask, products, ptx, softmax
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_rows import (
     CHUNK,
@@ -66,6 +66,8 @@ class RowRoles:
         high = Int32(cutlass.select_(key < work.band.key_length, high, Int32(0)))
         steps = work.steps()
         for step in cutlass.range(group, steps, BUFFERS, unroll=1):
+            if cutlass.const_expr(work.ranges is not None):
+                shared.barriers.s_full[group].wait(ring.nth_use(step // BUFFERS, 1))
             _, block = work.step(step, self.config.deterministic)
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + tile.n > work.band.key_length)
@@ -73,7 +75,8 @@ class RowRoles:
             # A block that needs no mask gets bounds that hide no query.
             begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             end = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
-            queries = Queries(half * tile.queries, step, Limits(begin, end), edge)
+            keys = backward_mask.of_step(work, step, key, first_query)
+            queries = Queries(half * tile.queries, step, Limits(begin, end), edge, keys)
             self.compute_step(shared, Place(group, half, key_row), queries, scale_log2)
         place = Place(group, half, thread % tile.keys)
         self.write_gradients(maps, shared, work, place, scale)
@@ -110,7 +113,7 @@ class RowRoles:
         self.write_row(shared.ds[own_row, None, buffer], half, rounded)
         # CTA `half` has the rows of these queries for dQ.
         row = shared.dst.iterator.toint().to(Int32) + (buffer * tile.n + key_row) * (queries * 2)
-        ptx.store_swizzled_row(row, key_row, rounded, half)
+        ptx.store_swizzled_row(row, (key_row // 2 & 3) * 16, rounded, half)
         ptx.fence_proxy_of_cluster()
         # The reads of S and dP are complete.
         ptx.fence_before_sync()
@@ -174,6 +177,8 @@ class RowRoles:
         tile = self.config.tile
         thread, _, _ = cute.arch.thread_idx()
         for step in cutlass.range(work.steps(), unroll=1):
+            if cutlass.const_expr(work.ranges is not None):
+                shared.barriers.dq_full.wait(use_of_buffer(step))
             head, block = work.step(step, self.config.deterministic)
             query_tile = rows.tile(work.batch, work.heads, head, block)
             target = rows.dq_acc + query_tile * (tile.m * tile.head_dim)

@@ -9,14 +9,15 @@ from cutlass import Boolean, Float32, Int32
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
-from kernels.common.backward_schedule import Work
+from kernels.common.backward_schedule import NO_RANGES, Work
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, select
 from kernels.common.state import Limits, Rows
 from kernels.interface import BackwardScalars
-from kernels.sm100 import products, ptx, softmax
+from kernels.sm100 import backward_mask, products, ptx, softmax
 from kernels.sm100.backward_data import Config
 from kernels.sm100.backward_description import COMPUTE_GROUPS
+from kernels.sm100.backward_mask import HiddenKeys
 from kernels.sm100.tiles import LANES
 
 CHUNK = 32  # columns of tensor memory that a thread loads at a time
@@ -45,12 +46,14 @@ class Queries:
       step: of the CTA.
       limits: queries low <= i < high see the key, counted from `first`.
       is_edge: some pair may be hidden; otherwise the limits say nothing.
+      keys: what ranges in memory hide besides.
     """
 
     first: Int32
     step: Int32
     limits: Limits
     is_edge: Boolean
+    keys: HiddenKeys = NO_RANGES
 
 
 @cute.jit
@@ -60,6 +63,8 @@ def probabilities(
     """Returns exp2(S * scale_log2 - lse_log2) of one key, in fp32; 0 where the pair is hidden."""
     count = len(scores)
     p = cute.make_rmem_tensor((count,), Float32)
+    if cutlass.const_expr(queries.keys is not None):
+        limits = backward_mask.load_limits(queries.keys, count)
     for i in cutlass.range_constexpr(0, count, 2):
         exponents = cute.arch.fma_packed_f32x2(
             (scores[i], scores[i + 1]),
@@ -71,6 +76,8 @@ def probabilities(
         for i in cutlass.range_constexpr(count):
             inside = (i >= queries.limits.low) & (i < queries.limits.high)
             p[i] = select(inside, p[i], Float32(0.0))
+    if cutlass.const_expr(queries.keys is not None):
+        backward_mask.hide(p, queries.keys, limits)
     return p
 
 
@@ -117,6 +124,9 @@ class RowRoles:
         high = Int32(cutlass.select_(key < work.band.key_length, high, Int32(0)))
         steps = work.steps()
         for step in cutlass.range(steps, unroll=1):
+            if cutlass.const_expr(work.ranges is not None):
+                # The slot is used again only after dK, which needs this thread's dS.
+                shared.barriers.q_full.wait(step)
             _, block = work.step(step, self.config.deterministic)
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + self.config.tile.n > work.band.key_length)
@@ -125,7 +135,8 @@ class RowRoles:
             # A block that needs no mask gets bounds that hide no query.
             begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             end = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
-            queries = Queries(first, step, Limits(begin, end), edge)
+            keys = backward_mask.of_step(work, step, key, first_query)
+            queries = Queries(first, step, Limits(begin, end), edge, keys)
             p = self.probabilities(shared, queries, scale_log2)
             self.score_gradients(shared, queries, key_row, p)
         self.write_gradients(maps, shared, work, half, key_row, scale)
@@ -181,6 +192,10 @@ class RowRoles:
         ptx.fence_before_sync()
         products.arrive(barriers.ds_full.at(step))
 
+    def key_tile(self, work: Work) -> Int32:
+        """Returns which of the KV head's tiles of as many keys the CTA has."""
+        return work.tile
+
     def rounded(self, values: list[Float32]) -> list[Int32]:
         """Rounds pairs of values to the storage type."""
         return rounded_pairs(self.config.dtype, values)
@@ -229,8 +244,8 @@ class RowRoles:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.config.description.role("compute").first_warp:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-            dv = cute.local_tile(kv, (tile.n, tile.value_dim), (work.tile, 0))
-            dk = cute.local_tile(kv, (tile.n, tile.head_dim), (work.tile, 0))
+            dv = cute.local_tile(kv, (tile.keys, tile.value_dim), (self.key_tile(work), 0))
+            dk = cute.local_tile(kv, (tile.keys, tile.head_dim), (self.key_tile(work), 0))
             with cute.arch.elect_one():
                 tensors.tma_store(maps.dv, shared.v, dv)
                 tensors.tma_store(maps.dk, shared.k, dk)
@@ -246,6 +261,8 @@ class RowRoles:
         thread, _, _ = cute.arch.thread_idx()
         first = products.lane_base() + self.config.columns("dq").first
         for step in cutlass.range(work.steps(), unroll=1):
+            if cutlass.const_expr(work.ranges is not None):
+                shared.barriers.dq_full.wait(step)
             head, block = work.step(step, self.config.deterministic)
             query_tile = rows.tile(work.batch, work.heads, head, block)
             target = rows.dq_acc + query_tile * tile_size + thread * 4

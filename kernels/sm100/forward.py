@@ -47,14 +47,21 @@ from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
-from kernels.interface import ForwardScalars, Sizes
+from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm100 import ptx
 from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_products import ProductRoles
-from kernels.sm100.forward_rows import RowRoles
-from kernels.sm100.forward_schedule import Work, assign, make_schedule, to_words
+from kernels.sm100.forward_rows import Call, RowRoles
+from kernels.sm100.forward_schedule import (
+    Work,
+    assign,
+    by_table,
+    make_schedule,
+    of_cta,
+    to_words,
+)
 
 
 class Forward(ForwardHost):
@@ -63,6 +70,7 @@ class Forward(ForwardHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
+        self.ranges = key.ranges
         self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
 
@@ -74,6 +82,8 @@ class Forward(ForwardHost):
         lse: cute.Pointer,
         sizes: Sizes,
         scalars: ForwardScalars,
+        ranges: RangeBuffers | None = None,
+        logits: LogitBuffers | None = None,
     ):
         tile, description = self.config.tile, self.config.description
         pair = tile.ctas == 2
@@ -91,13 +101,22 @@ class Forward(ForwardHost):
         cute.arch.mbarrier_init_fence()
         synchronise(self.config.tile.ctas)
 
-        window = scalars.window
+        window, call = scalars.window, Call(sizes, ranges, logits)
         # Each role counts its rounds: one number for all would stay in a register of every role.
         if warp < correction.first_warp:
-            ptx.set_registers(softmax.registers)
-            if warp // softmax.warps < softmax.groups:
-                rounds = make_schedule(extents, sizes, window, tile).rounds_of_cta()
-                self.row_roles.softmax(shared, rounds, lse, sizes, scalars)
+            idle_registers = self.description.roles[1].registers
+            if cutlass.const_expr(idle_registers < softmax.registers and tile.query_tiles == 1):
+                if warp < softmax.warps:
+                    ptx.set_registers(softmax.registers)
+                    rounds = make_schedule(extents, sizes, window, tile).rounds_of_cta()
+                    self.row_roles.softmax(shared, rounds, lse, scalars, call)
+                else:
+                    ptx.set_registers(idle_registers)
+            else:
+                ptx.set_registers(softmax.registers)
+                if warp // softmax.warps < softmax.groups:
+                    rounds = make_schedule(extents, sizes, window, tile).rounds_of_cta()
+                    self.row_roles.softmax(shared, rounds, lse, scalars, call)
         elif warp < mma.first_warp:
             ptx.set_registers(correction.registers)
             self.row_roles.correct(
@@ -120,21 +139,26 @@ class Forward(ForwardHost):
             elif warp == description.role("store").first_warp:
                 self.store(maps, shared, rounds)
             else:
-                self.assign(shared, schedule, rounds)
+                self.assign(shared, schedule, rounds, ranges)
         synchronise(self.config.tile.ctas)
         if warp == mma.first_warp:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem_base)
             cute.arch.dealloc_tmem(base, TENSOR_MEMORY_COLUMNS, pair)
 
     @cute.jit
-    def assign(self, shared: Shared, schedule: Schedule, rounds: Int32):
+    def assign(
+        self, shared: Shared, schedule: Schedule, rounds: Int32, ranges: RangeBuffers | None
+    ):
         """Schedule warp: finds every tile's work while the other roles work on the tile before."""
         for round_index in cutlass.range(rounds, unroll=1):
             work = assign(schedule.tile(round_index), schedule, self.config.shape)
+            if cutlass.const_expr(self.ranges):
+                work = by_table(work, ranges, schedule.sizes, self.config.shape)
+            work = of_cta(work, schedule, self.config.shape)
             use = shared.barriers.work_empty.use(round_index)
             shared.barriers.work_empty.wait_free(use)
             with cute.arch.elect_one():
-                for i, word in enumerate(to_words(work)):
+                for i, word in enumerate(to_words(work, self.ranges)):
                     shared.work[i, use.slot] = word
                 cute.arch.mbarrier_arrive(shared.barriers.work_full.at(use))
 
@@ -144,7 +168,7 @@ class Forward(ForwardHost):
         tile = self.config.tile
         loads_done, tiles_done = Int32(0), Int32(0)
         for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(shared, round_index)
+            work = pop_work(self.config, shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
                 self.load_tile(maps, shared, work, loads_done, tiles_done)
@@ -234,7 +258,7 @@ class Forward(ForwardHost):
         """Store warp: stores output tiles to global memory."""
         stored = Int32(0)
         for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(shared, round_index)
+            work = pop_work(self.config, shared, round_index)
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
                 self.store_tile(maps, shared, work, t, stored)
                 stored += 1

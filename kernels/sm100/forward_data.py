@@ -11,7 +11,12 @@ from kernels.interface import Window
 from kernels.sm100 import products
 from kernels.sm100.forward_description import WORK_WORDS, description
 from kernels.sm100.forward_schedule import Work, from_words
-from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, L2_BUDGET_BYTES
+from kernels.sm100.tiles import (
+    BUFFERS,
+    FORWARD_TILES,
+    L2_BUDGET_BYTES,
+    RANGES_POLYNOMIAL_PAIRS,
+)
 
 
 class Config:
@@ -20,10 +25,13 @@ class Config:
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.band = key.band
-        self.tile = FORWARD_TILES[key.head_dim]
-        self.description = description(key.head_dim)
-        self.polynomial_pairs = self.tile.polynomial_pairs if key.polynomial_exp2 else 0
+        self.band, self.ranges = key.band, key.ranges
+        self.tile = FORWARD_TILES[key.head_dim, key.pair]
+        self.description = description(key.head_dim, key.pair, key.ranges)
+        pairs = self.tile.polynomial_pairs
+        if key.ranges:
+            pairs = min(pairs, RANGES_POLYNOMIAL_PAIRS)
+        self.polynomial_pairs = pairs if key.polynomial_exp2 else 0
         self.columns = self.description.columns
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -50,18 +58,23 @@ class Config:
         return Ring(barriers.p_late.first + (part - 1), BUFFERS, later)
 
 
-def peek_work(shared: Shared, round_index: Int32, window: Window | None = None) -> Work:
+def peek_work(
+    config: Config, shared: Shared, round_index: Int32, window: Window | None = None
+) -> Work:
     """Returns the work of this CTA's tile in a round, as the schedule warp wrote it.
 
     window: of a band kernel, for roles that apply the mask.
     """
     use = shared.barriers.work_full.use(round_index)
     shared.barriers.work_full.wait(use)
-    return from_words([shared.work[i, use.slot] for i in range(WORK_WORDS)], window)
+    words = [shared.work[i, use.slot] for i in range(WORK_WORDS + config.ranges)]
+    return from_words(words, window, config.ranges)
 
 
-def pop_work(shared: Shared, round_index: Int32, window: Window | None = None) -> Work:
+def pop_work(
+    config: Config, shared: Shared, round_index: Int32, window: Window | None = None
+) -> Work:
     """Returns what `peek_work` does, for the last time: the schedule warp may overwrite it then."""
-    work = peek_work(shared, round_index, window)
+    work = peek_work(config, shared, round_index, window)
     products.arrive(shared.barriers.work_empty.at(round_index))
     return work

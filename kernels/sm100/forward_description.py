@@ -23,17 +23,17 @@ from kernels.description import (
 )
 from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, ForwardTile
 
-WORK_WORDS = 13  # what describes one query tile's work
+WORK_WORDS = 13  # what describes one query tile's work; one more says whether tags are compared
 WORK_SLOTS = 2  # tiles whose work is known at a time
 SOFTMAX_GROUPS = 2
 UNIT = 8  # query rows of one head in a tile that heads share: an atom of the swizzle
 
 
 @functools.cache
-def description(head_dim: int) -> Description:
-    """Describes the forward kernel of a head dim."""
-    tile = FORWARD_TILES[head_dim]
-    roles = _roles(tile)
+def description(head_dim: int, pair: bool, ranges: bool) -> Description:
+    """Describes the forward kernel of a head dim; `pair` and `ranges` as in `KernelKey`."""
+    tile = FORWARD_TILES[head_dim, pair]
+    roles = _roles(tile, ranges)
     return Description(
         roles=roles,
         barriers=_barriers(tile, head_dim, roles),
@@ -48,7 +48,7 @@ def description(head_dim: int) -> Description:
                 "by score buffer and warp",
             ),
         ),
-        regions=_regions(tile, head_dim),
+        regions=_regions(tile, head_dim, WORK_WORDS + ranges),
         division=Division(tile.m, persistent=True),
         maps=_maps(tile, head_dim),
         tensor_memory=_columns(tile, head_dim),
@@ -56,13 +56,13 @@ def description(head_dim: int) -> Description:
     )
 
 
-def _roles(tile: ForwardTile) -> tuple[Role, ...]:
+def _roles(tile: ForwardTile, ranges: bool) -> tuple[Role, ...]:
     """Lists the roles.
 
     A warp reaches the quarter of tensor memory's lanes that its place in its warpgroup gives it, so
     each group of softmax and correction warps starts at a multiple of four.
     """
-    budget = tile.registers
+    budget = tile.registers_of(ranges)
     roles = [
         Role(
             "softmax",
@@ -76,7 +76,7 @@ def _roles(tile: ForwardTile) -> tuple[Role, ...]:
     idle = SOFTMAX_GROUPS - tile.query_tiles
     if idle:
         job = "none: a single query tile has one softmax group"
-        roles.append(Role("idle", 4 * tile.query_tiles, 4 * idle, job, registers=budget.softmax))
+        roles.append(Role("idle", 4 * tile.query_tiles, 4 * idle, job, registers=budget.idle))
     others = {
         "mma": "issues all products; in a pair's odd CTA relays the completion of loads",
         "load": "TMA: Q of the query tiles, K and V blocks into one ring, last block first",
@@ -127,13 +127,13 @@ def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tupl
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
+def _regions(tile: ForwardTile, head_dim: int, work_words: int) -> tuple[Region, ...]:
     span, rows = tile.span_bytes, tile.rows
     ring, columns_of_v = tile.kv_stages, tile.columns_of_v(head_dim)
     kv = "one ring: K(0), V(0), K(1), V(1), ... of the blocks"
     return (
         Region("tmem_base", (), "where this CTA's tensor memory begins", "i32"),
-        Region("work", (WORK_WORDS, WORK_SLOTS), "what the schedule warp says of a tile", "i32"),
+        Region("work", (work_words, WORK_SLOTS), "what the schedule warp says of a tile", "i32"),
         Region("factors", (rows, BUFFERS), "by what O is rescaled before the block", "f32"),
         # A single query tile uses half of it.
         Region("inverse_sums", (rows, BUFFERS), "negative where there is no output", "f32"),

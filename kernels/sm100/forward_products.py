@@ -37,7 +37,7 @@ class ProductRoles:
         """MMA warp: issues all products of all tiles."""
         done, begun = Progress(Int32(0), Int32(0)), Boolean(False)
         for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(shared, round_index)
+            work = pop_work(self.config, shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
                 if not begun:
@@ -66,7 +66,7 @@ class ProductRoles:
         tile, barriers = self.config.tile, shared.barriers
         k = self.await_block(shared, 2 * done.blocks + i, t == 0)
         if cutlass.const_expr(i == 0):
-            barriers.q_full[t].wait(done.tiles, tile.ctas)
+            barriers.q_full[t].wait(done.tiles)
         self.mma_scores(shared, t, k.slot, done.blocks + i, i == count - 1)
         if cutlass.const_expr(t == tile.query_tiles - 1):
             products.commit(barriers.kv_empty.at(k), tile.ctas)
@@ -125,7 +125,7 @@ class ProductRoles:
         """
         blocks = Int32(0)
         if this_round.index + 1 < this_round.count:
-            work = peek_work(shared, this_round.index + 1)
+            work = peek_work(self.config, shared, this_round.index + 1)
             blocks = work.blocks.end - work.blocks.begin
         return blocks
 
@@ -136,7 +136,7 @@ class ProductRoles:
         """Waits for a load into the ring, where it is first needed."""
         use = shared.barriers.kv_full.use(loads_done)
         if cutlass.const_expr(first):
-            shared.barriers.kv_full.wait(use, self.config.tile.ctas)
+            shared.barriers.kv_full.wait(use)
         return use
 
     @cute.jit
@@ -145,7 +145,7 @@ class ProductRoles:
         tile, barriers = self.config.tile, shared.barriers
         tiles_done, loads_done = Int32(0), Int32(0)
         for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(shared, round_index)
+            work = pop_work(self.config, shared, round_index)
             loads = 2 * (work.blocks.end - work.blocks.begin)
             # The first V block comes after the K blocks that are loaded first.
             first_v = cutlass.min(tile.buffers_per_tile, loads // 2)
@@ -154,11 +154,11 @@ class ProductRoles:
                 barriers.kv_full.wait(use)
                 if (load == first_v) & work.padded_keys:
                     self.clear_padding(shared.v[None, None, use.slot], work)
-                products.arrive(barriers.kv_full.at(use), ctas=tile.ctas)
+                products.arrive(barriers.kv_full.at(use), ctas=tile.ctas, stores=False)
                 if load == 0:
                     for t in cutlass.range_constexpr(tile.query_tiles):
                         barriers.q_full[t].wait(tiles_done)
-                        products.arrive(barriers.q_full[t].first, ctas=tile.ctas)
+                        products.arrive(barriers.q_full[t].first, ctas=tile.ctas, stores=False)
             loads_done += loads
             if loads > 0:
                 tiles_done += 1
@@ -208,7 +208,7 @@ class ProductRoles:
         acc = self.config.columns("o").firsts[t]
         first = 0
         for part in cutlass.range_constexpr(len(tile.p_splits)):
-            self.config.part_full(shared.barriers, part).wait(block, tile.ctas)
+            self.config.part_full(shared.barriers, part).wait(block)
             ptx.fence_after_sync()
             end = tile.p_splits[part] // products.K_STEP
             self.pv.issue(acc, p, v, accumulate if part == 0 else True, (first, end))
@@ -222,3 +222,7 @@ class ProductRoles:
         tensors.zero_rows(v, first_row, thread % 32, 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
+        if cutlass.const_expr(self.config.tile.ctas == 2):
+            # The odd CTA's next arrival then releases the zeros to the even CTA, which acquires
+            # them here after its wait: both operations themselves have the CTA's scope.
+            cute.arch.fence_acq_rel_cluster()

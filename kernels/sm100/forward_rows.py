@@ -1,28 +1,73 @@
 """Roles of the Blackwell forward that work row by row: softmax and correction warps."""
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
-from kernels.common import resources, tensors
+from kernels.common import resources, row_ranges, tensors
 from kernels.common.resources import Shared
-from kernels.common.softmax import finite_reference, rescale_factor, select
+from kernels.common.softmax import (
+    LN_2,
+    LOG2_E,
+    finite_reference,
+    fmax,
+    rescale_factor,
+    select,
+    with_sink,
+)
 from kernels.common.state import Limits, Progress, Scales, make_scales
-from kernels.interface import ForwardScalars, Sizes
+from kernels.interface import ForwardScalars, RangeBuffers, Sizes
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_schedule import Work
 from kernels.sm100.tiles import SPECULATIVE_KEYS
 
-LN_2 = 0.6931471805599453
 CHUNK = 32  # columns of tensor memory that a thread loads at a time
 PIECE = 8  # keys whose exponentials are computed at a time
 NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the rows of a call have in memory: ranges and logits (`LogitBuffers`), or neither."""
+
+    sizes: Sizes
+    ranges: RangeBuffers | None
+    logits: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A thread's row of a tile: its query and head, and the head's LSE, [query_length]."""
+
+    query: Int32
+    head: Int32
+    lse: cute.Tensor
+
+
+TAGS = "tags"
+"""Blocks in which rows compare tags."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Which keys a row may see.
+
+    Attributes:
+      limits: by the band and by the row's range, if it has one.
+      tags: where those of the row and of its keys are, if rows have ranges of keys in memory.
+      maximum: the row's largest score so far, likewise; the reference may lag behind it.
+    """
+
+    limits: Limits
+    tags: row_ranges.TagsInMemory = row_ranges.NO_TAGS
+    maximum: cute.Tensor = row_ranges.NO_TAGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,44 +134,57 @@ class RowRoles:
         shared: Shared,
         rounds: Int32,
         lse: cute.Pointer,
-        sizes: Sizes,
         scalars: ForwardScalars,
+        call: Call,
     ):
         """Softmax warps: compute the probabilities of all blocks of all tiles, and the LSE."""
         scales = make_scales(scalars)
         thread, _, _ = cute.arch.thread_idx()
         done = Progress(Int32(0), Int32(0))
         for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(shared, round_index, scalars.window if self.config.band else None)
+            work = pop_work(
+                self.config, shared, round_index, scalars.window if self.config.band else None
+            )
             count = work.blocks.end - work.blocks.begin
             query, head = work.unit(thread // UNIT)
+            sizes = call.sizes
             row_lse = cute.make_tensor(
                 lse + (cutlass.Int64(work.batch) * sizes.heads + head) * sizes.query_length,
                 cute.make_layout(sizes.query_length),
             )
-            row = query + thread % UNIT
-            self.softmax_tile(shared, work, row, row_lse, scales, done)
+            row = Row(query + thread % UNIT, head, row_lse)
+            self.softmax_tile(shared, work, row, scales, done, call)
             if count > 0:
                 done = done.after(count)
+
+    def keys_of_row(self, work: Work, row: Int32, call: Call) -> Keys:
+        """Returns which keys a row may see: by the band and, if there are any, by its ranges."""
+        low, high = bands.row_limits(work.band, row, tensors.INT32)
+        if call.ranges is None:
+            return Keys(Limits(low, high))
+        own = row_ranges.arrays(call.ranges, call.sizes, work.batch)
+        least, most = row_ranges.row_limits(own, row)
+        limits = Limits(cutlass.max(low, least), cutlass.min(high, most))
+        maximum = cute.make_rmem_tensor((1,), Float32)
+        maximum[0] = -Float32.inf
+        tags = row_ranges.TagsInMemory(call.ranges, call.sizes, work.batch, row)
+        return Keys(limits, tags, maximum)
 
     @cute.jit
     def softmax_tile(
         self,
         shared: Shared,
         work: Work,
-        row: Int32,
-        row_lse: cute.Tensor,
+        row: Row,
         scales: Scales,
         done: Progress,
+        call: Call,
     ):
-        """Computes one row of one query tile, from scores to inverse sum and LSE.
-
-        row: its query.
-        """
+        """Computes one row of one query tile, from scores to inverse sum and LSE."""
         thread, _, _ = cute.arch.thread_idx()
         t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
         lane_row = thread % self.config.tile.rows
-        limits = Limits(*bands.row_limits(work.band, row, tensors.INT32))
+        keys = self.keys_of_row(work, row.query, call)
         state = RowState(-Float32.inf, Float32(0.0), Float32(0.0))
         begin, end = work.blocks.begin, work.blocks.end
         if end > begin:
@@ -137,23 +195,49 @@ class RowRoles:
             phases = ((end, right, True), (right, left, False), (left, begin, True))
             if cutlass.const_expr(not self.config.band):
                 phases = ((end, right, True), (right, begin, False))
+            if cutlass.const_expr(self.config.ranges):
+                # Where tags are compared no block is without a mask, so right and left are begin.
+                tagged = cutlass.select_(work.compares != 0, begin, end)
+                phases = ((end, tagged, TAGS), (tagged, right, True), *phases[1:])
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
                     ordinal = done.blocks + end - 1 - block
                     place = Block(t, lane_row, block, ordinal, block == end - 1)
-                    state = self.softmax_block(shared, place, state, scales, limits, masked)
-        valid = (row < work.band.query_length) & (state.row_sum != 0.0)
+                    state = self.softmax_block(shared, place, state, scales, keys, masked)
+        below = row.query < work.band.query_length
+        valid = below & (state.row_sum != 0.0)
         log2_sum = cute.math.log2(state.row_sum, fastmath=True)
         logarithm = (state.reference * scales.scale_log2 + log2_sum) * LN_2
-        if row < cute.size(row_lse):
-            row_lse[row] = select(valid, logarithm, -Float32.inf)
+        inverse = Float32(0.0)
+        if cutlass.const_expr(self.config.ranges):
+            some = select(valid, state.row_sum, Float32(0.0))
+            top = select(valid, state.reference * scales.scale_log2, -Float32.inf)
+            sink = row_ranges.f32(call.logits.sinks, row.head) * LOG2_E
+            inverse, logarithm = with_sink(top, some, sink)
+            largest = select(valid, keys.maximum[0] * scales.scale_log2 * LN_2, -Float32.inf)
+            self.raise_maximum(call, work.batch, row.head, largest)
+        if row.query < cute.size(row.lse):
+            sees = below if cutlass.const_expr(self.config.ranges) else valid
+            row.lse[row.query] = select(sees, logarithm, -Float32.inf)
         if end > begin:
             shared.barriers.sums_empty[t].wait_free(done.tiles)
-            shared.inverse_sums[lane_row, t] = select(
-                valid, 1.0 / state.row_sum, Float32(NO_OUTPUT)
-            )
+            if cutlass.const_expr(not self.config.ranges):
+                inverse = 1.0 / state.row_sum
+            shared.inverse_sums[lane_row, t] = select(valid, inverse, Float32(NO_OUTPUT))
             products.arrive(shared.barriers.sums_full[t].first)
+
+    @cute.jit
+    def raise_maximum(self, call: Call, batch: Int32, head: Int32, largest: Float32):
+        """Raises a head's largest score, if it is wanted, by those of a unit's rows."""
+        if call.logits.max_heads > 0:
+            for step in cutlass.range_constexpr(3):  # A unit has eight rows of one head.
+                other = cute.arch.shuffle_sync_bfly(largest, offset=1 << step)
+                largest = fmax(largest, other)
+            thread, _, _ = cute.arch.thread_idx()
+            if thread % UNIT == 0:
+                place = cutlass.Int64(batch) * call.sizes.heads + head
+                common_ptx.reduce_max(call.logits.max_logit + place, largest)
 
     @cute.jit
     def softmax_block(
@@ -162,31 +246,40 @@ class RowRoles:
         block: Block,
         state: RowState,
         scales: Scales,
-        limits: Limits,
-        masked: cutlass.Constexpr[bool],
+        keys: Keys,
+        masked: cutlass.Constexpr[bool | str],
     ) -> RowState:
-        """Computes P of one block from its S; returns the row's new state."""
+        """Computes P of one block from its S; returns the row's new state.
+
+        masked: whether keys are hidden by the row's limits; TAGS if by its tags, too.
+        """
         shift, scale_log2 = state.shift, scales.scale_log2
         n, s, p = self.config.tile.n, self.config.columns("s"), self.config.columns("p")
         use = self.config.block(block.query_tile, block.ordinal)
         buffer = use.slot
         scores_at = products.lane_base() + s.first + buffer * s.step
         probabilities_at = scores_at + (p.first - s.first)
+        matches = []
+        if cutlass.const_expr(masked == TAGS):
+            first_keys = [block.index * n + first for first in range(0, n, 32)]
+            matches = [row_ranges.matches(keys.tags, key, keys.limits) for key in first_keys]
         shared.barriers.s_full.wait(use)
         ptx.fence_after_sync()
         scores = ptx.tmem_load(scores_at, n)
         if cutlass.const_expr(masked):
-            scores = softmax.mask(scores, block.index * n, limits.low, limits.high)
+            scores = self.mask(scores, block.index * n, keys, matches)
         # Most blocks leave the reference where it is, so their first exponentials need not wait for
         # the maximum.
         values = self.first_exponentials(scores, shift, scale_log2)
-        new = softmax.new_reference(scores, state.reference, scales.lag_limit)
+        new, largest = softmax.new_reference(scores, state.reference, scales.lag_limit)
+        if cutlass.const_expr(self.config.ranges):
+            keys.maximum[0] = fmax(keys.maximum[0], largest)
         if cute.arch.vote_any_sync(new != state.reference):
             shift = finite_reference(new) * -scale_log2
             # The scores are loaded again, so that they do not stay in registers for a rare case.
             first = ptx.tmem_load(scores_at, SPECULATIVE_KEYS)
             if cutlass.const_expr(masked):
-                first = softmax.mask(first, block.index * n, limits.low, limits.high)
+                first = self.mask(first, block.index * n, keys, matches)
             values = self.first_exponentials(first, shift, scale_log2)
         factor = rescale_factor(state.reference, new, scale_log2)
         shared.factors[block.lane_row, buffer] = factor
@@ -216,6 +309,17 @@ class RowRoles:
         sums = softmax.accumulate(sums, values[n - PIECE :])
         return RowState(new, shift, state.row_sum * factor + softmax.total(sums))
 
+    def mask(
+        self, scores: list[Float32], first_key: Int32, keys: Keys, matches: list[Uint32]
+    ) -> list[Float32]:
+        """Returns the scores of consecutive keys, -inf where the row does not see the key.
+
+        matches: bits of the keys that the row sees, if it compares tags.
+        """
+        if matches:
+            return softmax.mask_bits(scores, matches)
+        return softmax.mask(scores, first_key, keys.limits.low, keys.limits.high)
+
     def first_exponentials(
         self, scores: list[Float32], shift: Float32, scale_log2: Float32
     ) -> list[Float32]:
@@ -241,7 +345,7 @@ class RowRoles:
         """Releases what this warp has stored of P to the products."""
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
-        products.arrive(barrier, ctas=self.config.tile.ctas)
+        products.arrive(barrier, ctas=self.config.tile.ctas, stores=False)
 
     @cute.jit
     def correct(self, shared: Shared, rounds: Int32):
@@ -250,7 +354,7 @@ class RowRoles:
         for t in cutlass.range_constexpr(self.config.tile.query_tiles):
             self.release_output(shared, t, done.blocks)
         for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(shared, round_index)
+            work = pop_work(self.config, shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
                 self.correct_tile(shared, done.blocks, count)
@@ -286,7 +390,8 @@ class RowRoles:
         A tile's first product overwrites it: that may happen once the tile before has been read.
         """
         block = self.config.block(t, ordinal)
-        products.arrive(shared.barriers.p_early.at(block), ctas=self.config.tile.ctas)
+        early = shared.barriers.p_early.at(block)
+        products.arrive(early, ctas=self.config.tile.ctas, stores=False)
 
     @cute.jit
     def rescale(self, shared: Shared, t: cutlass.Constexpr[int], buffer: Int32):

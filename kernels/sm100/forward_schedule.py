@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import tensors
+from kernels.common import row_ranges, tensors
 from kernels.common.schedule import (
     ForwardShape,
     Schedule,
@@ -22,14 +22,14 @@ from kernels.common.schedule import (
     mask_words,
     nth_tile,
 )
-from kernels.interface import Sizes, Window
+from kernels.interface import RangeBuffers, Sizes, Window
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.tiles import ForwardTile
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One tile's work: units of one batch element and KV head; of a pair's tile, this CTA's."""
+    """One tile's work: units of one batch element and KV head; of a pair's tile, `of_cta`'s."""
 
     first_unit: Int32
     pack: Int32
@@ -39,6 +39,7 @@ class Work:
     band: bands.Band
     blocks: bands.BlockRange
     padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
+    compares: Int32 | int = 0  # whether tags have to be compared
 
     def unit(self, index: Int32) -> tuple[Int32, Int32]:
         """Returns (first query, head) of a unit of this tile."""
@@ -46,17 +47,49 @@ class Work:
         return queries * UNIT, self.head + head
 
 
-def to_words(work: Work) -> list[Int32]:
+def to_words(work: Work, ranges: bool) -> list[Int32]:
     """Lists a tile's work as words in shared memory, without the window, which all roles have."""
     return [
         *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
         *mask_words(work.band, work.blocks, work.padded_keys),
+        *([work.compares] if ranges else []),
     ]
 
 
-def from_words(words: list[Int32], window: Window | None) -> Work:
+def from_words(words: list[Int32], window: Window | None, ranges: bool) -> Work:
     """Inverts `to_words`; a role that does not apply the mask gives no window."""
-    return Work(*words[:5], *from_mask_words(words[5:], window))
+    compares = words.pop() if ranges else 0
+    return Work(*words[:5], *from_mask_words(words[5:], window), compares)
+
+
+def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: ForwardShape) -> Work:
+    """Returns a tile's work whose rows have ranges of keys in memory, too.
+
+    In a pair it is the pair's tile, whose first unit is the even CTA's.
+    """
+    ranges = row_ranges.of_batch(buffers, sizes, work.batch)
+    first, last = _queries(work.first_unit, work.pack, shape.m)
+    entries = -(-shape.m // row_ranges.TABLE_ROWS) + 1  # a tile of packed heads may begin anywhere
+    rows = row_ranges.Rows(first, cutlass.min(last, sizes.query_length - 1), entries)
+    blocks, compares = row_ranges.limit_blocks(work.blocks, ranges, rows, shape.n)
+    band = work.band
+    padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
+    return dataclasses.replace(work, blocks=blocks, padded_keys=padded, compares=compares)
+
+
+def of_cta(work: Work, schedule: Schedule, shape: ForwardShape) -> Work:
+    """Returns a CTA's part of a pair's work."""
+    if schedule.cluster == 1:
+        return work
+    units = shape.m // UNIT // schedule.cluster
+    first_unit = work.first_unit + cute.arch.block_idx_in_cluster() * units
+    return dataclasses.replace(work, first_unit=first_unit)
+
+
+def _queries(first_unit: Int32, pack: Int32, rows: int) -> tuple[Int32, Int32]:
+    """Returns the first and the last query of a tile of so many rows."""
+    first = first_unit // pack * UNIT
+    return first, (first_unit + rows // UNIT - 1) // pack * UNIT + UNIT - 1
 
 
 def make_schedule(
@@ -71,7 +104,10 @@ def make_schedule(
 
 
 def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
-    """Returns a tile's work; the longest tiles come first in sections of heads that fill the L2."""
+    """Returns a tile's work, in a pair all of the pair's.
+
+    The longest tiles come first in sections of heads that fill the L2.
+    """
     sizes = schedule.sizes
     heads, group = sizes.heads, sizes.heads // sizes.kv_heads
     pack = _pack(sizes, shape.m)
@@ -83,15 +119,11 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     batch_index, packed_head = _divide(packed_head, heads // pack)
     head = packed_head * pack
     band = batch_band(schedule.extents, batch_index, schedule.window if shape.band else None)
-    units = shape.m // UNIT
-    first_unit = tile * units
-    first_query = first_unit // pack * UNIT
-    last_query = (first_unit + units - 1) // pack * UNIT + UNIT - 1
+    first_unit = tile * (shape.m // UNIT)
+    first_query, last_query = _queries(first_unit, pack, shape.m)
     rows = last_query - first_query + 1
     blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
     padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
-    if schedule.cluster > 1:
-        first_unit += cute.arch.block_idx_in_cluster() * (units // schedule.cluster)
     return Work(first_unit, pack, head, head // group, batch_index, band, blocks, padded)
 
 

@@ -150,16 +150,21 @@ def lane_base() -> Int32:
     return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4) << 21
 
 
-def arrive(*barriers: cute.Pointer, ctas: int = 1):
+def arrive(*barriers: cute.Pointer, ctas: int = 1, stores: bool = True):
     """Arrives, once per warp, at each barrier; the arrival is ordered after what its lanes did.
 
     In a pair the barriers are the even CTA's.
+
+    Args:
+      stores: in a pair, whether the lanes' stores to shared memory are handed over, too. That asks
+        for a release at cluster scope, for which ptxas stops the warp with a memory barrier of the
+        whole GPU. Tensor memory, which its own fences order, and finished copies need none.
     """
     cute.arch.sync_warp()
-    signal(*barriers, ctas=ctas)
+    signal(*barriers, ctas=ctas, stores=stores)
 
 
-def signal(*barriers: cute.Pointer, ctas: int = 1):
+def signal(*barriers: cute.Pointer, ctas: int = 1, stores: bool = True):
     """Arrives like `arrive`, without a synchronisation of the warp's lanes.
 
     It is ordered after what the lanes did before they last synchronised.
@@ -171,7 +176,8 @@ def signal(*barriers: cute.Pointer, ctas: int = 1):
         registers += " .reg .b32 even;"
         arrival = (
             "mapa.shared::cluster.u32 even, {{$r{}}}, 0;"
-            " @leader mbarrier.arrive.release.cluster.shared::cluster.b64 _, [even];"
+            f" @leader mbarrier.arrive{'.release.cluster' if stores else ''}.shared::cluster.b64"
+            " _, [even];"
         )
     arrivals = " ".join(arrival.format(i) for i in range(len(barriers)))
     cute.arch.inline_ptx(

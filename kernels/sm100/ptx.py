@@ -98,19 +98,19 @@ def set_registers(count: int):
         cute.arch.setmaxregister_decrease(count)
 
 
-def store_swizzled_row(row: Int32, index: Int32, words: list[Int32], cta: Int32):
-    """st.shared::cluster: stores a row of 64 bytes, swizzled by 64, to a tile of a CTA of the pair.
+def store_swizzled_row(row: Int32, swizzle: Int32, words: list[Int32], cta: Int32, start: int = 0):
+    """st.shared::cluster: stores words of a row of a swizzled tile of a CTA of the pair.
 
-    row: shared-memory address of the row in this CTA; index: of the row in the tile.
+    row: shared-memory address of the row in this CTA; swizzle: what is exclusive-ored with the
+    bytes of every place in the row; start: byte of the first word, a multiple of 16.
     """
     lines = ["{ .reg .b32 first, address; mapa.shared::cluster.u32 first, {$r0}, {$r1};"]
     for vector in range(len(words) // 4):
         values = ", ".join(f"{{$r{4 * vector + i + 3}}}" for i in range(4))
         lines.append(
-            f"xor.b32 address, {{$r2}}, {vector * 16}; add.s32 address, address, first;"
+            f"xor.b32 address, {{$r2}}, {start + vector * 16}; add.s32 address, address, first;"
             f" st.shared::cluster.v4.b32 [address], {{{values}}};"
         )
-    swizzle = (index // 2 & 3) * 16
     cute.arch.inline_ptx(" ".join([*lines, "}"]), read_only_args=[row, cta, swizzle, *words])
 
 

@@ -4,7 +4,7 @@ Scores are kept unscaled; exponents are in units of log2, so that exp is one exp
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from kernels.common.softmax import exp2, fmax, select
 from kernels.sm100 import ptx
@@ -15,6 +15,14 @@ def mask(scores: list[Float32], first_key: Int32, low: Int32, high: Int32) -> li
     first, last = low - first_key, high - first_key
     return [
         select((i >= first) & (i < last), score, -Float32.inf) for i, score in enumerate(scores)
+    ]
+
+
+def mask_bits(scores: list[Float32], bits: list[Uint32]) -> list[Float32]:
+    """Scores of keys whose bit, of 32 a word, is 0 become -inf."""
+    return [
+        select((bits[i // 32] & Uint32(1 << i % 32)) != 0, score, -Float32.inf)
+        for i, score in enumerate(scores)
     ]
 
 
@@ -32,17 +40,19 @@ def maximum(scores: list[Float32], start: Float32) -> Float32:
     return fmax(ptx.maximum(chains[0], chains[1], chains[2]), chains[3])
 
 
-def new_reference(scores: list[Float32], reference: Float32, lag_limit: Float32) -> Float32:
-    """Returns the row's reference maximum once this block is seen.
+def new_reference(
+    scores: list[Float32], reference: Float32, lag_limit: Float32
+) -> tuple[Float32, Float32]:
+    """Returns the row's reference maximum once this block is seen, and the largest score so far.
 
-    It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
-    need no rescaling; output, row sum and LSE share it, so the result is the same in exact
-    arithmetic.
+    The reference stays where it was while the true maximum is at most lag_limit above it, so that
+    most blocks need no rescaling; output, row sum and LSE share it, so the result is the same in
+    exact arithmetic.
     (FlashAttention-4, conditional rescaling.)
     """
     largest = maximum(scores, reference)
     # (-inf) - (-inf) is NaN and compares false: the reference is then set to the maximum.
-    return select(largest - reference <= lag_limit, reference, largest)
+    return select(largest - reference <= lag_limit, reference, largest), largest
 
 
 CUBIC = (0.69511676, 0.227645, 0.07706705)

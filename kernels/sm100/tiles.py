@@ -30,12 +30,13 @@ class RegisterBudget:
     """Registers per thread after setmaxnreg, multiples of 8.
 
     Two softmax warpgroups, one correction warpgroup and one of single-warp roles have them; the sum
-    over the four is at most 512.
+    over the four is at most 512. With a single query tile the second softmax warpgroup is idle.
     """
 
     softmax: int
     correction: int
     others: int
+    idle: int = 192
 
 
 BUFFERS = 2
@@ -43,6 +44,10 @@ BUFFERS = 2
 
 SPECULATIVE_KEYS = 16
 """The number of first keys of a block whose exponentials do not wait for the block's maximum."""
+
+
+RANGES_POLYNOMIAL_PAIRS = 4
+"""The most polynomials of 16 pairs where rows read their keys from memory: more would spill."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +80,14 @@ class ForwardTile:
 
     rows = 128  # of a query tile: one per lane of tensor memory
 
+    def registers_of(self, ranges: bool) -> RegisterBudget:
+        """The registers of a kernel whose rows read their keys from memory, or do not.
+
+        The former needs more than 192 where O is wide; the idle warpgroup has them.
+        """
+        wide = ranges and self.query_tiles == 1
+        return RegisterBudget(240, 80, 48, idle=48) if wide else self.registers
+
     @property
     def m(self) -> int:
         """The number of query rows of a CTA, or of a pair."""
@@ -100,15 +113,17 @@ class ForwardTile:
         return BUFFERS // self.query_tiles
 
 
-FORWARD_TILES: dict[int, ForwardTile] = {
-    # head_dim
-    64: ForwardTile(n=128, kv_stages=8, p_splits=(64, 96, 128), polynomial_pairs=8),
-    96: ForwardTile(n=128, kv_stages=6, p_splits=(64, 96, 128), polynomial_pairs=4, span_bytes=64),
-    128: ForwardTile(n=128, kv_stages=4, p_splits=(64, 96, 128), polynomial_pairs=4),
-    192: ForwardTile(
-        n=128, kv_stages=5, p_splits=(64, 96, 128), query_tiles=1, ctas=2, span_bytes=64
-    ),
-    256: ForwardTile(n=128, kv_stages=3, p_splits=(64, 96, 128), query_tiles=1, ctas=2),
+_SPLITS = (64, 96, 128)
+
+FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
+    # (head_dim, KernelKey.pair): the design for pairs, where there are both
+    (64, False): ForwardTile(128, 8, _SPLITS, polynomial_pairs=8),
+    (64, True): ForwardTile(128, 16, _SPLITS, ctas=2, polynomial_pairs=8, span_bytes=64),
+    (96, False): ForwardTile(128, 6, _SPLITS, polynomial_pairs=4, span_bytes=64),
+    (128, False): ForwardTile(128, 4, _SPLITS, polynomial_pairs=4),
+    (128, True): ForwardTile(128, 8, _SPLITS, ctas=2, polynomial_pairs=4),
+    (192, False): ForwardTile(128, 5, _SPLITS, query_tiles=1, ctas=2, span_bytes=64),
+    (256, False): ForwardTile(128, 3, _SPLITS, query_tiles=1, ctas=2),
 }
 
 
@@ -144,7 +159,7 @@ class BackwardTile:
     span_bytes: int = 128
     registers: BackwardRegisters = BackwardRegisters(152, 136, 88)
 
-    n = 128  # keys of a CTA: one per lane of tensor memory
+    n = keys = 128  # of a CTA: one per lane of tensor memory
     ctas = 1
 
     @property
@@ -203,12 +218,73 @@ class BackwardPairTile:
         return self.m // self.ctas
 
 
-BACKWARD_TILES: dict[tuple[int, int], BackwardTile | BackwardPairTile] = {
-    # (head_dim, value_dim)
-    (64, 64): BackwardTile(64, 64, stages=2),
-    (96, 96): BackwardTile(96, 96, stages=2, span_bytes=64),
-    (128, 128): BackwardTile(128, 128, stages=2),
-    (192, 128): BackwardTile(192, 128, stages=2, m=64),
-    (192, 192): BackwardPairTile(256),
-    (256, 256): BackwardPairTile(256),
+@dataclasses.dataclass(frozen=True)
+class BackwardM256Tile:
+    """Sizes of the backward kernel for pairs whose CTAs have 128 keys each: products with M = 256.
+
+    Attributes:
+      head_dim, value_dim: columns of Q, K and of V, dO in the pair's shared memory.
+      m: queries of a step. dQ is transposed where they would fill half of the tensor core.
+      part_span_bytes: swizzle span of kt and qt, which have half of the columns of K and Q.
+      registers: by role.
+    """
+
+    head_dim: int
+    value_dim: int
+    m: int = 128
+    part_span_bytes: int = 128
+    registers: BackwardRegisters = BackwardRegisters(112, 152, 96)
+
+    n = 256  # keys of the pair
+    keys = 128  # of a CTA: one per lane of tensor memory
+    ctas = 2
+    statistics = 2  # stages of the rings of row statistics
+    span_bytes = 128  # of all operands but kt and qt
+    chunk = 32  # queries of a part that a compute warpgroup has
+
+    @property
+    def part(self) -> int:
+        """The number of columns of a CTA's kt and qt."""
+        return self.head_dim // self.ctas
+
+    @property
+    def value_part(self) -> int:
+        """The number of columns of a CTA's dot."""
+        return self.value_dim // self.ctas
+
+    @property
+    def queries(self) -> int:
+        """The number of queries whose rows of q, do, dst a CTA has: half of a step's."""
+        return self.m // self.ctas
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of a step's queries; each compute warpgroup has half of every one."""
+        return self.queries // self.chunk
+
+    @property
+    def dq_transposed(self) -> bool:
+        """Whether columns of dQ are lanes of tensor memory, rather than its rows."""
+        return self.queries < LANES // 2
+
+    @property
+    def dq_width(self) -> int:
+        """The number of columns of tensor memory that dQ has."""
+        return self.m if self.dq_transposed else self.part
+
+
+AnyBackwardTile = BackwardTile | BackwardPairTile | BackwardM256Tile
+
+BACKWARD_TILES: dict[tuple[int, int, bool], AnyBackwardTile] = {
+    # (head_dim, value_dim, KernelKey.pair): the design for pairs, where there are both
+    (64, 64, False): BackwardTile(64, 64, stages=2),
+    (96, 96, False): BackwardTile(96, 96, stages=2, span_bytes=64),
+    (128, 128, False): BackwardTile(128, 128, stages=2),
+    (128, 128, True): BackwardM256Tile(128, 128),
+    (192, 128, False): BackwardTile(192, 128, stages=2, m=64),
+    (192, 128, True): BackwardM256Tile(
+        192, 128, m=64, part_span_bytes=64, registers=BackwardRegisters(112, 144, 112)
+    ),
+    (192, 192, False): BackwardPairTile(256),
+    (256, 256, False): BackwardPairTile(256),
 }

@@ -7,7 +7,8 @@ that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.
     dK  += dS^T Q               dQ  += dS K        (scale is applied at the end, to dK here)
 
     load warp          loads K, V once; then for every query head of the KV head's group and every
-                       query block that sees the key tile: Q, lse_log2 and dO, delta into two rings
+                       query block that sees the key tile: Q, lse_log2 and dO, delta into two rings;
+                       where rows have ranges in memory (backward_ranges), it says which block it is
     reduce warp        adds dQ to global memory where it is staged in shared memory (backward_dq)
     order warp         opens the turns to add dQ where their order is fixed and it is not staged
     MMA warpgroup 0, 1 issue the products: each has 64 keys of S, dP, dV and dK, and the half of dQ
@@ -29,26 +30,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, tensors
-from kernels.common.backward_schedule import BackwardShape, StartIndex, Work, assign
+from kernels.common import backward_ranges, ptx, resources, tensors
+from kernels.common.backward_ranges import NOTHING, make_walk
+from kernels.common.backward_schedule import BackwardShape, StartIndex, Work, assign, by_table
 from kernels.common.hosts import BackwardHost, backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.schedule import synchronise
-from kernels.common.softmax import exp2
-from kernels.common.state import Rows, make_rows
-from kernels.interface import BackwardScalars, RowBuffers, Sizes
+from kernels.common.softmax import exp2, slope_of_cap
+from kernels.common.state import Exponents, Rows, make_exponents, make_rows
+from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
 from kernels.kernel_source import KernelSource
-from kernels.sm90 import softmax, wgmma
-from kernels.sm90.backward_data import KeyGradients, Step, make_products
-from kernels.sm90.backward_description import description
+from kernels.sm90 import backward_mask, softmax, wgmma
+from kernels.sm90.backward_data import KeyGradients, Products, Step, make_products
+from kernels.sm90.backward_description import VISIT_WORDS, description
 from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
-    L2_BUDGET_BYTES,
     REGISTER_BUDGETS,
     WARPGROUP,
 )
@@ -59,16 +59,16 @@ class Backward(BackwardHost):
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.head_dim = key.head_dim
-        self.band = key.band
+        self.head_dim, self.value_dim = key.head_dim, key.value_dim
+        self.band, self.ranges, self.soft_cap = key.band, key.ranges, key.soft_cap
         self.deterministic = key.deterministic
-        self.tile = BACKWARD_TILES[key.head_dim]
-        self.description = description(key.head_dim, key.deterministic)
+        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.description = description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
         self.shape = BackwardShape(
             m=self.tile.m,
             n=self.tile.keys,
-            row_bytes=key.head_dim * (2 + 2 + 4),
-            l2_bytes=L2_BUDGET_BYTES,
+            row_bytes=key.head_dim * (2 + 4) + key.value_dim * 2,
+            l2_bytes=self.tile.l2_budget_bytes,
             least_heads=DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1,
             band=key.band,
         )
@@ -79,6 +79,9 @@ class Backward(BackwardHost):
             key.deterministic,
             self.tile.stages_dq(key.deterministic),
         )
+        # The divisions and the load then run while the barriers are initialised; a pair gained
+        # nothing, and a ticket is known only after the first barrier.
+        self.is_assigned_early = self.tile.ctas == 1 and not key.deterministic
         named = self.description.named_barrier
         self.padding = named("padding")
         if self.tile.ctas == 1:
@@ -91,8 +94,13 @@ class Backward(BackwardHost):
         buffers: RowBuffers,
         sizes: Sizes,
         scalars: BackwardScalars,
+        ranges: RangeBuffers | None = None,
+        cap: CapBuffer | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
+        call = (self.shape, buffers.extents, sizes, scalars.window)
+        if cutlass.const_expr(self.is_assigned_early):
+            work = assign(*call, lambda: self.start(shared))
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             resources.prefetch(maps, self.description)
@@ -107,8 +115,10 @@ class Backward(BackwardHost):
         cute.arch.mbarrier_init_fence()
         synchronise(self.tile.ctas)
 
-        call = (self.shape, buffers.extents, sizes, scalars.window)
-        work = assign(*call, lambda: self.start(shared))
+        if cutlass.const_expr(not self.is_assigned_early):
+            work = assign(*call, lambda: self.start(shared))
+        if cutlass.const_expr(self.ranges):
+            work = by_table(work, ranges, sizes, self.shape)
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         registers, load = REGISTER_BUDGETS[self.tile.mma_warpgroups], self.description.role("load")
         if warp_index < WARPGROUP // 32:
@@ -120,7 +130,7 @@ class Backward(BackwardHost):
                     self.query_gradient.run_warp(shared, work, rows)
         else:
             cute.arch.setmaxregister_increase(registers.mma)
-            self.mma(maps, shared, work, rows, scalars)
+            self.mma(maps, shared, work, rows, scalars, make_exponents(scalars, cap))
         if cutlass.const_expr(self.tile.ctas > 1 and self.deterministic):
             # The even CTA's memory outlasts the reads of its ticket.
             synchronise(self.tile.ctas)
@@ -143,17 +153,18 @@ class Backward(BackwardHost):
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, rows: Rows):
         """Load warp: loads K and V, then Q, lse_log2 and dO, delta of every step."""
-        tile, d = self.tile, self.head_dim
+        tile, dims = self.tile, (self.head_dim, self.value_dim)
         coordinates = tensors.bthd_coordinates()
-        steps = work.blocks.end - work.blocks.begin
+        steps, walk = work.block_count(), make_walk(work.visits)
         if steps > 0:
             self.load_keys(maps, shared, work, coordinates[None, None, work.kv_head, work.batch])
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
-            block = self.query_gradient.query_block(work, step - member * steps)
+            block = self.query_gradient.query_block(work, step - member * steps, walk)
+            hidden = self.hidden(work, block)
             head = work.kv_head * work.group + member
             query = coordinates[None, None, head, work.batch]
-            query_tile = cute.local_tile(query, (tile.m, d), (block, 0))
+            query_tiles = [cute.local_tile(query, (tile.m, d), (block, 0)) for d in dims]
             row = rows.tile(work.batch, work.heads, head, block) * tile.m
             uses = self.uses(shared, step)
             for operand in cutlass.range_constexpr(2):
@@ -165,9 +176,20 @@ class Backward(BackwardHost):
                 statistics = (shared.lse_log2, shared.delta)[operand][None, use.slot]
                 empty.wait_free(use)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (d * 2 + 4))
+                    if cutlass.const_expr(self.ranges and operand == 0):
+                        self.publish(shared, use, (block, hidden))
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (dims[operand] * 2 + 4))
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
-                tensors.tma_load((maps.q, maps.do)[operand], query_tile, target, full)
+                tensors.tma_load((maps.q, maps.do)[operand], query_tiles[operand], target, full)
+
+    def hidden(self, work: Work, block: Int32) -> Int32 | int:
+        """Returns what ranges hide in a query block; it reads the table."""
+        return backward_ranges.hidden(work.visits, block, self.tile.m) if self.ranges else NOTHING
+
+    def publish(self, shared: Shared, use: Use, visit: tuple[Int32, Int32 | int]):
+        """Writes what a step is, as `visit` reads it: one thread, which then arrives on q_full."""
+        for i in range(VISIT_WORDS):
+            shared.visits[i, use.slot] = visit[i]
 
     def uses(self, shared: Shared, step: Int32) -> tuple[Use, Use]:
         """Returns a step's uses of the rings of Q and of dO."""
@@ -194,20 +216,21 @@ class Backward(BackwardHost):
         work: Work,
         rows: Rows,
         scalars: BackwardScalars,
+        exponents: Exponents,
     ):
         """MMA warpgroup: issues its share of all five products, then stores dK and dV."""
         tile, d = self.tile, self.head_dim
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        products = make_products(self.dtype, self.head_dim, self.tile)
-        grads = products.grads.tiled()
+        products = self.products()
+        grads = products.dk.tiled()
         dk_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
         dv_acc = cute.make_rmem_tensor(grads.partition_shape_C((tile.n, d)), Float32)
         dk_acc.fill(0.0)
         dv_acc.fill(0.0)
         grads_acc = KeyGradients(dk_acc, dv_acc)
-        steps = work.blocks.end - work.blocks.begin
+        steps = work.block_count()
         if steps > 0:
             shared.barriers.kv_full.wait(0)
             if work.padded_keys:
@@ -215,10 +238,10 @@ class Backward(BackwardHost):
                 self.clear_padding(shared.k, shared.v, first_row, thread)
         for member in cutlass.range(work.group, unroll=1):
             for index in cutlass.range(steps, unroll=1):
-                block = self.query_gradient.query_block(work, index)
+                block, hidden = self.visit(shared, work, member, index)
                 step = member * steps + index
-                place = Step(member, block, step, group)
-                self.step(shared, work, rows, grads_acc, scalars.scale_log2, place)
+                place = Step(member, block, step, group, hidden)
+                self.step(shared, work, rows, grads_acc, exponents, place)
         for element in cutlass.range_constexpr(cute.size(dk_acc)):
             dk_acc[element] = dk_acc[element] * scalars.scale
         # Both warpgroups have read all of K (dQ) and V: their memory can stage the results.
@@ -248,7 +271,7 @@ class Backward(BackwardHost):
         work: Work,
         rows: Rows,
         grads: KeyGradients,
-        scale_log2: Float32,
+        exponents: Exponents,
         place: Step,
     ):
         """Issues the products of one query block of one head, and computes P and dS."""
@@ -257,8 +280,8 @@ class Backward(BackwardHost):
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
-        products = make_products(self.dtype, self.head_dim, self.tile)
-        scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
+        products = self.products()
+        scores_mma, grads_mma = products.scores.tiled(), products.dk.tiled()
         scores_slice, grads_slice = scores_mma.get_slice(uniform), grads_mma.get_slice(uniform)
         use = shared.barriers.q_full.use(step)
         slot = use.slot
@@ -284,15 +307,21 @@ class Backward(BackwardHost):
         lse_log2 = self.statistics(shared.lse_log2, slot)
         shared.barriers.do_full.wait(use)
         products.scores.issue(dp, v, do, accumulate=False)
-        warpgroup.wait_group(1)
-        self.mask(work, scores, block)
-        self.exponentiate(scores, lse_log2, scale_log2)
         delta = self.statistics(shared.delta, slot)
+        warpgroup.wait_group(1)
+        if cutlass.const_expr(self.soft_cap):
+            softmax.cap(scores, exponents.before_cap)
+        self.mask(work, scores, place)
+        if cutlass.const_expr(not self.soft_cap):
+            self.exponentiate(scores, lse_log2, exponents.scale_log2)
         warpgroup.wait_group(0)
-        self.score_gradient(scores, dp, delta)
+        if cutlass.const_expr(self.soft_cap):
+            self.capped_gradient(scores, dp, (lse_log2, delta), exponents.scale_log2)
+        else:
+            self.score_gradient(scores, dp, delta)
         p, ds = self.operand(grads_mma, scores), self.operand(grads_mma, dp)
         self.to_shared(dp, shared.ds[None, None, buffer])
-        products.grads.issue(grads.dv, p, dot, accumulate=True)
+        products.dv.issue(grads.dv, p, dot, accumulate=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.scores_ready)
 
@@ -302,7 +331,7 @@ class Backward(BackwardHost):
         kt = dq_mma.make_fragment_B(dq_slice.partition_B(shared.kt))
         dq = cute.make_rmem_tensor(dq_mma.partition_shape_C((tile.m, d)), Float32)
         products.dq.issue(dq, dst, kt, accumulate=False)
-        products.grads.issue(grads.dk, ds, qt, accumulate=True)
+        products.dk.issue(grads.dk, ds, qt, accumulate=True)
         warpgroup.wait_group(1)
         self.release(shared.barriers.do_empty.at(use))
         self.query_gradient.add(shared, work, rows, dq, place)
@@ -318,6 +347,25 @@ class Backward(BackwardHost):
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.padding)
 
+    def products(self) -> Products:
+        """Returns the products, made anew: see `Wgmma.tiled`."""
+        return make_products(self.dtype, self.head_dim, self.value_dim, self.tile)
+
+    def visit(
+        self, shared: Shared, work: Work, member: Int32, index: Int32
+    ) -> tuple[Int32, Int32 | int]:
+        """Returns the index-th query block of a head of the group, and what ranges hide in it.
+
+        With ranges it waits for the step's Q.
+        """
+        if not self.ranges:
+            return self.query_gradient.query_block(work, index), NOTHING
+        use = shared.barriers.q_full.use(member * work.block_count() + index)
+        shared.barriers.q_full.wait(use)
+        words = [shared.visits[i, use.slot] for i in range(VISIT_WORDS)]
+        block, hidden = map(cute.arch.make_warp_uniform, words)
+        return block, hidden
+
     def operand(self, mma: cute.TiledMma, values: cute.Tensor) -> cute.Tensor:
         """Rounds scores or their gradient to operand A of the dV or dK product, in registers."""
         shape = mma.partition_shape_A((self.tile.n, self.tile.m))
@@ -329,57 +377,63 @@ class Backward(BackwardHost):
         """Rounds a score fragment to the storage type and writes it to a (n, m) tile."""
         thread, _, _ = cute.arch.thread_idx()
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(
-            atom, make_products(self.dtype, self.head_dim, self.tile).scores.tiled()
-        )
+        copy = cute.make_tiled_copy_C(atom, self.products().scores.tiled())
         copy = copy.get_slice(thread - WARPGROUP)
         rounded = cute.make_rmem_tensor(values.shape, self.dtype)
         wgmma.round_fragment(values, rounded)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
 
-    def first_query(self) -> Int32:
-        """Returns the first column (query of the block) of this thread's score fragment."""
-        thread, _, _ = cute.arch.thread_idx()
-        return thread % 4 * 2
-
-    @cute.jit
-    def mask(self, work: Work, scores: cute.Tensor, block: Int32):
-        """Sets scores of pairs outside the band to -inf, in blocks that hold any."""
-        tile = self.tile
-        edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
-        if edge | work.padded_keys:
-            thread, _, _ = cute.arch.thread_idx()
-            thread = thread - WARPGROUP
-            key = work.first_key + thread // 32 * 16 + thread % 32 // 4
-            low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
-            high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
-            for row in cutlass.range_constexpr(softmax.ROWS):
-                index = key + 8 * row
-                first, last = bands.row_limits(work.band.transposed(), index, tensors.INT32)
-                low[row] = first
-                high[row] = Int32(cutlass.select_(index < work.band.key_length, last, Int32(0)))
-            softmax.mask_band(scores, block * tile.m + self.first_query(), low, high)
+    def mask(self, work: Work, scores: cute.Tensor, place: Step):
+        """Sets scores of pairs that do not see each other to -inf."""
+        backward_mask.mask_band(work, scores, place.block, self.tile.m)
+        if self.ranges:
+            backward_mask.mask_ranges(work, scores, place, self.tile.m)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
-        """Returns the per-query values of this thread's columns of scores: (2, column_pair).
+        """Returns this lane's share of a step's row statistics, for `of_columns`: (2, m / 64).
 
-        They are in registers where the tile has them loaded early, else in shared memory.
+        A warp holds each of them once, in registers, before it waits for the scores. Loads of all
+        that a thread needs would wait behind the products' reads of shared memory.
         """
-        pointer = tensor[None, slot].iterator + self.first_query()
-        pairs = self.tile.m // 8
-        view = cute.make_tensor(pointer, cute.make_layout((2, pairs), stride=(1, 8)))
-        if not self.tile.early_statistics:
-            return view
-        values = cute.make_rmem_tensor((2, pairs), Float32)
-        for pair in range(pairs):
-            cute.autovec_copy(view[None, pair], values[None, pair])
+        pointer = tensor[None, slot].iterator + cute.assume(cute.arch.lane_idx() * 2, divby=2)
+        parts = self.tile.m // 64
+        view = cute.make_tensor(pointer, cute.make_layout((2, parts), stride=(1, 64)))
+        values = cute.make_rmem_tensor((2, parts), Float32)
+        for part in range(parts):
+            cute.autovec_copy(view[None, part], values[None, part])
         return values
+
+    def of_columns(self, statistics: cute.Tensor, pair: int) -> list[Float32]:
+        """Returns the statistics of a pair of columns of this thread's fragment, by shuffles."""
+        return backward_mask.of_columns(statistics, pair)
+
+    def capped_gradient(
+        self,
+        scores: cute.Tensor,
+        dp: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor],
+        scale_log2: Float32,
+    ):
+        """Replaces dp by dS^T, and capped scores by P^T.
+
+        Both at once, after dP is there, so that no registers hold the slopes of the cap.
+        statistics: lse_log2 and delta.
+        """
+        lse_log2, delta = statistics
+        for pair in range(cute.size(scores.shape[0][2])):
+            shifts, values = self.of_columns(lse_log2, pair), self.of_columns(delta, pair)
+            for row in range(softmax.ROWS):
+                for column in range(2):
+                    index = softmax.fragment_index(pair, row, column)
+                    t = scores[index]
+                    scores[index] = exp2(t * scale_log2 - shifts[column])
+                    slope = scores[index] * slope_of_cap(t)
+                    dp[index] = slope * (dp[index] - values[column])
 
     def exponentiate(self, scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
         """Replaces scores by P^T = exp2(scores * scale_log2 - lse_log2)."""
-        values = cute.make_rmem_tensor((2,), Float32)
         for pair in range(cute.size(scores.shape[0][2])):
-            cute.autovec_copy(lse_log2[None, pair], values)
+            values = self.of_columns(lse_log2, pair)
             for row in range(softmax.ROWS):
                 for column in range(2):
                     index = softmax.fragment_index(pair, row, column)
@@ -388,9 +442,8 @@ class Backward(BackwardHost):
 
     def score_gradient(self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor):
         """Replaces dp by dS^T = P^T * (dP^T - delta)."""
-        values = cute.make_rmem_tensor((2,), Float32)
         for pair in range(cute.size(p.shape[0][2])):
-            cute.autovec_copy(delta[None, pair], values)
+            values = self.of_columns(delta, pair)
             for row in range(softmax.ROWS):
                 for column in range(2):
                     index = softmax.fragment_index(pair, row, column)

@@ -18,12 +18,14 @@ class Step:
       block: the query block.
       index: of the step among all of the CTA's.
       group: which of the MMA warpgroups it is.
+      hidden: what ranges hide in the block (backward_ranges), where rows have them in memory.
     """
 
     member: Int32
     block: Int32
     index: Int32
     group: Int32
+    hidden: Int32 | int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +41,24 @@ class Products:
     """The five matrix products, transposed scores first."""
 
     scores: wgmma.Wgmma  # S^T and dP^T: (n, m)
-    grads: wgmma.Wgmma  # dV and dK: (n, head_dim)
+    dv: wgmma.Wgmma  # (n, value_dim)
+    dk: wgmma.Wgmma  # (n, head_dim)
     dq: wgmma.Wgmma  # dQ: (m, head_dim), or half of its columns in a pair
 
 
-def make_products(dtype, head_dim: int, tile: BackwardTile) -> Products:
+def make_products(dtype, head_dim: int, value_dim: int, tile: BackwardTile) -> Products:
     """Returns the products; it decides how warpgroups tile each.
 
     Where a CTA has 128 keys, both warpgroups have 64 of them; in a pair each product of 64 keys is
     one warpgroup's.
     """
-    d, groups = head_dim, tile.n // WARPGROUP_ROWS
-    k_major, mn_major = wgmma.K_MAJOR, wgmma.MN_MAJOR
-    scores = wgmma.Wgmma(dtype, (groups, 1), tile.m, (k_major, k_major))
-    grads = wgmma.Wgmma(dtype, (groups, 1), d, (k_major, mn_major), wgmma.REGISTERS)
-    return Products(scores, grads, query_gradient_product(dtype, d // tile.ctas, tile))
+    groups, k_major = (tile.n // WARPGROUP_ROWS, 1), wgmma.K_MAJOR
+    scores = wgmma.Wgmma(dtype, groups, tile.m, (k_major, k_major))
+    dv, dk = (
+        wgmma.Wgmma(dtype, groups, columns, (k_major, wgmma.MN_MAJOR), wgmma.REGISTERS)
+        for columns in (value_dim, head_dim)
+    )
+    return Products(scores, dv, dk, query_gradient_product(dtype, head_dim // tile.ctas, tile))
 
 
 def query_gradient_product(dtype, columns: int, tile: BackwardTile) -> wgmma.Wgmma:

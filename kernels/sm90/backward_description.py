@@ -29,31 +29,39 @@ from kernels.sm90.tiles import (
 SCORE_BUFFERS = 2
 """Buffers of dS, which steps use in turn."""
 
+VISIT_WORDS = 2
+"""int32 words that say what a step is: its query block, and what ranges hide in it."""
+
+_VISITS = "query block of a step, and what ranges hide in it"
+
 
 @functools.cache
-def description(head_dim: int, deterministic: bool) -> Description:
+def description(
+    head_dim: int, value_dim: int, deterministic: bool, ranges: bool = False
+) -> Description:
     """Describes the main backward kernel of a head dim."""
-    tile = BACKWARD_TILES[head_dim]
+    tile = BACKWARD_TILES[head_dim, value_dim]
     staged = tile.stages_dq(deterministic)
+    visits = (Region("visits", (VISIT_WORDS, tile.stages), _VISITS, "i32"),) if ranges else ()
     return Description(
         roles=_roles(tile, staged, deterministic),
         barriers=_barriers(tile, staged, deterministic),
         named_barriers=_named_barriers_of_pair() if tile.ctas > 1 else _named_barriers(tile),
-        regions=_regions(tile, head_dim, staged, deterministic),
+        regions=(*visits, *_regions(tile, (head_dim, value_dim), staged, deterministic)),
         division=Division(tile.m, tile.keys, head_dim),
-        maps=_maps(tile, head_dim),
+        maps=_maps(tile, head_dim, value_dim),
         ctas=tile.ctas,
     )
 
 
-def pre(head_dim: int) -> Description:
+def pre(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel before the main one."""
-    return ends_description.pre(BACKWARD_TILES[head_dim].m, head_dim)
+    return ends_description.pre(BACKWARD_TILES[head_dim, value_dim].m, head_dim)
 
 
-def post(head_dim: int) -> Description:
+def post(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel after the main one."""
-    tile = BACKWARD_TILES[head_dim]
+    tile = BACKWARD_TILES[head_dim, value_dim]
     return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.span_bytes)
 
 
@@ -146,10 +154,10 @@ def _exchange() -> tuple[Barrier, ...]:
 
 
 def _regions(
-    tile: BackwardTile, head_dim: int, staged: bool, deterministic: bool
+    tile: BackwardTile, head_dims: tuple[int, int], staged: bool, deterministic: bool
 ) -> tuple[Region, ...]:
-    m, n, d, span, ring = tile.m, tile.n, head_dim, tile.span_bytes, tile.stages
-    do_ring, of_keys = tile.do_stages, tile.key_span_bytes
+    (d, dv), m, n, span = head_dims, tile.m, tile.n, tile.span_bytes
+    ring, do_ring, of_keys = tile.stages, tile.do_stages, tile.key_span_bytes
     ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
     dq = Region("dq", (m * d,), "dQ of a step; backward_dq, Note [dq_acc]", "f32", alignment=128)
     return (
@@ -158,11 +166,11 @@ def _regions(
         Region("delta", (m, do_ring), "rowsum(dO * O) - dLSE", "f32", alignment=128),
         operand("k", (n, d), of_keys, "the key tile; later stages dK"),
         operand("kt", (d, n), of_keys, "K transposed", shares="k", transposed=True),
-        operand("v", (n, d), span, "the key tile's values; later stages dV"),
+        operand("v", (n, dv), span, "the key tile's values; later stages dV"),
         operand("q", (m, d, ring), span, "queries of a step"),
         operand("qt", (d, m, ring), span, "Q transposed", shares="q", transposed=True),
-        operand("do", (m, d, do_ring), span, "dO of a step"),
-        operand("dot", (d, m, do_ring), span, "dO transposed", shares="do", transposed=True),
+        operand("do", (m, dv, do_ring), span, "dO of a step"),
+        operand("dot", (dv, m, do_ring), span, "dO transposed", shares="do", transposed=True),
         operand("ds", (n, m, SCORE_BUFFERS), 128, "dS of a step"),
         operand("dst", (m, n, SCORE_BUFFERS), 128, "dS transposed", shares="ds", transposed=True),
         *([dq] if staged else []),
@@ -189,15 +197,15 @@ def _regions_of_pair(tile: BackwardTile, part: int) -> list[Region]:
     ]
 
 
-def _maps(tile: BackwardTile, head_dim: int) -> tuple[TensorMap, ...]:
-    span, of_keys, d = tile.span_bytes, tile.key_span_bytes, head_dim
+def _maps(tile: BackwardTile, head_dim: int, value_dim: int) -> tuple[TensorMap, ...]:
+    span, of_keys, d, dv = tile.span_bytes, tile.key_span_bytes, head_dim, value_dim
     other_k = TensorMap("other_k", "k", tile.n, d // tile.ctas, of_keys)
     return (
         TensorMap("q", "q", tile.m, d, span),
         TensorMap("k", "k", tile.n, d, of_keys),
-        TensorMap("v", "v", tile.n, d, span),
+        TensorMap("v", "v", tile.n, dv, span),
         *([other_k] if tile.ctas > 1 else []),
-        TensorMap("do", "do", tile.m, d, span),
+        TensorMap("do", "do", tile.m, dv, span),
         TensorMap("dk", "dk", WARPGROUP_ROWS, d, of_keys, store=True),
-        TensorMap("dv", "dv", WARPGROUP_ROWS, d, span, store=True),
+        TensorMap("dv", "dv", WARPGROUP_ROWS, dv, span, store=True),
     )

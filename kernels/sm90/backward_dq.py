@@ -16,6 +16,7 @@ Hence there is no deadlock, whatever the number of resident CTAs and the order i
 starts them (CUDA promises none). All CTAs walk the query blocks from last to first: under a causal
 band, too, neighbours then start together and follow one another at a distance of one addition. If
 they started at the diagonal, a CTA would first wait for all lower ones to reach its first block.
+With ranges in memory the key tiles that visit a query tile are consecutive, too (backward_ranges).
 
 One warp waits and increments, so that the products hide the latency. Where dQ is staged, the reduce
 warp adds it, too, and releases the counter when the addition is complete. Otherwise the order warp
@@ -30,10 +31,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels.common import ptx
-from kernels.common.backward_schedule import Work
+from kernels.common import backward_ranges, ptx
+from kernels.common.backward_schedule import Work, earlier_tiles
 from kernels.common.resources import Shared
-from kernels.common.schedule import await_count, turn
+from kernels.common.schedule import await_count
 from kernels.common.state import Rows
 from kernels.sm90.backward_data import Step
 from kernels.sm90.tiles import WARPGROUP, BackwardTile
@@ -61,8 +62,15 @@ class QueryGradient:
         """Whether a warp of the load warpgroup takes part."""
         return self.staged or self.deterministic
 
-    def query_block(self, work: Work, index: Int32) -> Int32:
-        """Returns the index-th query block of a head; Note [dq order] gives the order."""
+    def query_block(self, work: Work, index: Int32, walk: cute.Tensor | None = None) -> Int32:
+        """Returns the index-th query block of a head; Note [dq order] gives the order.
+
+        With `walk`, of a warp that walks by the tile table, the whole warp calls it.
+        """
+        if walk is not None:
+            return backward_ranges.next_block(
+                work.visits, walk, index, self.tile.m, self.deterministic
+            )
         if self.deterministic:
             return work.blocks.end - 1 - index
         return work.blocks.begin + index
@@ -70,10 +78,10 @@ class QueryGradient:
     @cute.jit
     def run_warp(self, shared: Shared, work: Work, rows: Rows):
         """Reduce or order warp: has every step's dQ added, in turn if the order is fixed."""
-        steps = work.blocks.end - work.blocks.begin
+        steps, walk = work.block_count(), backward_ranges.make_walk(work.visits)
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
-            block = self.query_block(work, step - member * steps)
+            block = self.query_block(work, step - member * steps, walk)
             head = work.kv_head * work.group + member
             query_tile = rows.tile(work.batch, work.heads, head, block)
             if cutlass.const_expr(self.staged):
@@ -90,8 +98,7 @@ class QueryGradient:
 
     def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
         """Waits until the CTA may add to a query tile; Note [dq order]."""
-        band = work.band if self.band else None
-        earlier = turn(band, work.tile, block, self.tile.m, self.tile.keys)
+        earlier = earlier_tiles(work, block, self.band, (self.tile.m, self.tile.keys))
         if self.tile.ctas > 1:
             earlier = earlier * self.tile.ctas
         await_count(rows.dq_order + query_tile, earlier)

@@ -28,8 +28,8 @@ class Postprocess(PostHost):
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.tile = BACKWARD_TILES[key.head_dim]
-        self.description = backward_description.post(key.head_dim)
+        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.description = backward_description.post(key.head_dim, key.value_dim)
         self.product = query_gradient_product(self.dtype, self.head_dim, self.tile)
 
     @cute.kernel
@@ -72,7 +72,7 @@ class Postprocess(PostHost):
 
 def pre_source(key: KernelKey) -> KernelSource:
     """Returns the preprocessing kernel of a key, with its launch."""
-    return backward_pre.source(key, backward_description.pre(key.head_dim))
+    return backward_pre.source(key, backward_description.pre(key.head_dim, key.value_dim))
 
 
 def post_source(key: KernelKey) -> KernelSource:

@@ -51,14 +51,16 @@ from kernels.common import ptx, resources, tensors
 from kernels.common.backward_schedule import StartIndex, Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.state import Rows
+from kernels.common.softmax import slope_of_cap
+from kernels.common.state import Exponents, Rows
 from kernels.description import NamedBarrier
 from kernels.interface import BackwardScalars
 from kernels.kernel_source import KernelSource
-from kernels.sm90 import wgmma
+from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward import Backward
-from kernels.sm90.backward_data import Products, Step, make_products
+from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_description import SCORE_BUFFERS
+from kernels.sm90.backward_mask import first_query
 from kernels.sm90.tiles import WARPGROUP
 
 _VECTOR = 4  # values of a message that a thread writes at once
@@ -88,13 +90,19 @@ class PairBackward(Backward):
     @cute.jit
     def load_keys(self, maps: Maps, shared: Shared, work: Work, kv: cute.Tensor):
         """Loads K, V of the CTA's keys and its columns of the other's; kv: coordinates."""
-        tile, d, kv_full = self.tile, self.head_dim, shared.barriers.kv_full.first
-        part, own, other = d // 2, work.tile * 2 + work.rank, work.tile * 2 + (work.rank ^ 1)
+        tile, kv_full = self.tile, shared.barriers.kv_full.first
+        part, own, other = (
+            self.head_dim // 2,
+            work.tile * 2 + work.rank,
+            work.tile * 2 + (work.rank ^ 1),
+        )
+        columns = self.head_dim + self.value_dim + part
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, tile.n * (2 * d + part) * 2)
-        own_tile = cute.local_tile(kv, (tile.n, d), (own, 0))
-        tensors.tma_load(maps.k, own_tile, shared.k, kv_full)
-        tensors.tma_load(maps.v, own_tile, shared.v, kv_full)
+            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, tile.n * columns * 2)
+        own_k = cute.local_tile(kv, (tile.n, self.head_dim), (own, 0))
+        own_v = cute.local_tile(kv, (tile.n, self.value_dim), (own, 0))
+        tensors.tma_load(maps.k, own_k, shared.k, kv_full)
+        tensors.tma_load(maps.v, own_v, shared.v, kv_full)
         other_tile = cute.local_tile(kv, (tile.n, part), (other, work.rank))
         tensors.tma_load(maps.other_k, other_tile, shared.other_k, kv_full)
 
@@ -106,6 +114,7 @@ class PairBackward(Backward):
         work: Work,
         rows: Rows,
         scalars: BackwardScalars,
+        exponents: Exponents,
     ):
         """MMA warpgroups: each has its products, and stores dV or dK."""
         thread, _, _ = cute.arch.thread_idx()
@@ -115,7 +124,7 @@ class PairBackward(Backward):
             if work.padded_keys:
                 self.clear_keys(shared, work, thread)
         if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
-            self.scores(maps, shared, work, rows, scalars)
+            self.scores(maps, shared, work, rows, exponents)
         else:
             self.gradient(maps, shared, work, rows, scalars)
 
@@ -129,15 +138,15 @@ class PairBackward(Backward):
         self.clear_padding(shared.k, shared.v, own, thread)
 
     @cute.jit
-    def scores(self, maps: Maps, shared: Shared, work: Work, rows: Rows, scalars: BackwardScalars):
+    def scores(self, maps: Maps, shared: Shared, work: Work, rows: Rows, exponents: Exponents):
         """Warpgroup 0: computes P of every step, dV, and half of the CTA's dQ."""
         tile, barriers, products = self.tile, shared.barriers, self.products()
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
-        scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
+        scores_mma, grads_mma = products.scores.tiled(), products.dv.tiled()
         k = scores_mma.make_fragment_A(scores_mma.get_slice(0).partition_A(shared.k))
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
-        dv = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
+        dv = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.value_dim)), Float32)
         dv.fill(0.0)
         own = dataclasses.replace(work, first_key=work.first_key + work.rank * tile.n)
         steps = work.steps()
@@ -146,18 +155,30 @@ class PairBackward(Backward):
             self.issue_scores(scores, k, shared.q[None, None, 0])
             warpgroup.wait_group(0)
         for step in cutlass.range(steps, unroll=1):
-            place, (use, do_use) = self.place(work, step, 0), self.uses(shared, step)
+            place, (use, do_use) = self.place(shared, work, step, 0), self.uses(shared, step)
             lse_log2 = self.statistics(shared.lse_log2, use.slot)
-            self.mask(own, scores, place.block)
-            self.exponentiate(scores, lse_log2, scalars.scale_log2)
-            self.write_message(shared, scores, thread)
-            p = self.operand(grads_mma, scores)
+            if cutlass.const_expr(self.soft_cap):
+                softmax.cap(scores, exponents.before_cap)
+            self.mask(own, scores, place)
+            if cutlass.const_expr(self.soft_cap):
+                slopes = cute.make_rmem_tensor(scores.shape, Float32)
+                for i in cutlass.range_constexpr(cute.size(scores)):
+                    slopes[i] = slope_of_cap(scores[i])
+                self.exponentiate(scores, lse_log2, exponents.scale_log2)
+                p = self.operand(grads_mma, scores)
+                for i in cutlass.range_constexpr(cute.size(scores)):
+                    scores[i] = scores[i] * slopes[i]
+                self.write_message(shared, scores, thread)
+            else:
+                self.exponentiate(scores, lse_log2, exponents.scale_log2)
+                self.write_message(shared, scores, thread)
+                p = self.operand(grads_mma, scores)
             if self.padded(work, place.block):
                 resources.meet(self.padding)
             resources.arrive(self.p_ready)
             self.release_reads(barriers.q_empty.at(use))
             barriers.do_full.wait(do_use)
-            self.issue_gradient(dv, p, shared.dot[None, None, do_use.slot])
+            self.issue_gradient(products.dv, dv, p, shared.dot[None, None, do_use.slot])
             if step + 1 < steps:
                 self.receive_queries(shared, work, step + 1, thread)
             # The last step computes its scores once more, which spares a branch.
@@ -173,7 +194,7 @@ class PairBackward(Backward):
             self.query_gradient.add(shared, work, rows, dq, place)
         resources.arrive(self.p_ready)
         resources.meet(self.ds_ready)
-        self.store(dv, shared.v, maps.dv, work, self.scores_meet)
+        self.store(dv, shared.v, maps.dv, work, products.dv, self.scores_meet)
 
     @cute.jit
     def gradient(
@@ -183,7 +204,7 @@ class PairBackward(Backward):
         tile, barriers, products = self.tile, shared.barriers, self.products()
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
-        scores_mma, grads_mma = products.scores.tiled(), products.grads.tiled()
+        scores_mma, grads_mma = products.scores.tiled(), products.dk.tiled()
         v = scores_mma.make_fragment_A(scores_mma.get_slice(0).partition_A(shared.v))
         dp = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
         dk = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
@@ -194,7 +215,7 @@ class PairBackward(Backward):
             self.issue_scores(dp, v, shared.do[None, None, 0])
             warpgroup.wait_group(0)
         for step in cutlass.range(steps, unroll=1):
-            place, (use, do_use) = self.place(work, step, 1), self.uses(shared, step)
+            place, (use, do_use) = self.place(shared, work, step, 1), self.uses(shared, step)
             delta = self.statistics(shared.delta, do_use.slot)
             resources.meet(self.p_ready)
             p = self.read_message(shared, thread, dp)
@@ -207,7 +228,7 @@ class PairBackward(Backward):
             if thread // 32 == 0:
                 self.send(shared, step, work.rank)
             barriers.q_full.wait(use)
-            self.issue_gradient(dk, ds, shared.qt[None, None, use.slot])
+            self.issue_gradient(products.dk, dk, ds, shared.qt[None, None, use.slot])
             dq = self.issue_own_dq(shared, work, step, 1)
             warpgroup.wait_group(1)
             self.release(barriers.q_empty.at(use))
@@ -224,13 +245,9 @@ class PairBackward(Backward):
             dk[element] = dk[element] * scalars.scale
         resources.meet(self.p_ready)
         resources.arrive(self.ds_ready)
-        self.store(dk, shared.k, maps.dk, work, self.gradient_meet)
+        self.store(dk, shared.k, maps.dk, work, products.dk, self.gradient_meet)
         for last in range(SCORE_BUFFERS):
             barriers.ds_empty.wait_free(steps + last)
-
-    def products(self) -> Products:
-        """Returns the products, made anew: see `Wgmma.tiled`."""
-        return make_products(self.dtype, self.head_dim, self.tile)
 
     def issue_scores(self, scores: cute.Tensor, keys: cute.Tensor, rows: cute.Tensor):
         """Issues S^T or dP^T: (n, m), of operand A, made of K or V, and a step's rows (m, d)."""
@@ -239,19 +256,20 @@ class PairBackward(Backward):
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
         product.issue(scores, keys, b, accumulate=False)
 
-    def issue_gradient(self, acc: cute.Tensor, scores: cute.Tensor, rows: cute.Tensor):
+    def issue_gradient(
+        self, product: wgmma.Wgmma, acc: cute.Tensor, scores: cute.Tensor, rows: cute.Tensor
+    ):
         """Issues dV or dK: (n, d), of P or dS in registers and a step's transposed (d, m)."""
-        product = self.products().grads
         mma = product.tiled()
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
         product.issue(acc, scores, b, accumulate=True)
 
-    def place(self, work: Work, step: Int32, group: int) -> Step:
+    def place(self, shared: Shared, work: Work, step: Int32, group: int) -> Step:
         """Returns what a step is for a warpgroup."""
-        blocks = work.blocks.end - work.blocks.begin
+        blocks = work.block_count()
         member = step // blocks
-        block = self.query_gradient.query_block(work, step - member * blocks)
-        return Step(member, block, step, Int32(group))
+        block, hidden = self.visit(shared, work, member, step - member * blocks)
+        return Step(member, block, step, Int32(group), hidden)
 
     def padded(self, work: Work, block: Int32) -> cutlass.Boolean:
         """Whether a query block holds rows past the length that TMA reads."""
@@ -260,7 +278,7 @@ class PairBackward(Backward):
     @cute.jit
     def receive_queries(self, shared: Shared, work: Work, step: Int32, thread: Int32):
         """Warpgroup 0: waits for Q of a step, and writes 0 to rows past the length."""
-        use, block = shared.barriers.q_full.use(step), self.place(work, step, 0).block
+        use, block = shared.barriers.q_full.use(step), self.place(shared, work, step, 0).block
         shared.barriers.q_full.wait(use)
         if self.padded(work, block):
             first_row = work.band.query_length - block * self.tile.m
@@ -274,7 +292,7 @@ class PairBackward(Backward):
         Warpgroup 0 waits for that before it publishes P of the step: so it has passed `padding` of
         one step before warpgroup 1 arrives there for another.
         """
-        use, block = shared.barriers.do_full.use(step), self.place(work, step, 1).block
+        use, block = shared.barriers.do_full.use(step), self.place(shared, work, step, 1).block
         shared.barriers.do_full.wait(use)
         if self.padded(work, block):
             first_row = work.band.query_length - block * self.tile.m
@@ -286,6 +304,20 @@ class PairBackward(Backward):
         """Writes 0 to rows of a tile by one warpgroup, which meets afterwards."""
         tensors.zero_rows(tile, first_row, thread, WARPGROUP)
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
+        """Returns where this thread's row statistics are in shared memory: (2, m / 8).
+
+        Here shuffles cost more than loads: 1 to 4 % of the kernel's time (docs/hopper.md).
+        """
+        pointer = tensor[None, slot].iterator + first_query()
+        return cute.make_tensor(pointer, cute.make_layout((2, self.tile.m // 8), stride=(1, 8)))
+
+    def of_columns(self, statistics: cute.Tensor, pair: int) -> list[Float32]:
+        """Returns the statistics of a pair of columns of this thread's fragment."""
+        values = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(statistics[None, pair], values)
+        return [values[0], values[1]]
 
     def release_reads(self, empty: cute.Pointer):
         """Arrives, once per warp: all its lanes have read the slot's row statistics."""
@@ -327,7 +359,7 @@ class PairBackward(Backward):
         target = shared.ds[None, None, step % SCORE_BUFFERS]
         cute.copy(atom, copy.retile(rounded), copy.partition_D(target))
         cute.arch.fence_proxy("async.shared", space="cta")
-        shape = products.grads.tiled().partition_shape_A((self.tile.n, self.tile.m))
+        shape = products.dk.tiled().partition_shape_A((self.tile.n, self.tile.m))
         return cute.make_tensor(rounded.iterator, cute.make_layout(shape))
 
     @cute.jit
@@ -383,6 +415,7 @@ class PairBackward(Backward):
         staging: cute.Tensor,
         result: cute.CopyAtom,
         work: Work,
+        product: cutlass.Constexpr[wgmma.Wgmma],
         meeting: cutlass.Constexpr[NamedBarrier],
     ):
         """Stores dK or dV of the CTA's keys by way of the memory of K or V."""
@@ -391,14 +424,14 @@ class PairBackward(Backward):
         values = cute.make_rmem_tensor(acc.shape, self.dtype)
         wgmma.round_fragment(acc, values)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.products().grads.tiled()).get_slice(thread)
+        copy = cute.make_tiled_copy_C(atom, product.tiled()).get_slice(thread)
         cute.copy(atom, copy.retile(values), copy.partition_D(staging))
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(meeting)
         if thread // 32 == 0:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
             place = (work.tile * 2 + work.rank, 0)
-            target = cute.local_tile(kv, (self.tile.n, self.head_dim), place)
+            target = cute.local_tile(kv, (self.tile.n, product.n), place)
             tensors.tma_store(result, staging, target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)

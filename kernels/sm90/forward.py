@@ -15,7 +15,9 @@ softmax of one runs under the products of another. (FlashAttention-3, sections 3
 FlashAttention-4 for the rescaling threshold and the tile order; its polynomial exponentials do not
 pay here, see docs/hopper.md.)
 
-Bias, dense masks and dropout are not supported.
+With ranges (kernels/common/row_ranges.py) rows' limits, and tags where they are needed, come from
+memory, and so do sinks (forward_output.py); each head's largest score goes there. Bias, dense masks
+and dropout are not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
@@ -39,31 +41,32 @@ may start in any order.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, tensors
+from kernels.common import ptx, resources, row_ranges, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
-from kernels.common.softmax import rescale_factor
+from kernels.common.softmax import fmax, rescale_factor
 from kernels.common.state import Scales, make_scales
-from kernels.interface import ForwardScalars, Sizes
+from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.forward_data import Operands, Place, Rows, lse_of_head, make_rows
+from kernels.sm90.forward_data import Operands, Place, Rows, make_rows
 from kernels.sm90.forward_description import description
-from kernels.sm90.forward_output import divide
+from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import (
     Work,
     assign,
+    by_table,
     is_tile,
     make_schedule,
     publish,
     publish_end,
     published,
 )
-from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
+from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, TICKET_BLOCKS, WARPGROUP
 
 
 class Forward(ForwardHost):
@@ -72,12 +75,12 @@ class Forward(ForwardHost):
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.band = key.band
+        self.band, self.ranges, self.soft_cap = key.band, key.ranges, key.soft_cap
         self.tile = FORWARD_TILES[key.head_dim, key.band]
-        self.description = description(key.head_dim, key.band)
-        named = self.description.named_barrier
-        self.issue_turn, self.epilogue = named("issue_turn"), named("epilogue")
-        self.padding = named("padding")
+        self.description = description(key.head_dim, key.band, key.ranges)
+        names = ("issue_turn", "epilogue", "padding")
+        self.issue_turn, epilogue, self.padding = map(self.description.named_barrier, names)
+        self.output = Output(self.tile, self.head_dim, self.dtype, epilogue)
         self.by_ticket = self.description.division.by_ticket
         self.takes_turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
@@ -97,6 +100,8 @@ class Forward(ForwardHost):
         sizes: Sizes,
         scalars: ForwardScalars,
         tile_ticket: cute.Pointer | None = None,
+        ranges: RangeBuffers | None = None,
+        logits: LogitBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -112,10 +117,10 @@ class Forward(ForwardHost):
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, schedule, tile_ticket)
+                self.load(maps, shared, schedule, tile_ticket, ranges)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.mma(maps, shared, schedule, lse, scalars)
+            self.mma(maps, shared, schedule, RowResults(lse, logits), scalars, ranges)
 
     @cute.jit
     def load(
@@ -124,6 +129,7 @@ class Forward(ForwardHost):
         shared: Shared,
         schedule: Schedule,
         tile_ticket: cute.Pointer | None,
+        ranges: RangeBuffers | None,
     ):
         """Load warp: finds a tile's work, loads Q, then K and V of each block, last block first."""
         ctas, _, _ = cute.arch.grid_dim()
@@ -131,6 +137,8 @@ class Forward(ForwardHost):
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
             work = assign(index, schedule, self.shape)
+            if cutlass.const_expr(self.ranges):
+                work = by_table(work, ranges, schedule.sizes, self.shape)
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, self.words(shared, tiles_done))
@@ -212,11 +220,12 @@ class Forward(ForwardHost):
         maps: Maps,
         shared: Shared,
         schedule: Schedule,
-        lse: cute.Pointer,
+        results: RowResults,
         scalars: ForwardScalars,
+        ranges: RangeBuffers | None,
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
-        scales = make_scales(scalars)
+        scales = make_scales(scalars, soft_cap_of(results))
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
         last = self.tile.mma_warpgroups - 1
@@ -227,10 +236,12 @@ class Forward(ForwardHost):
         shared.barriers.q_full.wait(tiles_done)
         more = is_tile(self.words(shared, tiles_done))
         while more:
-            work = published(self.words(shared, tiles_done), schedule.window if self.band else None)
+            words = self.words(shared, tiles_done)
+            work = published(words, schedule.window if self.band else None, self.ranges)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
-            row_lse = lse_of_head(lse, work, schedule.sizes)
-            self.mma_tile(maps, shared, work, row_lse, scales, tiles_done, blocks_done)
+            head = of_head(results, work, schedule.sizes)
+            own = row_ranges.of_batch(ranges, schedule.sizes, work.batch)
+            self.mma_tile(maps, shared, work, own, head, scales, tiles_done, blocks_done)
             tiles_done += 1
             blocks_done += work.blocks.end - work.blocks.begin
             shared.barriers.q_full.wait(tiles_done)
@@ -273,7 +284,8 @@ class Forward(ForwardHost):
         maps: Maps,
         shared: Shared,
         work: Work,
-        row_lse: cute.Tensor,
+        ranges: row_ranges.Ranges | None,
+        head: HeadResults,
         scales: Scales,
         tiles_done: Int32,
         blocks_done: Int32,
@@ -286,7 +298,8 @@ class Forward(ForwardHost):
         lane = thread % 32
         mma = self.make_operands(shared, group, shared.barriers.q_full.use(tiles_done).slot)
         mma.acc.fill(0.0)
-        rows = make_rows(work, work.first_row + (thread // 32) * 16 + lane // 4, (lane % 4) * 2)
+        first_row = work.first_row + (thread // 32) * 16 + lane // 4
+        rows = make_rows(work, ranges, first_row, (lane % 4) * 2)
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
@@ -315,16 +328,17 @@ class Forward(ForwardHost):
             self.release(shared.barriers.v_empty.at(use))
         else:
             self.release(shared.barriers.q_empty.at(tiles_done))
-        output = divide(work, mma.acc, rows, row_lse, scales.scale_log2, self.dtype)
+        output = self.output.divide(work, mma.acc, rows, head, scales.scale_log2)
         if cutlass.const_expr(tile.own_output):
-            self.store(maps, shared.o, shared, work, output)
+            self.output.store(maps, shared.o, work, output)
         else:
             # Warpgroup w writes into the slot of V's last use but one, or of the last.
             use = shared.barriers.v_full.use(blocks_done + count - tile.mma_warpgroups + group)
             shared.barriers.v_empty.wait(use)
             if count == 0:  # No V of this tile was loaded after the output before had been read.
                 shared.barriers.o_empty.wait_free(tiles_done)
-            self.store(maps, shared.v[None, None, use.slot], shared, work, output)
+            self.output.store(maps, shared.v[None, None, use.slot], work, output)
+            self.release(shared.barriers.o_empty.first)
 
     @cute.jit
     def first_block(
@@ -337,16 +351,17 @@ class Forward(ForwardHost):
         blocks_done: Int32,
     ):
         """Computes P of a tile's first block; no product can run under its softmax yet."""
-        tile, end = self.tile, work.blocks.end
+        end = work.blocks.end
         use = shared.barriers.k_full.use(blocks_done)
         shared.barriers.k_full.wait(use)
         k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         warpgroup.wait_group(0)
         self.release(shared.barriers.k_empty.at(use))
+        if cutlass.const_expr(self.soft_cap):
+            softmax.cap(mma.scores, scales.before_cap)
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
-            first_key = (end - 1) * tile.n + rows.first_column
-            softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
+            self.mask(mma.scores, rows, end - 1)
         self.softmax_block(mma.scores, rows, scales)
         wgmma.round_fragment(mma.scores, mma.probabilities)
         if work.padded_keys:
@@ -380,14 +395,24 @@ class Forward(ForwardHost):
             self.pass_turn(place.group)
         warpgroup.wait_group(1)
         self.release(shared.barriers.k_empty.at(use))
+        if cutlass.const_expr(self.soft_cap):
+            softmax.cap(mma.scores, scales.before_cap)
         if cutlass.const_expr(masked):
-            first_key = block * self.tile.n + rows.first_column
-            softmax.mask_band(mma.scores, first_key, rows.low, rows.high)
+            self.mask(mma.scores, rows, block)
         factors = self.softmax_block(mma.scores, rows, scales)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
         wgmma.round_fragment(mma.scores, mma.probabilities)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
+        """Sets scores of a block that the rows do not see to -inf."""
+        first_key = block * self.tile.n + rows.first_column
+        softmax.mask_band(scores, first_key, rows.low, rows.high)
+        if cutlass.const_expr(rows.tags is not None):
+            if rows.tags.wanted:
+                softmax.mask_tags(scores, first_key, rows.tags)
 
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work, thread: Int32):
@@ -403,7 +428,9 @@ class Forward(ForwardHost):
         factors = []
         for row in range(softmax.ROWS):
             old = rows.reference[row]
-            new = softmax.new_reference(scores, row, old, scales.lag_limit)
+            new, maximum = softmax.new_reference(scores, row, old, scales.lag_limit)
+            if rows.maximum is not None:
+                rows.maximum[row] = fmax(rows.maximum[row], maximum)
             factor = rescale_factor(old, new, scales.scale_log2)
             total = softmax.exponentiate_row(scores, row, new, scales.scale_log2)
             rows.reference[row] = new
@@ -436,49 +463,6 @@ class Forward(ForwardHost):
             cutlass.select_(group == self.tile.mma_warpgroups - 1, Int32(0), group + 1)
         )
         resources.arrive(self.issue_turn, following)
-
-    @cute.jit
-    def store(
-        self, maps: Maps, memory: cute.Tensor, shared: Shared, work: Work, output: cute.Tensor
-    ):
-        """Stores 64 rows of O through the warpgroup's part of `memory`, or where V was: its start.
-
-        Args:
-          memory: (rows, head_dim) shared memory.
-          output: the warpgroup's fragment.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        thread = thread - WARPGROUP
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        part = group if self.tile.own_output else Int32(0)
-        source = cute.local_tile(memory, (64, self.head_dim), (part, 0))
-        first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
-        if cutlass.const_expr(self.tile.own_output):
-            if first_warp:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            resources.meet(self.epilogue, group)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
-        product = wgmma.Wgmma(self.dtype, (1, 1), self.head_dim, majors, wgmma.REGISTERS)
-        copy = cute.make_tiled_copy_C(atom, product.tiled()).get_slice(thread % WARPGROUP)
-        cute.copy(atom, copy.retile(output), copy.partition_D(source))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        resources.meet(self.epilogue, group)
-        if first_warp:
-            o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
-            o = cute.domain_offset((work.first_row + group * 64, 0), o)
-            target = cute.local_tile(o, (64, self.head_dim), (0, 0))
-            tensors.tma_store(maps.o, source, target)
-            cute.arch.cp_async_bulk_commit_group()
-            if cutlass.const_expr(not self.tile.own_output):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if cutlass.const_expr(not self.tile.own_output):
-            self.release(shared.barriers.o_empty.first)
-
-
-TICKET_BLOCKS = 4
-"""Blocks of a tile that are still to be loaded when the next tile's ticket is taken: few, so that
-the CTA that is ahead gets the longer tile, and enough to hide the addition's latency."""
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -1,14 +1,14 @@
 """Data of the Hopper forward: what a warpgroup holds while it works on a tile."""
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa4_jax import bands
-from kernels.common import tensors
-from kernels.interface import Sizes
+from kernels.common import row_ranges, tensors
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_schedule import Work
 
@@ -33,6 +33,10 @@ class Operands:
     acc: cute.Tensor
 
 
+NO_MAXIMUM: Any = None
+"""Of rows without ranges in memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The rows of a thread: registers of `softmax.ROWS` values each.
@@ -41,7 +45,9 @@ class Rows:
       low, high: keys low <= j < high that a row sees.
       reference: what its scores are compared with: a maximum, or at most the lag limit below one.
       row_sum: of this thread's exponentials.
+      maximum: of its scores, where rows have ranges; the reference may lag behind it.
       first_column: of the thread in a block of scores.
+      tags: what is compared besides, where rows have ranges of keys in memory.
     """
 
     low: cute.Tensor
@@ -49,6 +55,8 @@ class Rows:
     reference: cute.Tensor
     row_sum: cute.Tensor
     first_column: Int32
+    tags: row_ranges.Tags = row_ranges.NO_TAGS
+    maximum: cute.Tensor = NO_MAXIMUM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +72,10 @@ class Place:
     ring_end: Int32
 
 
-def lse_of_head(lse: cute.Pointer, work: Work, sizes: Sizes) -> cute.Tensor:
-    """Returns the LSE of a tile's head, by query."""
-    rows = lse + (cutlass.Int64(work.batch) * sizes.heads + work.head) * sizes.query_length
-    return cute.make_tensor(rows, cute.make_layout(sizes.query_length))
-
-
 @cute.jit
-def make_rows(work: Work, first_row: Int32, first_column: Int32) -> Rows:
+def make_rows(
+    work: Work, ranges: row_ranges.Ranges | None, first_row: Int32, first_column: Int32
+) -> Rows:
     """Makes rows first_row, first_row + 8, ... as they are before the first block."""
     low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
     high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
@@ -81,4 +85,21 @@ def make_rows(work: Work, first_row: Int32, first_column: Int32) -> Rows:
         limits = bands.row_limits(work.band, first_row + 8 * row, tensors.INT32)
         low[row], high[row] = limits
         reference[row], row_sum[row] = -Float32.inf, Float32(0.0)
-    return Rows(low, high, reference, row_sum, first_column)
+    rows = Rows(low, high, reference, row_sum, first_column)
+    if cutlass.const_expr(ranges is not None):
+        rows = with_ranges(rows, work, ranges, first_row)
+    return rows
+
+
+@cute.jit
+def with_ranges(rows: Rows, work: Work, ranges: row_ranges.Ranges, first_row: Int32) -> Rows:
+    """Returns rows whose limits are those of their ranges, too."""
+    for row in cutlass.range_constexpr(softmax.ROWS):
+        low, high = row_ranges.row_limits(ranges, first_row + 8 * row)
+        rows.low[row] = cutlass.max(rows.low[row], low)
+        rows.high[row] = cutlass.min(rows.high[row], high)
+    maximum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+    maximum.fill(-Float32.inf)
+    wanted = work.compares != 0
+    tags = row_ranges.make_tags(ranges, wanted, first_row, softmax.ROWS)
+    return dataclasses.replace(rows, tags=tags, maximum=maximum)

@@ -25,14 +25,14 @@ from kernels.sm90.tiles import (
 )
 
 WORK_WORDS = 12
-"""int32 words that say what a tile's work is."""
+"""int32 words that say what a tile's work is; one more says whether tags are compared."""
 
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
 @functools.cache
-def description(head_dim: int, band: bool) -> Description:
-    """Describes the forward kernel of a head dim, with or without a band."""
+def description(head_dim: int, band: bool, ranges: bool = False) -> Description:
+    """Describes the forward kernel of a head dim, with or without a band and ranges of keys."""
     tile = FORWARD_TILES[head_dim, band]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
@@ -69,7 +69,7 @@ def description(head_dim: int, band: bool) -> Description:
                 meaning="values past the key length are cleared",
             ),
         ),
-        regions=_regions(tile, head_dim),
+        regions=_regions(tile, head_dim, ranges),
         division=Division(tile.m, persistent=True, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
@@ -96,11 +96,12 @@ def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int) -> tuple[Region, ...]:
+def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ...]:
     span, d, ring = tile.span_bytes, head_dim, tile.kv_stages
     output = operand("o", (tile.m, d), span, "the output on its way")
     tiles = tile.q_stages
-    work = Region("work", (WORK_WORDS, tiles), "rows, head and blocks of the query tiles", "i32")
+    words = WORK_WORDS + ranges
+    work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
     return (
         work,
         operand("q", (tile.m, d, tiles), span, "query tiles"),

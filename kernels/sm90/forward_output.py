@@ -1,47 +1,172 @@
-"""What the Hopper forward leaves: the output as it is stored, and the log-sum-exp."""
+"""What the Hopper forward leaves: the output as it is stored, LSE, a head's largest score.
+
+With sinks a row has one more score, whose value is 0. It takes part when the row ends: the sums are
+moved to the larger of the row's reference and the sink, so that no exponent is above 0.
+"""
+
+import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warp
 
-from kernels.common.softmax import select
+from kernels.common import ptx, resources, tensors
+from kernels.common.resources import Maps
+from kernels.common.softmax import LN_2, LOG2_E, fmax, select, with_sink
+from kernels.description import NamedBarrier
+from kernels.interface import LogitBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.forward_schedule import Work
-from kernels.sm90.tiles import WARPGROUP
+from kernels.sm90.tiles import WARPGROUP, ForwardTile
 
-LN_2 = 0.6931471805599453
+
+@dataclasses.dataclass(frozen=True)
+class RowResults:
+    """Where a call's numbers of rows and of heads are; logits only with ranges."""
+
+    lse: cute.Pointer
+    logits: LogitBuffers | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadResults:
+    """One head's.
+
+    Attributes:
+      lse: [T], global memory.
+      sink_log2: its sink, in units of log2; -inf without sinks.
+      wants_maximum: whether `max_logit` is there.
+      max_logit: its largest score so far, global memory.
+    """
+
+    lse: cute.Tensor
+    sink_log2: Float32 | None = None
+    wants_maximum: cutlass.Boolean | None = None
+    max_logit: cute.Pointer | None = None
+
+
+def soft_cap_of(results: RowResults) -> Float32 | None:
+    """Returns the call's soft cap, or None."""
+    if results.logits is None or results.logits.soft_cap is None:
+        return None
+    return cute.make_tensor(results.logits.soft_cap, cute.make_layout(1))[0]
+
+
+def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
+    """Returns the numbers of a tile's head."""
+    head = Int64(work.batch) * sizes.heads + work.head
+    rows = cute.make_layout(sizes.query_length)
+    lse = cute.make_tensor(results.lse + head * sizes.query_length, rows)
+    logits = results.logits
+    if logits is None:
+        return HeadResults(lse)
+    sink = cute.make_tensor(logits.sinks + work.head, cute.make_layout(1))[0]
+    return HeadResults(lse, sink * LOG2_E, logits.max_heads > 0, logits.max_logit + head)
+
+
+class Output:
+    """The end of a tile; attributes are compile-time constants.
+
+    Attributes:
+      tile: of the kernel.
+      head_dim: columns of the output.
+      dtype: storage type.
+      barrier: threads of a warpgroup meet there before and after they write shared memory.
+    """
+
+    def __init__(self, tile: ForwardTile, head_dim: int, dtype: type, barrier: NamedBarrier):
+        self.tile, self.head_dim, self.dtype, self.barrier = tile, head_dim, dtype, barrier
+
+    @cute.jit
+    def divide(
+        self,
+        work: Work,
+        acc: cute.Tensor,
+        rows: Rows,
+        head: HeadResults,
+        scale_log2: Float32,
+    ) -> cute.Tensor:
+        """Returns O / sum in the storage type, and stores LSE to global memory.
+
+        Rows that see no key get output 0 and LSE -inf, or their sink; rows past the query length
+        0 and -inf.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        lane = thread % 32
+        first_row = work.first_row + (thread // 32) * 16 + lane // 4
+        largest = -Float32.inf
+        for row in cutlass.range_constexpr(softmax.ROWS):
+            total = softmax.quad_reduce(rows.row_sum[row], lambda a, b: a + b)
+            query = first_row + 8 * row
+            below = query < work.band.query_length
+            valid = below & (total != 0.0)
+            if cutlass.const_expr(rows.tags is not None):
+                # A row without keys of its own took part in blocks that the tile's other rows see.
+                valid = valid & (rows.low[row] < rows.high[row])
+                largest = fmax(largest, select(valid, rows.maximum[row], -Float32.inf))
+            inverse = select(valid, 1.0 / total, Float32(0.0))
+            reference_log2 = rows.reference[row] * scale_log2
+            lse = (reference_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+            lse = select(valid, lse, -Float32.inf)
+            if cutlass.const_expr(head.sink_log2 is not None):
+                reference_log2 = select(valid, reference_log2, -Float32.inf)
+                total = select(valid, total, Float32(0.0))
+                inverse, lse = with_sink(reference_log2, total, head.sink_log2)
+                lse = select(below, lse, -Float32.inf)
+            if (lane % 4 == 0) & (query < cute.size(head.lse)):
+                head.lse[query] = lse
+            for pair, column in softmax.fragment_columns(acc):
+                index = softmax.fragment_index(pair, row, column)
+                acc[index] = select(valid, acc[index] * inverse, Float32(0.0))
+        if cutlass.const_expr(head.max_logit is not None):
+            if head.wants_maximum:
+                add_maximum(head.max_logit, largest * scale_log2 * LN_2, lane)
+        output = cute.make_rmem_tensor(acc.shape, self.dtype)
+        wgmma.round_fragment(acc, output)
+        return output
+
+    @cute.jit
+    def store(self, maps: Maps, memory: cute.Tensor, work: Work, output: cute.Tensor):
+        """Stores 64 rows of O through the warpgroup's part of `memory`, or where V was: its start.
+
+        Args:
+          memory: (rows, head_dim) shared memory.
+          output: the warpgroup's fragment.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread - WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        part = group if self.tile.own_output else Int32(0)
+        source = cute.local_tile(memory, (64, self.head_dim), (part, 0))
+        first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
+        if cutlass.const_expr(self.tile.own_output):
+            if first_warp:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            resources.meet(self.barrier, group)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
+        product = wgmma.Wgmma(self.dtype, (1, 1), self.head_dim, majors, wgmma.REGISTERS)
+        copy = cute.make_tiled_copy_C(atom, product.tiled()).get_slice(thread % WARPGROUP)
+        cute.copy(atom, copy.retile(output), copy.partition_D(source))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        resources.meet(self.barrier, group)
+        if first_warp:
+            o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
+            o = cute.domain_offset((work.first_row + group * 64, 0), o)
+            target = cute.local_tile(o, (64, self.head_dim), (0, 0))
+            tensors.tma_store(maps.o, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+            if cutlass.const_expr(not self.tile.own_output):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
-def divide(
-    work: Work,
-    acc: cute.Tensor,
-    rows: Rows,
-    row_lse: cute.Tensor,
-    scale_log2: Float32,
-    dtype: cutlass.Constexpr,
-) -> cute.Tensor:
-    """Returns O / sum in the storage type, and stores LSE to global memory.
-
-    Rows that saw no key, and rows past the query length, get output 0 and LSE -inf.
-    """
-    thread, _, _ = cute.arch.thread_idx()
-    thread = thread - WARPGROUP
-    lane = thread % 32
-    first_row = work.first_row + (thread // 32) * 16 + lane // 4
-    for row in cutlass.range_constexpr(softmax.ROWS):
-        total = softmax.quad_reduce(rows.row_sum[row], lambda a, b: a + b)
-        query = first_row + 8 * row
-        valid = (query < work.band.query_length) & (total != 0.0)
-        inverse = select(valid, 1.0 / total, Float32(0.0))
-        lse = (rows.reference[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
-        lse = select(valid, lse, -Float32.inf)
-        if (lane % 4 == 0) & (query < cute.size(row_lse)):
-            row_lse[query] = lse
-        for pair, column in softmax.fragment_columns(acc):
-            index = softmax.fragment_index(pair, row, column)
-            acc[index] = select(valid, acc[index] * inverse, Float32(0.0))
-    output = cute.make_rmem_tensor(acc.shape, dtype)
-    wgmma.round_fragment(acc, output)
-    return output
+def add_maximum(target: cute.Pointer, value: Float32, lane: Int32):
+    """Raises a value in global memory to the warp's largest; a NaN stays."""
+    for step in cutlass.range_constexpr(3):  # The four lanes of a row have the same.
+        value = fmax(value, cute.arch.shuffle_sync_bfly(value, offset=4 << step))
+    if lane == 0:
+        ptx.reduce_max(target, value)

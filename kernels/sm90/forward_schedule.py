@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import tensors
+from kernels.common import row_ranges, tensors
 from kernels.common.schedule import (
     ForwardShape,
     Schedule,
@@ -20,8 +20,7 @@ from kernels.common.schedule import (
     mask_words,
     nth_tile,
 )
-from kernels.interface import Sizes, Window
-from kernels.sm90.forward_description import WORK_WORDS
+from kernels.interface import RangeBuffers, Sizes, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Work:
     band: bands.Band
     blocks: bands.BlockRange
     padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
+    compares: Int32 | int = 0  # whether tags have to be compared
 
 
 def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
@@ -63,17 +63,31 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     return Work(first_row, head, head // group, batch_index, band, blocks, padded)
 
 
+def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: ForwardShape) -> Work:
+    """Returns a tile's work whose rows have ranges of keys in memory, too."""
+    ranges = row_ranges.of_batch(buffers, sizes, work.batch)
+    # Tiles of 192 rows begin where an entry does or in its middle.
+    entries = -(-shape.m // row_ranges.TABLE_ROWS)
+    last_row = cutlass.min(work.first_row + shape.m, sizes.query_length) - 1
+    rows = row_ranges.Rows(work.first_row, last_row, entries)
+    blocks, compares = row_ranges.limit_blocks(work.blocks, ranges, rows, shape.n)
+    length = work.band.key_length
+    padded = (blocks.end * shape.n > length) & (length < sizes.key_length)
+    return dataclasses.replace(work, blocks=blocks, padded_keys=padded, compares=compares)
+
+
 _NO_TILE = -1
 
 
 def publish(work: Work, words: cute.Tensor):
-    """Writes a tile's work; words [WORK_WORDS]."""
+    """Writes a tile's work, as `published` reads it."""
     values = (
         *(work.first_row, work.head, work.kv_head, work.batch),
         *mask_words(work.band, work.blocks, work.padded_keys),
+        Int32(work.compares),
     )
-    for i, value in enumerate(values):
-        words[i] = value
+    for i in range(cute.size(words)):
+        words[i] = values[i]
 
 
 def publish_end(words: cute.Tensor):
@@ -86,7 +100,8 @@ def is_tile(words: cute.Tensor) -> cutlass.Boolean:
     return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
 
 
-def published(words: cute.Tensor, window: Window | None) -> Work:
+def published(words: cute.Tensor, window: Window | None, ranges: bool) -> Work:
     """Reads a tile's work."""
-    values = [cute.arch.make_warp_uniform(words[i]) for i in range(WORK_WORDS)]
-    return Work(*values[:4], *from_mask_words(values[4:], window))
+    values = [cute.arch.make_warp_uniform(words[i]) for i in range(cute.size(words))]
+    mask = values[4:-1] if ranges else values[4:]
+    return Work(*values[:4], *from_mask_words(mask, window), values[-1] if ranges else 0)

@@ -6,10 +6,12 @@ pairs of adjacent columns every 8 columns:
 Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels.common.softmax import exp2, finite_reference, fmax, select
+from kernels.common.row_ranges import Tags
+from kernels.common.softmax import exp2, finite_reference, fmax, select, tanh
 
 ROWS = 2  # rows of an accumulator fragment per thread
 
@@ -33,6 +35,14 @@ def quad_reduce(value: Float32, op) -> Float32:
     return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
+def cap(acc: cute.Tensor, before_cap: Float32):
+    """Replaces products by their scores in units of the soft cap; `state.Scales.before_cap`."""
+    for row in range(ROWS):
+        for pair, column in fragment_columns(acc):
+            index = fragment_index(pair, row, column)
+            acc[index] = tanh(acc[index] * before_cap)
+
+
 def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cute.Tensor):
     """Sets scores of keys outside [low[row], high[row]) to -inf.
 
@@ -51,12 +61,26 @@ def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cut
             acc[index] = select(inside, acc[index], -Float32.inf)
 
 
-def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: Float32) -> Float32:
-    """Returns a row's reference maximum once this block is seen.
+def mask_tags(acc: cute.Tensor, first_column: Int32, tags: Tags):
+    """Sets scores of keys whose tags a row does not match to -inf; arguments as `mask_band`'s."""
+    last = cute.size(tags.keys) - 1
+    for pair, column in fragment_columns(acc):
+        key = cutlass.min(first_column + pair * 8 + column, last)
+        tag = tags.keys[key]
+        for row in range(ROWS):
+            index = fragment_index(pair, row, column)
+            matches = (tag >= tags.low[row]) & (tag <= tags.high[row])
+            acc[index] = select(matches, acc[index], -Float32.inf)
 
-    It stays where it was while the true maximum is at most lag_limit above it, so that most blocks
-    need no rescaling; output, row sum and LSE share it, so the result is the same in exact
-    arithmetic.
+
+def new_reference(
+    scores: cute.Tensor, row: int, reference: Float32, lag_limit: Float32
+) -> tuple[Float32, Float32]:
+    """Returns a row's reference maximum once this block is seen, and the true one of both.
+
+    The reference stays where it was while the true maximum is at most lag_limit above it, so that
+    most blocks need no rescaling; output, row sum and LSE share it, so the result is the same in
+    exact arithmetic.
     (FlashAttention-4, conditional rescaling.)
     """
     maximum = reference
@@ -64,7 +88,7 @@ def new_reference(scores: cute.Tensor, row: int, reference: Float32, lag_limit: 
         maximum = fmax(maximum, scores[fragment_index(pair, row, column)])
     maximum = quad_reduce(maximum, fmax)
     # (-inf) - (-inf) is NaN and compares false: the reference is then set to the maximum.
-    return select(maximum - reference <= lag_limit, reference, maximum)
+    return select(maximum - reference <= lag_limit, reference, maximum), maximum
 
 
 def exponentiate_row(

@@ -12,6 +12,22 @@ WARPGROUP_ROWS = 64  # rows of a warpgroup's product
 L2_BUDGET_BYTES = 40 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (H100, H200: 50 MB)."""
 
+BACKWARD_L2_BUDGET_BYTES = 20 * 1024 * 1024
+"""The same for Q, dO and dQ in a backward without pairs.
+
+The L2 has two partitions and holds a line twice that is read from both, so that twice as much made
+the device memory carry twice the traffic (d = 64, S = 1024). The forward and pairs of CTAs did not
+gain: docs/hopper.md.
+"""
+
+
+TICKET_BLOCKS = 4
+"""Blocks of a forward's tile that are still to be loaded when the next tile's ticket is taken.
+
+They are few, so that the CTA that is ahead gets the longer tile, and enough to hide the addition's
+latency.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class RegisterBudget:
@@ -108,12 +124,9 @@ class BackwardTile:
         return self.m == 128
 
     @property
-    def early_statistics(self) -> bool:
-        """Whether a thread loads its row statistics before it waits for the scores.
-
-        The registers hold them beside the scores of 64 queries, not beside those of 128.
-        """
-        return self.ctas == 1 and self.m == 64
+    def l2_budget_bytes(self) -> int:
+        """Share of the L2 that Q, dO and dQ of the heads in flight may fill."""
+        return BACKWARD_L2_BUDGET_BYTES if self.ctas == 1 else L2_BUDGET_BYTES
 
     def stages_dq(self, deterministic: bool) -> bool:
         """Whether dQ goes to global memory by way of shared memory, added in bulk by one warp.
@@ -125,14 +138,15 @@ class BackwardTile:
         return self.ctas == 1 and (self.m == 128 or not deterministic)
 
 
-BACKWARD_TILES: dict[int, BackwardTile] = {
-    64: BackwardTile(m=128, n=128, stages=2),
-    96: BackwardTile(m=64, n=128, stages=2, span_bytes=32, key_span_bytes=32),
-    128: BackwardTile(m=64, n=128, stages=2),
-    192: BackwardTile(m=64, n=64, stages=2, do_stages=2, span_bytes=64, key_span_bytes=32, ctas=2),
-    256: BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
+BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
+    # (head_dim, value_dim)
+    (64, 64): BackwardTile(m=128, n=128, stages=2),
+    (96, 96): BackwardTile(m=64, n=128, stages=2, span_bytes=32, key_span_bytes=32),
+    (128, 128): BackwardTile(m=64, n=128, stages=2),
+    (192, 128): BackwardTile(m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2),
+    (192, 192): BackwardTile(m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2),
+    (256, 256): BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
 }
-"""By head_dim."""
 
 DETERMINISTIC_BAND_HEADS = 8
 """KV heads that the deterministic backward of a band interleaves at least, whatever the L2 holds.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import multiprocessing
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from fa4_jax import catalogue
+from fa4_jax import api, catalogue, launches
+from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.plan import kernel_keys, scalars
+from fa4_jax.plan import in_memory, kernel_keys, scalars
 from kernels import emulator
 from kernels.build import cache, compile
 from kernels.build.compile import Ptx
@@ -24,7 +26,8 @@ from kernels.emulator.driver import arguments
 
 MULTIPROCESSORS = 2
 """The number is small, so that the CTAs of a persistent kernel get several tiles each."""
-_RESULTS = {"output": "o", "lse": "lse", "dq": "dq", "dk": "dk", "dv": "dv", "dq_acc": "dq_acc"}
+_SAME = ("lse", "max_logit", "dq", "dk", "dv", "dq_acc")
+_RESULTS = {"output": "o"} | {name: name for name in _SAME}
 """The kernels' names of results, by the oracle's."""
 
 
@@ -106,6 +109,10 @@ class Attention:
         text_of: Callable[[KernelKey, str], str],
     ) -> dict[str, np.ndarray]:
         code = ptx(key)
+        if key.kernel == Pass.BACKWARD_PRE and "row_low" in arrays:
+            sees = (arrays["row_low"] < arrays["row_high"])[:, None]
+            own = np.where(sees, arrays["lse"], np.float32(-np.inf))  # as `launches.backward`
+            arrays = arrays | {"lse": own}
         packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
         emulator.launch(
             text_of(key, code.text),
@@ -119,12 +126,19 @@ class Attention:
 
 
 def attention(
-    case: Case, inputs: Inputs, gradients: bool = True, arch: str = "sm_90a"
+    case: Case,
+    inputs: Inputs,
+    gradients: bool = True,
+    arch: str = "sm_90a",
+    design: str | None = None,
 ) -> Attention:
-    """The launches of a case, as `fa4_jax.attention` makes them."""
-    forward, backward = kernel_keys(case.problem, arch)
+    """The launches of a case, as `fa4_jax.attention` makes them; `design` as in `Target`."""
+    forward, backward = kernel_keys(case.problem, arch, design=design)
+    if not case.has_kernels(arch, Pass.BACKWARD):
+        backward = ()
     return Attention(
-        arrays={
+        arrays=_forward_buffers(case, inputs)
+        | {
             "q": inputs.query,
             "k": inputs.key,
             "v": inputs.value,
@@ -135,6 +149,29 @@ def attention(
         attributes=scalars(case.problem),
         keys=forward + backward if gradients else forward,
     )
+
+
+def _forward_buffers(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    """The arrays that the library makes of a case's row masks and sinks.
+
+    JAX makes them in a process of its own, since it does not survive a fork.
+    """
+    if not in_memory(case.problem, Pass.FORWARD):
+        return {}
+    return _resolver(os.getpid()).submit(_resolved, case, inputs).result()
+
+
+def _resolved(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    operands, problem = api.canonicalise(runner.call(case, inputs))
+    buffers = launches.backward_buffers(problem, operands)
+    buffers |= launches.forward_buffers(problem, operands)
+    return {name: np.asarray(x) for name, x in buffers.items()}
+
+
+@functools.cache
+def _resolver(process: int) -> ProcessPoolExecutor:
+    """The process that resolves masks for one that forks (`process`, whose cache it is in)."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def reversed_keys(case: Case, inputs: Inputs) -> Inputs:

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from fa4_jax import attention, doctor, ffi_call, runtime
+from fa4_jax import attention, doctor, ffi_call, parallel, runtime
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict
 from fa4_jax.conformance.oracle import make_inputs
@@ -74,6 +75,31 @@ def vmapped_and_looped(case: Case, seed: int) -> tuple[list[np.ndarray], list[np
     together = jax.jit(jax.vmap(everything))(*stacked)
     apart = [jax.jit(everything)(*(x[i] for x in stacked)) for i in range(2)]
     return [np.asarray(x) for x in together], [np.stack(x) for x in zip(*apart, strict=True)]
+
+
+def on_two_devices(scheme: Any, options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Results of context parallelism by kernels, each with the default path's on one device."""
+    mesh, rng = jax.make_mesh((2,), scheme.axes), np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, n, 64)), jnp.bfloat16) for n in (4, 2, 2))
+    common: dict[str, Any] = {"return_residual": True, "return_max_logit": True, **options}
+    expected = attention(q, k, v, implementation="xla", **common)
+    if scheme.layout == "zigzag":
+        q, k, v = (parallel.to_zigzag(x, 2) for x in (q, k, v))
+    output, lse, largest = parallel.attention(
+        *(q, k, v),
+        scheme=scheme,
+        mesh=mesh,
+        specs=PartitionSpec(None, scheme.axes),
+        implementation="kernel",
+        **common,
+    )
+    if scheme.layout == "zigzag":
+        output, lse = parallel.from_zigzag(output, 2), parallel.from_zigzag(lse, 2, 2)
+    found = output, lse, largest
+    return [
+        (np.asarray(x, np.float32), np.asarray(y, np.float32))
+        for x, y in zip(found, expected, strict=True)
+    ]
 
 
 def from_threads(cases: list[Case], seed: int) -> list[list[Verdict]]:

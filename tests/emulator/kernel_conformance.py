@@ -33,11 +33,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from fa4_jax import catalogue
+from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import CASES, Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
 from fa4_jax.key import KernelKey, Pass
+from fa4_jax.plan import kernel_keys
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import attention, mutation_score
@@ -65,6 +66,7 @@ class Problem:
     kernel: Pass
     arch: str
     inputs_seed: int
+    design: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Run:
     @property
     def problem(self) -> Problem:
         """The inputs are one of two."""
-        return Problem(self.case, self.key.kernel, self.key.arch, self.seed // 2 % 2)
+        design = designs.design_of(self.key)
+        return Problem(self.case, self.key.kernel, self.key.arch, self.seed // 2 % 2, design)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,24 +124,28 @@ class Outcome:
 
 
 @functools.cache
-def key_of(case: Case, kernel: Pass, arch: str) -> KernelKey:
+def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> KernelKey:
     """The kernel that a case runs."""
-    keys = attention.attention(case, make_inputs(case, 0), kernel != Pass.FORWARD, arch).keys
+    keys = itertools.chain(*kernel_keys(case.problem, arch, design=design))
     return next(key for key in keys if key.kernel == kernel)
+
+
+def quantities(case: Case, kernel: Pass) -> tuple[str, ...]:
+    """What a kernel returns of a case."""
+    largest = ("max_logit",) if case.max_logit and kernel == Pass.FORWARD else ()
+    return QUANTITIES[kernel] + largest
 
 
 def targets(least: int) -> list[tuple[Case, KernelKey]]:
     """Cases and the kernels that they reach, every kernel at least `least` times."""
-    fitting = [
-        case
-        for case in CASES
-        if case.has_kernel and max(case.query_length, case.key_length) <= MOST_ROWS
-    ]
+    fitting = [case for case in CASES if max(case.query_length, case.key_length) <= MOST_ROWS]
     found = [
-        (case, key_of(case, kernel, arch))
+        (case, key)
         for arch in catalogue.ARCHITECTURES
         for kernel in QUANTITIES
         for case in fitting
+        if case.has_kernels(arch, kernel)
+        for key in {key_of(case, kernel, arch, design): None for design in designs.DESIGNS}
     ]
     for key in itertools.chain.from_iterable(map(catalogue.keys, catalogue.ARCHITECTURES)):
         if key.kernel not in QUANTITIES:
@@ -181,7 +188,8 @@ def _retyped(cases: Iterable[Case], key: KernelKey) -> Iterator[tuple[Case, Kern
             numerics=numerics,
             deterministic=key.deterministic,
         )
-        if key_of(other, key.kernel, key.arch) == key:
+        taken = other.has_kernels(key.arch, key.kernel)
+        if taken and key_of(other, key.kernel, key.arch, designs.design_of(key)) == key:
             yield other, key
 
 
@@ -216,7 +224,7 @@ def launches_of(problem: Problem) -> attention.Attention:
     """The launches of the forward, or those of the backward on what a forward has left."""
     gradients = problem.kernel != Pass.FORWARD
     inputs = inputs_of(problem.case, problem.inputs_seed)
-    launches = attention.attention(problem.case, inputs, gradients, problem.arch)
+    launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
     return launches.after(Pass.FORWARD) if gradients else launches
 
 
@@ -234,7 +242,7 @@ def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:
             [some[name] for some in usual],
             polynomial,
         )
-        for name in QUANTITIES[problem.kernel]
+        for name in quantities(case, problem.kernel)
     ]
 
 
@@ -251,7 +259,8 @@ def perform(run: Run) -> Outcome:
         failure = "; ".join(f"{v.name}: {v.failure}" for v in found if v.failure)
         worst = max((v.worst / v.worst_allowed for v in found if v.worst_allowed), default=0.0)
         if run.key.deterministic:
-            data = b"".join(results[name].tobytes() for name in QUANTITIES[run.key.kernel])
+            judged_names = quantities(run.case, run.key.kernel)
+            data = b"".join(results[name].tobytes() for name in judged_names)
             bits = hashlib.sha256(data).hexdigest()[:12]
     seconds = round(time.process_time() - start, 2)
     return Outcome(
@@ -346,10 +355,10 @@ def main() -> int:
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
     for case, main_key in {(run.case, run.key) for run in chosen}:
+        gradients, design = main_key.kernel != Pass.FORWARD, designs.design_of(main_key)
         inputs = make_inputs(case, 0)
-        for key in attention.attention(case, inputs, True, main_key.arch).keys:
-            if key.kernel == Pass.FORWARD or main_key.kernel != Pass.FORWARD:
-                attention.ptx(key)  # The processes inherit the texts.
+        for key in attention.attention(case, inputs, gradients, main_key.arch, design).keys:
+            attention.ptx(key)  # The processes inherit the texts.
     attention.close()
     known = {(o.run, o.seed, o.text, o.emulator) for o in recorded(options.record)}
     digest = _emulator()

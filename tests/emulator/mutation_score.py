@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from fa4_jax import catalogue
+from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import KernelKey, Pass
@@ -77,6 +77,10 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     """Cases, the cheapest first; one has padding, and one uses every ring slot again."""
     common = {"head_dim": key.head_dim, "value_dim": key.value_dim, "dtype": key.dtype}
     common["is_causal"] = key.band
+    if key.ranges:  # Tags are compared in both; few pairs of the first see each other.
+        common["masks"] = ("scattered",) if key.kernel == Pass.FORWARD else ("unsorted",)
+    if key.kernel == Pass.FORWARD and key.ranges:
+        common |= {"sinks": True, "max_logit": True, "soft_cap": 9.0 if key.soft_cap else None}
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -94,7 +98,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     a case for it there; two blocks come after those, so that their ring slots are used again.
     Blackwell packs the heads of a group into a tile.
     """
-    rows, block, heads = 256, 128, 2 if key.arch == "sm_100f" else 1
+    rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
     diagonal = Case(
         **common, batch=1, heads=(1, 1), query_length=block, key_length=460, query_offset=326
     )
@@ -108,7 +112,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             key_length=3 * block,
             query_offset=3 * block,
             key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
-            poison=True,
+            poison=not key.ranges,
         ),
         Case(
             **common,
@@ -133,11 +137,12 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     one visits the last query block first, so that only a second head has it later. Hopper's rings
     have enough rounds that a barrier of eight which asks for seven gets out of step.
     """
-    rows, few = (64, 20) if key.head_dim > 128 else (128, 98)
-    key_length = 300 if key.deterministic else 200
+    rows, few = (64, 20) if key.head_dim > 128 else (128, 40 if key.pair else 98)
+    ctas = 2 if key.pair else 1  # of 128 keys, that share a key tile
+    key_length = (300 if key.deterministic else 200) * ctas
     many_turns = []
     if key.arch == "sm_90a" and key.kernel == Pass.BACKWARD:
-        length = 24 * BACKWARD_TILES[key.head_dim].m
+        length = 24 * BACKWARD_TILES[key.head_dim, key.value_dim].m
         many_turns = [Case(**common, batch=1, heads=(1, 1), query_length=length, key_length=100)]
     return (
         Case(
@@ -145,11 +150,11 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             batch=4,
             heads=(2, 1) if key.deterministic else (1, 1),
             query_length=rows + 20,
-            key_length=200,
-            query_offset=180,
+            key_length=200 * ctas,
+            query_offset=200 * ctas - 20,
             query_lengths=(rows + 10, few, 0, rows + 20),
-            key_lengths=(150, 70, 200, 90),
-            poison=True,
+            key_lengths=tuple(length * ctas for length in (150, 70, 200, 90)),
+            poison=not key.ranges,
         ),
         Case(
             **common,
@@ -173,7 +178,8 @@ def problems(key: KernelKey) -> list[Attention]:
     for case in cases(key):
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
         backward = key.kernel != Pass.FORWARD
-        launch = attention.attention(case, inputs, backward, key.arch).only(key.kernel)
+        launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))
+        launch = launch.only(key.kernel)
         assert launch.keys == (key,), launch.keys
         made.append(dataclasses.replace(launch, multiprocessors=1))
     return made

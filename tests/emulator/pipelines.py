@@ -45,7 +45,7 @@ class Picture:
         key, code = self.key, attention.ptx(self.key)
         problem = problem_of(key, self.sizes)
         packed = arguments.pack(
-            code.launch, operands(key, problem, 0), scalars(problem), multiprocessors=1
+            code.launch, operands(key, problem, self.sizes), scalars(problem), multiprocessors=1
         )
         trace = Trace(frozenset(range(code.launch.cluster[0])))
         emulator.launch(

@@ -13,6 +13,7 @@ import itertools
 import numpy as np
 import pytest
 
+from fa4_jax import designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import POLYNOMIAL_ERROR
 from fa4_jax.conformance.oracle import make_inputs
@@ -91,6 +92,21 @@ CASES = (
 )
 def test_forward_agrees_with_oracle(case: Case, policy: Policy, seed: int) -> None:
     problem = Problem(case, Pass.FORWARD, "sm_100f", seed)
+    assert not [verdict for verdict in verdicts(problem, policy, seed) if verdict.failure]
+
+
+PAIRED = [case for case in CASES if case.head_dim in (64, 128)]
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    list(zip(PAIRED, itertools.cycle(POLICIES), strict=False)),
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_pairs_agree_with_oracle(case: Case, policy: Policy, seed: int) -> None:
+    """The design for pairs, where there is one of one CTA, too."""
+    assert key_of(case, Pass.FORWARD, "sm_100f", designs.PAIR).pair
+    problem = Problem(case, Pass.FORWARD, "sm_100f", seed, designs.PAIR)
     assert not [verdict for verdict in verdicts(problem, policy, seed) if verdict.failure]
 
 

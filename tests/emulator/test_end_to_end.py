@@ -9,39 +9,29 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fa4_jax import catalogue, runtime
+from fa4_jax import parallel, runtime
 from fa4_jax.conformance.cases import CASES, Case
+from fa4_jax.conformance.oracle import names
 from fa4_jax.key import KernelKey, Pass
 from kernels.build import cache, package
 from kernels.emulator.driver.driver import SETTINGS_VARIABLE, Driver, settings
 from tests.emulator import emulated_gpu
+from tests.emulator.processes import HOW, Gpu, process
 from tests.ffi import compiler
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
-
-Gpu = Callable[..., Any]
-
-HOW = (
-    "schedule=random asynchronous=late",
-    "schedule=starve asynchronous=random seed=5",
-    "schedule=random asynchronous=early multiprocessors=3",
-    "schedule=in_order asynchronous=late resident_ctas=1",
-    "schedule=starve asynchronous=late ordered_reductions=1",
-)
 
 
 def case_of_list(name: str) -> Case:
@@ -84,6 +74,17 @@ SMALL = (
         numerics="exact",
     ),
     case_of_list("bf16-d256-b2-h2-t1-s1"),
+    Case(
+        batch=2,
+        heads=(2, 1),
+        query_length=130,
+        key_length=200,
+        query_lengths=(130, 77),
+        window=(60, 0),
+        query_offset=60,
+        sinks=True,
+        max_logit=True,
+    ),
     Case(batch=1, heads=(4, 2), query_length=150, key_length=200, is_causal=True),
     Case(
         head_dim=128,
@@ -95,50 +96,21 @@ SMALL = (
         query_offset=50,
         deterministic=True,
     ),
+    Case(batch=2, heads=(2, 1), query_length=150, key_length=150, masks=("segments",), sinks=True),
+    Case(batch=1, heads=(2, 1), query_length=130, key_length=150, is_causal=True, soft_cap=4.0),
+    Case(
+        head_dim=128,
+        batch=1,
+        heads=(2, 1),
+        query_length=140,
+        key_length=200,
+        is_causal=True,
+        query_offset=60,
+        masks=("scattered",),
+        deterministic=True,
+    ),
 )
-"""The last two split a group of query heads in the backward."""
-
-
-@pytest.fixture(scope="module")
-def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a process whose GPU is emulated."""
-    if not runtime.register():
-        pytest.fail(f"these tests need the FFI library: {runtime.why_unavailable()}")
-    folder = tmp_path_factory.mktemp("emulated")
-    library = folder / "libemulated_cuda.so"
-    compiler.shared_library(library, compiler.ROOT / "ffi" / "testing" / "emulated_cuda.cc")
-    entries = [cache.find(key) for key in catalogue.all_keys()]
-    if None in entries:
-        pytest.fail("these tests need the kernels: run python -m kernels.build")
-    package.package_ptx([entry for entry in entries if entry is not None], folder / "ptx")
-    return {
-        runtime.STAND_IN_VARIABLE: str(library),
-        runtime.KERNELS_VARIABLE: str(folder / "ptx"),
-        "JAX_PLATFORMS": "cpu",
-    }
-
-
-@pytest.fixture(scope="module")
-def gpu(variables: dict[str, str]) -> Iterator[Gpu]:
-    """Calls functions of emulated_gpu in a process whose GPU is an emulated Hopper."""
-    yield from process(variables)
-
-
-@pytest.fixture(scope="module")
-def blackwell(variables: dict[str, str]) -> Iterator[Gpu]:
-    """The same with an emulated Blackwell."""
-    yield from process(variables | {SETTINGS_VARIABLE: "capability=10.0"})
-
-
-def process(variables: dict[str, str]) -> Iterator[Gpu]:
-    """A process with these environment variables."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        # The variables must be there when the new process imports fa4_jax, and not stay here.
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            assert pool.submit(runtime.has_stand_in).result()
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+"""The last with row masks, and two before those, split a group of query heads in the backward."""
 
 
 @pytest.mark.parametrize(
@@ -148,54 +120,28 @@ def process(variables: dict[str, str]) -> Iterator[Gpu]:
 )
 def test_conforms(gpu: Gpu, case: Case, how: str, seed: int) -> None:
     verdicts = gpu(emulated_gpu.verdicts, case, seed, how)
-    assert [verdict.name for verdict in verdicts] == ["output", "lse", "dq", "dk", "dv"]
+    assert [verdict.name for verdict in verdicts] == list(names(case))
     assert not [verdict for verdict in verdicts if verdict.failure]
 
 
-BLACKWELL = (
-    Case(batch=1, heads=(2, 1), query_length=200, key_length=300),
-    Case(
-        batch=2,
-        heads=(1, 1),
-        query_length=200,
-        key_length=260,
-        is_causal=True,
-        query_offset=(-40, 90),
-        key_lengths=(100, 260),
-        poison=True,
-        dtype="fp16",
-    ),
-    Case(batch=1, heads=(1, 1), query_length=150, key_length=190, head_dim=72, numerics="exact"),
-    Case(
-        batch=1,
-        heads=(1, 1),
-        query_length=70,
-        key_length=140,
-        head_dim=192,
-        value_dim=128,
-        dtype="fp16",
-    ),
+FORWARD_ALONE = (
     Case(
         batch=1,
         heads=(2, 1),
-        query_length=70,
-        key_length=150,
-        head_dim=192,
-        is_causal=True,
-        query_offset=80,
-        deterministic=True,
+        query_length=100,
+        key_length=140,
+        masks=("segments",),
+        sinks=True,
+        max_logit=True,
     ),
 )
+"""What no backward takes."""
 
 
-@pytest.mark.parametrize(
-    ("case", "how"),
-    list(zip(BLACKWELL, HOW, strict=True)),
-    ids=lambda value: value.id if isinstance(value, Case) else "",
-)
-def test_blackwell_conforms(blackwell: Gpu, case: Case, how: str, seed: int) -> None:
-    verdicts = blackwell(emulated_gpu.verdicts, case, seed, f"{how} start_order=reversed")
-    assert [verdict.name for verdict in verdicts] == ["output", "lse", "dq", "dk", "dv"]
+@pytest.mark.parametrize("case", FORWARD_ALONE, ids=lambda case: case.id)
+def test_forward_conforms(gpu: Gpu, case: Case, seed: int) -> None:
+    verdicts = gpu(emulated_gpu.verdicts, case, seed, HOW[seed % len(HOW)], False)
+    assert [verdict.name for verdict in verdicts] == list(names(case))[:-4]
     assert not [verdict for verdict in verdicts if verdict.failure]
 
 
@@ -218,6 +164,32 @@ def test_vmap(gpu: Gpu, seed: int) -> None:
     for one, other in zip(together, apart, strict=True):
         assert one.shape == other.shape
         assert np.array_equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def two_devices(variables: dict[str, str]) -> Iterator[Gpu]:
+    """The same in a process where JAX has two devices."""
+    count = "--xla_force_host_platform_device_count=2"
+    yield from process(variables | {"XLA_FLAGS": count})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"logits_soft_cap": 2.0}],
+    ids=["causal", "cap"],
+)
+@pytest.mark.parametrize(
+    "scheme",
+    [parallel.Ring("seq"), parallel.AllGather("seq"), parallel.Ulysses("seq")],
+    ids=lambda scheme: type(scheme).__name__,
+)
+def test_context_parallelism_counts_a_sink_once(
+    two_devices: Gpu, scheme: Any, options: dict[str, Any]
+) -> None:
+    sinks = np.array([1.0, 2.0, -3.0, 4.0], np.float32)
+    found = two_devices(emulated_gpu.on_two_devices, scheme, options | {"sinks": sinks})
+    for (actual, expected), tolerance in zip(found, (2e-2, 1e-5, 1e-5), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_what_no_kernel_writes_is_nan(

@@ -114,18 +114,28 @@ def test_order_of_reductions(
     assert caught.value.rule == "reduction-order"
 
 
-@pytest.mark.parametrize(("type_", "one"), [("u32", "1"), ("f32", "0f3F800000")])
-def test_integers_are_added_in_any_order(type_: str, one: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("operation", "one", "result"),
+    [
+        ("add.u32", "1", 3),
+        ("max.s32", "1", 1),
+        ("min.u32", "1", 0),
+        ("add.f32", "0f3F800000", None),
+    ],
+)
+def test_integers_are_reduced_in_any_order(
+    operation: str, one: str, result: int | None, seed: int
+) -> None:
     policy = Policy("random", ordered_reductions=True)
     body = f"""
 setp.ne.u32 %p1, %r1, 0;
 mov.b32 %r7, {one};
-@!%p1 red.relaxed.gpu.global.add.{type_} [%rd1], %r7;
+@!%p1 red.relaxed.gpu.global.{operation} [%rd1], %r7;
 """
     launch, data = programs.Launch(grid=3, policy=policy, seed=seed), np.zeros(64, np.uint32)
-    if type_ == "u32":
+    if result is not None:
         programs.run(body, data, launch)
-        assert data[0] == 3
+        assert data[0] == result
         return
     with pytest.raises(EmulationError, match="reduction-order"):
         programs.run(body, data, launch)

@@ -196,8 +196,8 @@ def test_rates_are_what_was_measured() -> None:
     assert len(names) > 30
     for name in names:
         assert getattr(HOPPER, name) == pytest.approx(getattr(found, name), rel=1e-3), name
-    documented = {"clock_ghz", "multiply_lanes", "memory_lanes"}
-    absent = {"tensor_memory_bytes", "tensor_memory_latency"}
+    documented = {"clock_ghz", "multiply_lanes", "memory_lanes", "cluster_latency"}
+    absent = {"tensor_memory_bytes", "tensor_memory_latency", "pair_latency"}
     assert blank.keys() - names == documented | absent
     assert not HOPPER.assumed
     assert "barrier_latency" in BLACKWELL.assumed
@@ -238,15 +238,17 @@ def waiting(parity: int, label: str) -> str:
 MEET = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
 
 
-def test_a_token_between_two_sms() -> None:
-    """CTA 0 begins; a round is there and back again."""
+@pytest.mark.parametrize("release", ["", ".release.cluster"])
+def test_a_token_between_two_sms(release: str) -> None:
+    """CTA 0 begins; a round is there and back again. Only a release to the cluster is fenced."""
     rounds = 16
-    arrive = "@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%theirs];\n"
+    arrive = f"@%p1 mbarrier.arrive{release}.shared::cluster.b64 _, [%theirs];\n"
     body = f"{PAIR_HEAD}setp.eq.and.u32 %p3, %rank, 0, %p1;\n"
     body += "@%p3 mbarrier.arrive.shared.b64 _, [%r2];\n"
     body += "".join(waiting(i % 2, f"WAIT{i}") + arrive for i in range(rounds)) + MEET
     timing = timed(body, grid=2, cluster=2)
-    assert timing.cycles == pytest.approx(2 * rounds * RATES.cluster_latency, rel=0.06)
+    handover = RATES.cluster_latency + (RATES.release_latency if release else 0)
+    assert timing.cycles == pytest.approx(2 * rounds * handover, rel=0.06)
     with pytest.raises(ValueError, match="2 CTAs of a cluster are to be recorded"):
         timed(body, grid=2, cluster=2, recorded=1)
 
@@ -262,6 +264,13 @@ def test_bytes_from_sm_to_sm() -> None:
     assert timing.busy["SM to SM"] == pytest.approx(size * count / RATES.cluster_bytes)
     least = timing.busy["SM to SM"] + RATES.cluster_latency
     assert least < timing.cycles < least + 50
+
+
+def test_stores_to_the_other_sm_pass_a_port() -> None:
+    """Each CTA's 32 lanes store 16 bytes, which pass the other one's port of shared memory."""
+    body = PAIR_HEAD + "shl.b32 %send, %r1, 4;\nadd.u32 %send, %send, %theirs;\n"
+    body += "st.shared::cluster.v4.b32 [%send+1024], {%r1, %r1, %r1, %r1};\n" + MEET
+    assert timed(body, grid=2, cluster=2).busy["shared"] == 32 * 16 / RATES.shared_bytes
 
 
 @needs_compiler
@@ -303,6 +312,8 @@ def test_blackwell_product_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy == pytest.approx(timing.busy["tensor core"])
     loaded = 2 * (128 + n // 2) * k
     assert timing.busy["TMA load"] == pytest.approx(loaded / BLACKWELL.tma_load_bytes)
+    later = dataclasses.replace(BLACKWELL, pair_latency=BLACKWELL.pair_latency + 100)
+    assert estimate(trace, later).cycles >= timing.cycles + 100
 
 
 @needs_compiler

@@ -87,7 +87,7 @@ def _code(key: KernelKey) -> Code:
     tile = (
         FORWARD_TILES[key.head_dim, key.band]
         if key.kernel == Pass.FORWARD
-        else BACKWARD_TILES[key.head_dim]
+        else BACKWARD_TILES[key.head_dim, key.value_dim]
     )
     sizes = {"m": tile.m, "n": tile.n}
     return Code(key, found.text, found.symbol, found.launch, registers=168, tile=sizes)

@@ -11,6 +11,7 @@ from fa4_jax import catalogue
 from fa4_jax.conformance.cases import CASES, Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.conformance.runner import compute, run_case
+from fa4_jax.key import Pass
 from fa4_jax.target import current_target
 
 
@@ -39,8 +40,30 @@ def test_kernels(case: Case, seed: int):
     assert not failures, "\n".join(failures)
 
 
+OTHERS = [
+    case for case in CASES if not case.has_kernel and case.has_kernels("sm_90a", Pass.FORWARD)
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.id)
+def test_what_not_every_architecture_takes(case: Case, seed: int):
+    """Row masks, sinks, largest scores and caps, with gradients where there are kernels."""
+    arch = current_target().arch or ""
+    if not case.has_kernels(arch, Pass.FORWARD):
+        pytest.skip(f"no kernel of {arch} takes the case")
+    gradients = case.has_kernels(arch, Pass.BACKWARD)
+    verdicts = run_case(case, seed, "kernel", gradients)
+    failures = [f"{v.name}: {v.failure}" for v in verdicts if v.failure]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("masks", [(), ("scattered",)], ids=["band", "scattered"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_deterministic_gradients_are_bitwise_equal(head_dim: int, seed: int):
+def test_deterministic_gradients_are_bitwise_equal(
+    head_dim: int, masks: tuple[str, ...], seed: int
+):
+    if masks and current_target().arch != "sm_90a":
+        pytest.skip("Hopper's kernels alone take row masks")
     case = Case(
         head_dim=head_dim,
         heads=(4, 2),
@@ -48,6 +71,7 @@ def test_deterministic_gradients_are_bitwise_equal(head_dim: int, seed: int):
         key_length=1300,
         is_causal=True,
         query_offset=200,
+        masks=masks,
         deterministic=True,
     )
     inputs = make_inputs(case, seed)

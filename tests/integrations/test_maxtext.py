@@ -83,8 +83,10 @@ def call(op: Any, ids: Any = None) -> Any:
 
 
 def assert_same_ops(arrays: list[jax.Array], ids: Any = None, **kwargs: Any) -> None:
+    """Rows of padding are 0 here; the ids 0 of MaxText's own meet each other."""
     ours, own = make_op(OURS, **kwargs), make_op("dot_product", **kwargs)
-    assert_same(call(ours, ids), call(own, ids), arrays)
+    valid = True if ids is None else (ids > 0)[..., None, None]
+    assert_same(call(ours, ids), lambda *x: jnp.where(valid, call(own, ids)(*x), 0), arrays)
     out, *rest = run(ours, ids)(*arrays)
     assert rest == [None, None]
     np.testing.assert_array_equal(out, call(ours, ids)(*arrays))
@@ -102,6 +104,13 @@ KINDS = {
     "window of 1": {"attention_type": Kind.LOCAL_SLIDING, "sliding_window_size": 1},
     "mla": {"attention_type": Kind.MLA},
     "full": {"attention_type": Kind.FULL},
+    "chunks": {"attention_type": Kind.CHUNK, "chunk_attn_window_size": 4},
+    "soft cap": {"attn_logits_soft_cap": 3.0},
+    "soft cap, window": {
+        "attention_type": Kind.LOCAL_SLIDING,
+        "sliding_window_size": 4,
+        "attn_logits_soft_cap": 3.0,
+    },
 }
 
 
@@ -110,6 +119,21 @@ KINDS = {
 def test_kinds_and_segments(kind: str, ids: str, rng: np.random.Generator):
     given = None if IDS[ids] is None else jnp.asarray(IDS[ids])
     assert_same_ops(operands(rng), given, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["global", "window"])
+def test_sinks(kind: str, rng: np.random.Generator):
+    ids = jnp.asarray(IDS["packed"])
+    ours, own = make_op(OURS, **KINDS[kind]), make_op("dot_product", **KINDS[kind])
+
+    def expected(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        output, _, total = run(own, ids, sinks=sinks)(q, k, v)
+        return output / total
+
+    def found(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        return run(ours, ids, sinks=sinks)(q, k, v)[0]
+
+    assert_same(found, expected, [*operands(rng), *normal(rng, (N,))])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -136,7 +160,7 @@ def test_negative_ids_are_padding(rng: np.random.Generator):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_packed(kind: str, rng: np.random.Generator):
-    """Lengths in place of a dense mask: equal where there is no padding, and zero there."""
+    """Lengths in place of segment ids: equal where there is no padding, and zero there."""
     adapter.install("fa4_jax_lengths", packed=False)
     ids = jnp.asarray([[1] * 5 + [0] * 7, [1] * 12], jnp.int32)
     valid = (ids > 0)[..., None, None]
@@ -160,14 +184,18 @@ def test_what_reaches_the_kernels(rng: np.random.Generator, monkeypatch: pytest.
     q, k, v = arrays
     call(make_op(OURS, **KINDS["window"]))(*arrays)
     expected = {"scale": 1.0, "is_causal": True, "local_window_size": (3, 0)}
+    expected |= {"mask": None, "logits_soft_cap": None, "sinks": None}
     assert seen.pop() == {**expected, "deterministic": True}
     call(make_op(OURS), ids)(*arrays)
-    assert seen.pop()["mask"].shape == (B, 1, T, T)
+    options = seen.pop()
+    assert options["mask"] is None
+    for found in options["segment_ids"]:
+        np.testing.assert_array_equal(found, ids - 1)
     adapter.apply_attention(
         make_op(OURS), q, k, v, ids, None, None, common.MODEL_MODE_TRAIN, packed=False
     )
     options = seen.pop()
-    assert "mask" not in options
+    assert "segment_ids" not in options
     np.testing.assert_array_equal(options["key_value_seq_lengths"], [T, T])
     call(make_op("dot_product"))(*arrays)
     assert not seen
@@ -206,7 +234,6 @@ def test_what_is_refused_names_the_argument(rng: np.random.Generator):
     refused = {
         "previous_chunk": jnp.zeros((B, 3, 2, H)),
         "bidirectional_mask": zeros,
-        "sinks": jnp.zeros(N),
         "indexer_mask": jnp.zeros((B, T, T)),
         "compressed_mask": jnp.zeros((B, 1, T, 4)),
         "record_max_logits": True,
@@ -216,17 +243,20 @@ def test_what_is_refused_names_the_argument(rng: np.random.Generator):
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"{name}.*supported: "):
             run(make_op(OURS), **{name: value})(*arrays)
+    supported = ("global", "mla", "local_sliding", "chunk", "full")
+    other = next(kind for kind in Kind if kind.value not in supported)
     settings = {
-        "attn_logits_soft_cap": {"attn_logits_soft_cap": 30.0},
         "dropout_rate": {"dropout_rate": 0.1},
         "moba": {"moba": True},
-        "attention_type='chunk'": {"attention_type": Kind.CHUNK, "chunk_attn_window_size": 4},
+        "attention_type": {"attention_type": other},
     }
     for name, kwargs in settings.items():
         with pytest.raises(NotImplementedError, match=f"{name}.*supported: "):
             call(make_op(OURS, **kwargs))(*arrays)
     with pytest.raises(ValueError, match="sliding_window_size=None"):
         call(make_op(OURS, attention_type=Kind.LOCAL_SLIDING))(*arrays)
+    with pytest.raises(ValueError, match="chunk_attn_window_size=None"):
+        call(make_op(OURS, attention_type=Kind.CHUNK))(*arrays)
     with pytest.raises(NotImplementedError, match=r"autoregressive.*dot_product"):
         run(make_op(OURS), mode=common.MODEL_MODE_AUTOREGRESSIVE)(*arrays)
     op = make_op(OURS, dropout_rate=0.1)

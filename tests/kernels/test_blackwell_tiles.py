@@ -11,7 +11,7 @@ import pytest
 
 from fa4_jax import catalogue
 from fa4_jax.conformance.compare import POLYNOMIAL_ERROR, POLYNOMIAL_SHARE
-from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
+from fa4_jax.key import KernelKey, Pass
 from kernels.build import cache, cubin_info
 from kernels.sm100 import backward_description, forward_description, tiles
 
@@ -31,9 +31,10 @@ BACKWARD_OPCODES = OPCODES | {
 MUFU, EX2 = 0x308, 2
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
-def test_forward_tile_fits(head_dim: int) -> None:
-    tile = tiles.FORWARD_TILES[head_dim]
+@pytest.mark.parametrize(("head_dim", "pair"), tiles.FORWARD_TILES)
+def test_forward_tile_fits(head_dim: int, pair: bool) -> None:
+    tile = tiles.FORWARD_TILES[head_dim, pair]
+    assert tile.ctas == 2 or not pair
     assert tile.columns_of_v(head_dim) % tile.span == 0 and tile.span % 32 == 0
     assert tile.ctas in (1, 2) and tile.keys % 8 == 0
     assert tile.n % 16 == 0 and tile.n <= 256
@@ -41,10 +42,11 @@ def test_forward_tile_fits(head_dim: int) -> None:
     assert list(tile.p_splits) == sorted(set(tile.p_splits)) and len(tile.p_splits) > 1
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIM_TILES)
-def test_the_forward_has_columns_for_its_products(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "pair"), tiles.FORWARD_TILES)
+def test_the_forward_has_columns_for_its_products(head_dim: int, pair: bool) -> None:
     """S has its buffers, O its query tiles, and P, 16 bits each, lies inside its own S."""
-    tile, columns = tiles.FORWARD_TILES[head_dim], forward_description.description(head_dim).columns
+    tile = tiles.FORWARD_TILES[head_dim, pair]
+    columns = forward_description.description(head_dim, pair, False).columns
     s, p, o = columns("s"), columns("p"), columns("o")
     assert (s.count, s.width) == (tiles.BUFFERS, tile.n)
     assert (p.count, p.width, p.shares) == (tiles.BUFFERS, tile.n // 2, "s")
@@ -60,12 +62,13 @@ KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.FORWARD]
 def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
     """Products, tensor-memory moves, copies and exponentials, counted in the cubin.
 
-    There is one body of softmax for each kind of block (masked or not), which computes its first
-    exponentials again where a reference moves, and one of the correction warps' rescaling. The MMA
-    warp has a body for a tile's first scores, one for steps that compute scores, too, and one for
-    the last steps, which compute the next tile's first scores if there are two query tiles. Q and O
-    move by tiles and, where a tile has several heads, by units; O is written and stored span by
-    span. In a pair both CTAs run the same code.
+    There is one body of softmax for each kind of block (masked or not, or by tags), which computes
+    its first exponentials again where a reference moves, and one of the correction warps'
+    rescaling. The MMA warp has a body for a tile's first scores, one for steps that compute scores,
+    too, and one for the last steps, which compute the next tile's first scores if there are two
+    query tiles. Q and O move by tiles and, where a tile has several heads, by units; O is written
+    and stored span by span. In a pair both CTAs run the same code. A row's sink takes two
+    exponentials.
     """
     assert counted(key, OPCODES) == expected(key)
 
@@ -86,20 +89,21 @@ def counted(key: KernelKey, opcodes: dict[str, tuple[int, ...]]) -> dict[str, in
 
 def expected(key: KernelKey) -> dict[str, int]:
     """Counts the instructions that the design gives the forward kernel of a key."""
-    tile, d = tiles.FORWARD_TILES[key.head_dim], key.head_dim
-    bodies = 3 if key.band else 2
+    tile, d = tiles.FORWARD_TILES[key.head_dim, key.pair], key.head_dim
+    bodies = 4 if key.ranges else 3 if key.band else 2
     spans = d * 2 // tile.span_bytes
     loads_of_k = tile.buffers_per_tile + 1  # a tile's first ones, and those in the loop
     scores = loads_of_k + (tile.query_tiles == 2)
     middle = max(tile.n // 32 - 2, 0)
-    polynomial = 2 * tile.polynomial_pairs * middle if key.polynomial_exp2 else 0
+    pairs = min(tile.polynomial_pairs, tiles.RANGES_POLYNOMIAL_PAIRS if key.ranges else 16)
+    polynomial = 2 * pairs * middle if key.polynomial_exp2 else 0
     return {
         "UTCHMMA": tile.query_tiles * (scores * d // 16 + 2 * tile.n // 16),
         "LDTM": bodies * (tile.n // 32 + 1) + tile.query_tiles * (d // 32 + tile.span // 32),
         "STTM": bodies * tile.n // 32 + tile.query_tiles * d // 32,
         "UTMALDG": spans * (2 * tile.query_tiles + loads_of_k) + spans // tile.ctas,
         "UTMASTG": 2 * tile.query_tiles,
-        "MUFU.EX2": bodies * (tiles.SPECULATIVE_KEYS + tile.n - polynomial + 1),
+        "MUFU.EX2": bodies * (tiles.SPECULATIVE_KEYS + tile.n - polynomial + 1) + 2 * key.ranges,
     }
 
 
@@ -125,42 +129,65 @@ def test_what_polynomials_add_to_the_tolerance_follows_from_the_kernels() -> Non
     assert max(shares) == POLYNOMIAL_SHARE
 
 
-@pytest.mark.parametrize("head_dims", tiles.BACKWARD_TILES)
-def test_backward_tile_fits(head_dims: tuple[int, int]) -> None:
-    tile = tiles.BACKWARD_TILES[head_dims]
-    assert tile.head_dim >= head_dims[0] and tile.value_dim >= head_dims[1]
+@pytest.mark.parametrize("of", tiles.BACKWARD_TILES, ids=str)
+def test_backward_tile_fits(of: tuple[int, int, bool]) -> None:
+    tile, (head_dim, value_dim, _) = tiles.BACKWARD_TILES[of], of
+    assert tile.head_dim >= head_dim and tile.value_dim >= value_dim
+    assert tile.head_dim * 2 % tile.span_bytes == tile.value_dim * 2 % tile.span_bytes == 0
     if isinstance(tile, tiles.BackwardPairTile):
         assert tile.part * 2 % tile.span_bytes == 0
         # A row of a tile of dS is a swizzle span of 64 bytes, which the kernel writes by hand.
         assert tile.queries * 2 == 64 and tile.part == tiles.LANES
+    elif isinstance(tile, tiles.BackwardM256Tile):
+        assert tile.part * 2 % tile.part_span_bytes == tile.value_part * 2 % tile.span_bytes == 0
+        # A row of a tile of dS is a swizzle span, too.
+        assert tile.queries * 2 in (64, 128) and tile.queries == tile.parts * tile.chunk
+        # A warp of the reduce warps has columns of one block of 128, and lanes past kt read V's.
+        beyond = (tiles.LANES - tile.part) * tile.n
+        assert not tile.dq_transposed or tile.part % 32 == 0
+        assert not tile.dq_transposed or beyond <= tile.keys * tile.value_dim
     else:
-        assert tile.head_dim * 2 % tile.span_bytes == tile.value_dim * 2 % tile.span_bytes == 0
         # A last product past K's columns reads V's.
         beyond = tile.dq_products * tiles.LANES - tile.head_dim
         assert not tile.dq_transposed or beyond <= tile.value_dim
 
 
-@pytest.mark.parametrize("head_dims", tiles.BACKWARD_TILES)
-def test_the_backward_has_columns_for_its_products(head_dims: tuple[int, int]) -> None:
-    """S, dP, dV, dK, dQ have their sizes; P and dS, 16 bits each, begin the halves of S and dP."""
-    tile = tiles.BACKWARD_TILES[head_dims]
-    columns = backward_description.description(*head_dims, False).columns
+@pytest.mark.parametrize("of", tiles.BACKWARD_TILES, ids=str)
+def test_the_backward_has_columns_for_its_products(of: tuple[int, int, bool]) -> None:
+    """S, dP, dV, dK, dQ have their sizes; a warpgroup writes P and dS over columns it has read."""
+    tile, (head_dim, value_dim, pair) = tiles.BACKWARD_TILES[of], of
+    columns = backward_description.description(head_dim, value_dim, False, pair).columns
+    widths = {"s": tile.m, "dp": tile.m, "dv": tile.value_dim, "dk": tile.head_dim}
     if isinstance(tile, tiles.BackwardPairTile):
-        widths = {
-            **{"s": tiles.BUFFERS * tile.queries, "dp": tiles.BUFFERS * tile.queries},
-            **{"dv": tile.part, "dk": tile.part, "dq": tiles.BUFFERS * tile.m},
-        }
+        widths |= {"dv": tile.part, "dk": tile.part, "dq": tiles.BUFFERS * tile.m}
     else:
-        widths = {
-            **{"s": tile.m, "dp": tile.m, "dv": tile.value_dim, "dk": tile.head_dim},
-            **{"dq": tile.dq_products * tile.dq_width},
-        }
+        products = 1 if isinstance(tile, tiles.BackwardM256Tile) else tile.dq_products
+        widths["dq"] = products * tile.dq_width
+        own = tile.m // 2 if isinstance(tile, tiles.BackwardTile) else tile.chunk
         for scores, of_16_bits in (("s", "p"), ("dp", "ds")):
-            written, half = columns(of_16_bits), tile.m // 2
-            assert written.shares == scores and written.width == half // 2
-            assert written.firsts == tuple(columns(scores).first + half * i for i in range(2))
+            written = columns(of_16_bits)
+            assert written.shares == scores and written.count * written.width == tile.m // 2
+            assert written.width <= own
+            assert written.firsts == tuple(columns(scores).first + own * i for i in range(2))
     for name, width in widths.items():
         assert columns(name).count * columns(name).step == width
+
+
+def test_dq_of_a_pair_spares_p() -> None:
+    """Where dQ takes columns of S, it does not take those of P, which dV still reads."""
+    for (head_dim, value_dim, pair), tile in tiles.BACKWARD_TILES.items():
+        if isinstance(tile, tiles.BackwardM256Tile):
+            columns = backward_description.description(head_dim, value_dim, False, pair).columns
+            dq, p = columns("dq"), columns("p")
+            assert dq.shares in ("", "s") and dq.first >= p.end
+
+
+def test_the_odd_lanes_of_a_transposed_dq_read_values() -> None:
+    """V lies right behind kt: nothing writes there while products read it."""
+    description = backward_description.description(192, 128, False, True)
+    regions = {region.name: region for region in description.regions}
+    behind = description.offsets["kt"] + regions["kt"].num_bytes
+    assert description.offsets["v"] == behind
 
 
 BACKWARD_KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.BACKWARD]
@@ -173,9 +200,12 @@ def test_machine_code_of_the_backward_is_what_the_design_says(key: KernelKey) ->
     S, dP, dV of the first step stand before the loop, and so do its loads. A compute warp has half
     of the queries, a reduce warp a row (or column) of dQ; dV and dK are read in a loop each.
     """
-    tile = tiles.BACKWARD_TILES[key.head_dim, key.value_dim]
+    tile = tiles.BACKWARD_TILES[key.head_dim, key.value_dim, key.pair]
     if isinstance(tile, tiles.BackwardPairTile):
         assert counted(key, BACKWARD_OPCODES) == expected_of_pair(tile, key)
+        return
+    if isinstance(tile, tiles.BackwardM256Tile):
+        assert counted(key, BACKWARD_OPCODES) == expected_of_m256(tile, key)
         return
     m, n, columns = tile.m, tile.n, tile.head_dim + tile.value_dim
     spans = columns * 2 // tile.span_bytes
@@ -209,6 +239,27 @@ def expected_of_pair(tile: tiles.BackwardPairTile, key: KernelKey) -> dict[str, 
         "RED": m // 4,
         "RED.release": int(key.deterministic),
         "MUFU.EX2": tile.queries,
+    }
+
+
+def expected_of_m256(tile: tiles.BackwardM256Tile, key: KernelKey) -> dict[str, int]:
+    """Both CTAs run the same code. S, dP, dV and loads of q, do, dot stand before the loop and in
+    it."""
+    m, n, columns = tile.m, tile.n, tile.head_dim + tile.value_dim
+    spans = columns * 2 // tile.span_bytes  # of k and v, of q and do
+    of_part = tile.part * 2 // tile.part_span_bytes
+    of_values = tile.value_part * 2 // tile.span_bytes
+    return {
+        "UTCHMMA": (2 * columns + 2 * m + m + n) // 16,
+        "UTCBAR": 2 + 2 + 2 + 1 + 1 + 1,  # S, dP, dV, dK, dQ, everything
+        "LDTM": (m // 2 + m // 2 + tile.dq_width) // 32 + 2,
+        "STTM": 2 * tile.parts,  # P, dS
+        "UTMALDG": spans * (1 + 2) + of_part * 2 + of_values * 2,  # k v, q do; kt, qt; dot
+        "UBLKCP": 2 * 2,  # lse_log2, delta
+        "UTMASTG": spans,
+        "RED": tile.dq_width // 4,
+        "RED.release": int(key.deterministic),
+        "MUFU.EX2": m // 2,
     }
 
 

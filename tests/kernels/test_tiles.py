@@ -2,7 +2,7 @@
 
 import pytest
 
-from fa4_jax.key import HEAD_DIM_TILES
+from fa4_jax.key import HEAD_DIM_TILES, NARROW_VALUES
 from kernels.sm90 import tiles
 
 
@@ -14,15 +14,18 @@ def test_forward_tiles_fit(key):
     assert head_dim * 2 % tile.span_bytes == 0
 
 
-@pytest.mark.parametrize("head_dim", list(tiles.BACKWARD_TILES))
-def test_backward_tiles_fit(head_dim):
-    tile = tiles.BACKWARD_TILES[head_dim]
+@pytest.mark.parametrize("head_dims", list(tiles.BACKWARD_TILES), ids=str)
+def test_backward_tiles_fit(head_dims):
+    tile, (head_dim, value_dim) = tiles.BACKWARD_TILES[head_dims], head_dims
     assert (tile.n, tile.ctas) in ((128, 1), (64, 2))
     assert tile.m in (64, 128)
     columns = head_dim if tile.split_rows else head_dim // tile.ctas // 2
     assert columns * 2 % tile.key_span_bytes == 0, "a warpgroup's columns of dQ are whole spans"
-    assert head_dim * 2 % tile.span_bytes == 0
+    assert head_dim * 2 % tile.span_bytes == value_dim * 2 % tile.span_bytes == 0
+    assert head_dim == value_dim or tile.ctas == 2, "only pairs have two head dims"
 
 
 def test_every_head_dim_has_tiles():
-    assert {d for d, _ in tiles.FORWARD_TILES} == set(tiles.BACKWARD_TILES) == set(HEAD_DIM_TILES)
+    narrow = {(d, dv) for (arch, d), dv in NARROW_VALUES.items() if arch == "sm_90a"}
+    assert {d for d, _ in tiles.FORWARD_TILES} == set(HEAD_DIM_TILES)
+    assert set(tiles.BACKWARD_TILES) == {(d, d) for d in HEAD_DIM_TILES} | narrow

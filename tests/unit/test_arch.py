@@ -24,7 +24,6 @@ from fa4_jax import (
     log,
     parallel,
     runtime,
-    support,
     supports,
     target,
 )
@@ -40,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     manifest = fake_manifest()
     none = Target(None, manifest, "JAX sees no GPU")
     monkeypatch.setattr(runtime, "manifest", lambda: manifest)
-    for module in (api, support, target):
+    for module in (api, target):
         monkeypatch.setattr(module, "current_target", lambda: none)
     log.warn_once.cache_clear()
     yield
@@ -170,6 +169,9 @@ def test_supports_and_explain_take_every_argument_of_attention(name: str):
         "query_seq_lengths": [5, 6],
         "key_value_seq_lengths": np.array([5, 6]),
         "local_window_size": (3, None),
+        "segment_ids": jax.ShapeDtypeStruct((1, 128), jnp.int32),
+        "logits_soft_cap": 30.0,
+        "sinks": jax.ShapeDtypeStruct(Q.shape[2:3], jnp.float32),
         "numerics": "exact",
         "implementation": "xla",
         "arch": "sm_90a",
@@ -178,7 +180,8 @@ def test_supports_and_explain_take_every_argument_of_attention(name: str):
     options: dict[str, Any] = operands | {name: values.get(name, True)}
     assert explain(**options).forward_flops > 0
     options |= {"arch": "sm_90a"}
-    assert bool(supports(**options)) == (name not in ("bias", "mask", "implementation"))
+    default_path = {"bias", "mask", "implementation"}
+    assert bool(supports(**options)) == (name not in default_path)
     with pytest.raises(ValueError, match="return_residual must be"):
         supports(Q, Q, Q, return_residual=2)
     with pytest.raises(ValueError, match="implementation must be"):

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fa4_jax import attention
+from fa4_jax import attention, masks
 
 T, S, N, K, H = 5, 7, 4, 2, 16
+HALF: Any = 2.5
 
 
 def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -32,6 +33,14 @@ def call(**changes: Any) -> Any:
 def lengths(*values: int, dtype: Any = np.int32) -> np.ndarray:
     return np.asarray(values, dtype)
 
+
+def ids(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+TABLE = masks.tile_table(
+    None, np.zeros((2, T, N, H)), np.zeros((2, T, K, H)), segment_ids=ids(1, T)
+)
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"query": zeros(T, H)}, r"query .*\(5, 16\)"),
@@ -94,6 +103,36 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"local_window_size": (1, 2, 3)}, r"local_window_size .*\(1, 2, 3\)"),
     ({"local_window_size": 1.5}, r"local_window_size .*1\.5"),
     ({"local_window_size": (True, 2)}, r"local_window_size .*True"),
+    ({"segment_ids": ids(2, T)}, "segment_ids .*pair .*T = 5 and S = 7"),
+    ({"segment_ids": (ids(2, T), ids(2, T))}, r"segment_ids of key .*7.*\(2, 5\)"),
+    ({"segment_ids": (ids(3, T), ids(2, S))}, r"segment_ids of query .*5.*\(3, 5\)"),
+    ({"segment_ids": (ids(T), ids(S))}, r"segment_ids of query .*\(5,\)"),
+    ({"segment_ids": (zeros(2, T), ids(2, S))}, "segment_ids of query .*float32"),
+    ({"segment_ids": (np.full((2, T), 2**31), ids(2, S))}, f"segment_ids of query .*{2**31}"),
+    ({"segment_ids": (ids(2, T),) * 3}, "segment_ids .*3"),
+    ({"mask": masks.segments(ids(2, T))}, "segment_ids .*pair"),
+    ({"mask": masks.block_causal(ids(2, S), ids(2, S))}, r"block_causal.*query .*\(2, 7\)"),
+    ({"mask": masks.ranges(ids(2, S), ids(2, T))}, r"ranges' low .*5.*\(2, 7\)"),
+    ({"mask": masks.ranges(ids(2, T), zeros(2, T))}, "ranges' high .*float32"),
+    ({"mask": masks.prefix(lengths(1, 2, 3))}, r"prefix's lengths .*\(3,\)"),
+    ({"mask": masks.prefix(1.5)}, "prefix's lengths .*float"),
+    ({"mask": masks.prefix(lengths(1, 2)), "is_causal": True}, "is_causal=True .*prefix.*drop"),
+    ({"mask": masks.chunked(0)}, "chunked's size .*0"),
+    ({"mask": masks.chunked(HALF)}, r"chunked's size .*2\.5"),
+    ({"mask": masks.chunked(4, ids(2, T))}, "positions .*pair"),
+    ({"mask": masks.window(-1, 0)}, "mask: window .*-1"),
+    ({"mask": masks.window(jnp.zeros(2, jnp.int32), 0)}, r"mask: window .*\(2,\)"),
+    ({"mask": masks.window(jnp.zeros(()), 0)}, "mask: window .*float32"),
+    ({"mask": TABLE}, r"tile table .*\(5, 5\).*\(5, 7\)"),
+    ({"mask": masks.segments(ids(1, T), ids(1, S)) & TABLE}, "tile table composes"),
+    ({"logits_soft_cap": 0}, "logits_soft_cap .*0"),
+    ({"logits_soft_cap": -3.0}, r"logits_soft_cap .*-3\.0"),
+    ({"logits_soft_cap": float("nan")}, "logits_soft_cap .*nan"),
+    ({"logits_soft_cap": "50"}, "logits_soft_cap .*50"),
+    ({"logits_soft_cap": np.ones(2)}, r"logits_soft_cap .*\(2,\)"),
+    ({"sinks": zeros(K)}, r"sinks .*\(4,\).*\(2,\)"),
+    ({"sinks": ids(N)}, "sinks .*int32"),
+    ({"return_max_logit": 1}, "return_max_logit .*1"),
     ({"deterministic": "yes"}, "deterministic .*yes"),
     ({"numerics": "faster"}, "numerics .*faster"),
     ({"return_residual": 1}, "return_residual .*1"),
@@ -120,7 +159,14 @@ def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
         ({"head_dim": 12, "dtype": jnp.bfloat16}, "head_dim 12"),
         ({"head_dim": 264, "dtype": jnp.float16}, "head_dim 264"),
     ],
-    ids=["float32", "bias", "mask", "scale", "head_dim_12", "head_dim_264"],
+    ids=[
+        "float32",
+        "bias",
+        "mask",
+        "scale",
+        "head_dim_12",
+        "head_dim_264",
+    ],
 )
 def test_what_kernels_do_not_take(kernels_present: None, changes: dict[str, Any], message: str):
     h, dtype = changes.pop("head_dim", H), changes.pop("dtype", jnp.float32)
@@ -137,6 +183,19 @@ def test_what_kernels_do_not_take(kernels_present: None, changes: dict[str, Any]
     with pytest.raises(NotImplementedError, match=f"implementation='kernel': {message}"):
         jax.jit(functools.partial(run, implementation="kernel"))(1.0)
     assert jax.jit(run)(1.0).shape == (2, T, N, h)
+
+
+def test_two_comparisons_by_at_most_are_not_implemented():
+    mask = masks.block_causal(ids(2, T), ids(2, S))
+    with pytest.raises(NotImplementedError, match="2 masks of block_causal"):
+        call(mask=mask & mask & masks.chunked(3))
+    with pytest.raises(NotImplementedError, match="mask & ndarray"):
+        _ = mask & np.ones((T, S), bool)
+
+
+def test_traced_ids_of_a_wide_type_are_refused():
+    with pytest.raises(ValueError, match=r"segment_ids of query .*uint32"):
+        jax.jit(lambda x: call(segment_ids=(x, ids(2, S))))(np.zeros((2, T), np.uint32))
 
 
 def test_other_floating_types_are_not_implemented():

@@ -54,6 +54,14 @@ def test_special_values_must_be_at_the_same_places(expected, noise, value):
     assert (failure is None) == (value == -np.inf)
 
 
+def test_few_values_may_err_by_the_rounding_of_their_type():
+    """Gradients of sinks that a good kernel gave: half a unit is 1/32."""
+    expected, ordinary = np.array([12.609729, 0.5]), np.array([12.625, 0.5])
+    assert compare("dsinks", "bf16", np.array([12.5625, 0.5]), expected, [ordinary]).failure is None
+    assert compare("dsinks", "bf16", np.array([12.5, 0.5]), expected, [ordinary]).failure
+    assert compare("dk", "bf16", np.array([12.5625, 0.5]), expected, [ordinary]).failure
+
+
 def test_another_shape_fails(expected):
     assert compare("output", "bf16", expected[:2], expected, [expected]).failure
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from fa4_jax.api import Call, canonicalise
+from fa4_jax.api import canonicalise
 from fa4_jax.conformance.cases import CASES, Case
 from fa4_jax.conformance.oracle import make_inputs
-from fa4_jax.conformance.runner import arguments, run_case
+from fa4_jax.conformance.runner import call, run_case
 from tests.default_paths import PATHS, forced
 
 
@@ -30,7 +30,6 @@ def test_default_path(case: Case, seed: int, path: str):
 def test_a_case_is_the_problem_that_attention_understands(case: Case):
     """The emulator and the benchmarks take problem and extents from the case, without JAX."""
     inputs = make_inputs(case, 0)
-    operands = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.mask
-    found, problem = canonicalise(Call(*operands, **arguments(case)))
+    found, problem = canonicalise(call(case, inputs))
     assert case.problem == problem
     assert found.extents.tolist() == [list(entry) for entry in case.extents]

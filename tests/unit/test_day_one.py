@@ -208,12 +208,19 @@ def test_parts_come_in_the_order_that_finds_the_simplest_fault_first(arch: str):
     if arch == "sm_100f":
         kinds = ("one CTA", "pairs of CTAs")
         expected = [f"{family}, {kind}" for family in expected for kind in kinds]
+        for place in (5, 3, 0):  # The forward's other design is the pair, the backward's one CTA.
+            expected.insert(place + 1, f"{expected[place]}: the other design")
     assert families == expected
 
 
 def test_every_part_of_the_emulator_either_runs_or_says_why_not():
     found = {x.name: x.reason for x in parts(Target("sm_100f", emulated=True))}
-    assert [name for name, reason in found.items() if reason] == ["constants", "speed", "controls"]
+    assert [name for name, reason in found.items() if reason] == [
+        "constants",
+        "speed",
+        "designs",
+        "controls",
+    ]
     assert {program.archs[-1] for program in programs().values()} == {"sm_100f"}
 
 
@@ -373,11 +380,19 @@ def test_products_that_take_longer_than_the_model_says_are_named():
 
 
 def test_constants_of_an_h200_are_the_table():
-    """From the file that the table is based on, every field comes out as in the table."""
+    """From the file that the table is based on, every field comes out as in the table.
+
+    The arrival of the CTA's scope is younger than that file; the table has a published value.
+    """
     path = ROOT / "benchmarks" / "results" / "nvidia-h200-microbenchmarks.json"
     values = {x["name"]: x["value"] for x in json.loads(path.read_text())["measurements"]}
-    for constant in constants.constants("sm_90a", values):
-        assert constant.measured is not None, constant.why
+    found = constants.constants("sm_90a", values)
+    assert {constant.field for constant in found if constant.measured is None} == {
+        "cluster_latency"
+    }
+    for constant in found:
+        if constant.measured is None:
+            continue
         assert abs((constant.ratio or 0) - 1) < 0.02, constant
     missing = constants.constants("sm_90a", {})
     assert all(x.measured is None and x.why.startswith("no value of") for x in missing)

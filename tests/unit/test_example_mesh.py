@@ -46,12 +46,14 @@ def example():
 def losses(example):
     """Returns every step's loss on a mesh, or on one device."""
     train_lm, _ = example
-    text, _ = train_lm.read_corpus()
+    corpus, _ = train_lm.read_corpus()
 
     def run(*flags: str) -> np.ndarray:
         options = train_lm.arguments([*SIZES, *flags])
         model = train_lm.LanguageModel(train_lm.Sizes(1, 64, 4), nnx.Rngs(0))
-        return np.asarray(train_lm.train(model, text, train_lm.make_attend(options), options))
+        return np.asarray(
+            train_lm.train(model, corpus, train_lm.make_attend_within(options), options)
+        )
 
     return run
 
@@ -80,6 +82,48 @@ def test_bytes_in_the_wrong_order_are_noticed(losses, alone, example, monkeypatc
     _, sharing = example
     monkeypatch.setattr(sharing.Sharing, "order", lambda self, length: None)
     assert np.abs(losses("--mesh", "data=2,seq=4") - alone).max() > 4 * ROUNDING
+
+
+def test_rows_are_excerpts_of_files(example):
+    train_lm, _ = example
+    text = np.repeat(np.arange(40, dtype=np.uint8), 7)  # a file is seven times the same byte
+    corpus = train_lm.Corpus(text, np.cumsum([7] * 40))
+    rows = corpus.pack(5, 32, np.random.default_rng(0))
+    for symbols, documents in zip(rows.symbols, rows.documents, strict=True):
+        assert np.all(np.isin(np.diff(documents), (0, 1)))
+        for document in range(documents[-1] + 1):
+            assert np.unique(symbols[documents == document]).size == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--mesh", "data=2,seq=2")], ids=" ".join)
+def test_documents_of_a_row_do_not_meet(example, flags):
+    """The loss on two documents in a row is the mean of what each has alone."""
+    train_lm, _ = example
+    options = train_lm.arguments([*SIZES, *flags])
+    model = train_lm.LanguageModel(train_lm.Sizes(1, 64, 4), nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    symbols = rng.integers(0, 256, (4, 65)).astype(np.uint8)
+    documents = np.broadcast_to(np.repeat([0, 1], [30, 35]), (4, 65)).astype(np.int32)
+
+    layout = {}
+    attend_within = train_lm.make_attend_within(options)
+    if options.sharing is not None:
+        layout = {"order": options.sharing.order(64), "sharding": options.sharing.tokens}
+        attend_within = options.sharing.attend_within("xla")
+
+    @nnx.jit
+    def packed(model, rows):
+        return train_lm.loss(model, rows, attend_within, **layout)
+
+    def alone(part: slice) -> float:
+        rows = train_lm.Rows(symbols[:, part], documents[:, part])
+        return float(train_lm.loss(model, rows, train_lm.make_attend_within(options)))
+
+    expected = (29 * alone(slice(0, 30)) + 34 * alone(slice(30, 65))) / 63
+    error = abs(float(packed(model, train_lm.Rows(symbols, documents))) - expected)
+    together = train_lm.Rows(symbols, np.zeros_like(documents))
+    assert error < 1e-3, "bf16 partial outputs: 3e-4 was seen"
+    assert abs(float(packed(model, together)) - expected) > 1e-2
 
 
 @pytest.mark.parametrize(

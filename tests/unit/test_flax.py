@@ -159,3 +159,21 @@ def test_decoding_equals_the_whole_sequence(x: jax.Array):
     for i in range(x.shape[1]):
         step = layer(x[:, i : i + 1], decode=True)
         np.testing.assert_allclose(step[:, 0], expected[:, i], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [nnx_layer, linen_layer])
+def test_segments_are_given_at_each_call(x: jax.Array, make: Any):
+    ids = jnp.array([[0] * 4 + [1] * 6, [7] * 3 + [2] * 5 + [-1] * 2])
+    pairs = (ids[:, :, None] == ids[:, None, :]) & (ids[:, None, :] >= 0)
+    pairs = linen.combine_masks(pairs[:, None], linen.make_causal_mask(x[..., 0]))
+    ours = make(attention_fn=make_attention_fn(local_window_size=(None, 0)))
+    plain, packed = make(), fa4_jax.masks.segments(ids)
+    if make is linen_layer:
+        variables = plain.init(jax.random.key(0), x)
+        actual = jax.jit(lambda ids: ours.apply(variables, x, mask=ids))(packed)
+        expected = plain.apply(variables, x, mask=pairs)
+    else:
+        actual, expected = ours(x, mask=packed), plain(x, mask=pairs)
+    seen = np.asarray(ids) >= 0  # Flax takes the mean of all values in rows that see no key
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    np.testing.assert_allclose(actual[seen], expected[seen], rtol=1e-4, atol=1e-5)

@@ -10,10 +10,15 @@ import jax.numpy as jnp
 import fa4_jax
 
 
-def test_return_residual_decides_the_type() -> None:
+def test_what_is_returned_decides_the_type() -> None:
     x = jnp.ones((1, 4, 2, 8))
     output = fa4_jax.attention(x, x, x, is_causal=True)
     assert_type(output, jax.Array)
     pair = fa4_jax.attention(x, x, x, return_residual=True)
     assert_type(pair, tuple[jax.Array, jax.Array])
+    largest = fa4_jax.attention(x, x, x, return_max_logit=True)
+    assert_type(largest, tuple[jax.Array, jax.Array])
+    three = fa4_jax.attention(x, x, x, return_residual=True, return_max_logit=True)
+    assert_type(three, tuple[jax.Array, jax.Array, jax.Array])
+    assert largest[1].shape == three[2].shape == (1, 2)
     assert output.shape == pair[0].shape == x.shape and pair[1].shape == (1, 2, 4)

@@ -10,6 +10,7 @@ import pytest
 
 from fa4_jax import catalogue
 from fa4_jax.bands import UNBOUNDED
+from fa4_jax.designs import DESIGNS
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.plan import Plan, Target, kernel_keys, make_plan
 from fa4_jax.problem import Problem
@@ -82,21 +83,27 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
         ((128, 64), "d128"),
     ],
 )
-def test_blackwells_backward_has_a_tile_for_narrower_values(head_dims: tuple[int, int], tile: str):
+@pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
+def test_the_backward_has_a_tile_for_narrower_values(
+    arch: str, head_dims: tuple[int, int], tile: str
+):
     head_dim, value_dim = head_dims
     problem = dataclasses.replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
-    forward, backward = kernel_keys(problem, "sm_100f")
-    assert [key.name.split("_")[-1] for key in backward] == [tile] * 3
+    forward, backward = kernel_keys(problem, arch)
+    names = [key.name.removesuffix("_pair") for key in backward]
+    assert [name.split("_")[-1] for name in names] == [tile] * 3
     wider = tile.split("x")[0]
     assert forward[0].name.split("_")[4] == wider
-    hopper = [key for keys in kernel_keys(problem, "sm_90a") for key in keys]
-    assert {key.name.split("_")[-1] for key in hopper} == {wider}
 
 
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
 def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch: str):
     used: set[KernelKey] = set()
-    for dtype, window, deterministic, numerics, value_dim in itertools.product(
+    names = ("has_ranges", "has_sinks", "returns_max_logit", "has_soft_cap")
+    asked = ({}, *({name: True} for name in names))
+    for design, asks, dtype, window, deterministic, numerics, value_dim in itertools.product(
+        DESIGNS,
+        asked,
         ("bf16", "fp16"),
         ((UNBOUNDED, UNBOUNDED), CAUSAL),
         (False, True),
@@ -112,9 +119,46 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
                 deterministic=deterministic,
                 numerics=numerics,
                 value_dim=value_dim,
+                **asks,
             )
-            used.update(*kernel_keys(problem, arch))
+            forward, backward = kernel_keys(problem, arch, design=design)
+            # Hopper's kernels alone take caps.
+            if arch == "sm_90a" or not problem.has_soft_cap:
+                used.update(forward + backward)
     assert used == set(catalogue.keys(arch))  # and no kernel is built in vain
+
+
+@pytest.mark.parametrize(
+    ("asks", "forward", "backward_reason"),
+    [
+        ({"has_sinks": True}, "fwd_bf16_d128_band_ranges", None),
+        ({"returns_max_logit": True}, "fwd_bf16_d128_band_ranges", None),
+        (
+            {"has_soft_cap": True, "has_sinks": True},
+            "fwd_bf16_d128_band_ranges_soft_cap",
+            "logits_soft_cap: it is traced",
+        ),
+        (
+            {"has_ranges": True, "has_soft_cap": True},
+            "fwd_bf16_d128_band_ranges_soft_cap",
+            "logits_soft_cap: it is traced",
+        ),
+    ],
+)
+def test_what_comes_from_memory(asks: dict[str, bool], forward: str, backward_reason: str | None):
+    """Sinks and largest scores leave the backward as it is; what it lacks is named."""
+    plan = make_plan(dataclasses.replace(PROBLEM, **asks), fake_target(), None)
+    assert names(plan)[0] == f"sm_90a_{forward}"
+    if backward_reason is None:
+        assert names(plan)[1:] == names(make_plan(PROBLEM, fake_target(), None))[1:]
+    else:
+        assert not plan.backward and str(plan.backward_reason).startswith(backward_reason)
+
+
+def test_the_backward_of_a_cap_that_is_a_number_has_a_kernel():
+    capped = dataclasses.replace(PROBLEM, has_soft_cap=True, soft_cap=30.0)
+    kernels = names(make_plan(capped, fake_target(), None))
+    assert kernels[2] == "sm_90a_bwd_bf16_d128_band_ranges_soft_cap"
 
 
 def test_a_missing_kernel_is_named_with_those_there_are():

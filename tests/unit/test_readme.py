@@ -53,6 +53,17 @@ def test_the_first_example_runs_as_shown(capsys):
     assert "(2, 512, 8, 64)\nforward: " in capsys.readouterr().out
 
 
+def test_masks_run_as_shown():
+    names = run("masks")
+    assert names["out"].shape == (2, 512, 8, 64) and names["max_logit"].shape == (2, 8)
+    q, ids = names["q"], np.asarray(names["ids"])
+    chunks = np.arange(512) // 200
+    seen = (ids[:, :, None] == ids[:, None]) & (ids[:, None] >= 0)
+    seen &= np.tril(chunks[:, None] == chunks)
+    out = fa4_jax.attention(q, q, q, mask=names["table"], is_causal=True)
+    assert_close(out, fa4_jax.attention(q, q, q, mask=seen[:, None]))
+
+
 def test_context_parallelism_runs_as_shown(capsys):
     names = run("context parallelism")
     q, k, v = (parallel.from_zigzag(names[x], 4) for x in "qkv")

@@ -170,7 +170,8 @@ def _begin(part: Part, form: Form, reads: bool) -> None:
     """Order before an update: what it releases and, if it reads, acquires."""
     warp, device = part.warp, part.warp.cta.machine.global_order
     cta, threads = warp.cta, part.threads
-    counts = form.operation == "add" and form.type_[0] in "us"
+    # The largest of fp32 values, as bits, is a mix of max.s32 and min.u32: in any order the same.
+    counts = form.operation in ("add", "max", "min") and form.type_[0] in "us"
     part.writes(form.whole, atomic=True, counts=counts)
     if form.meaning in ("release", "acq_rel"):
         cta.release_reductions(threads)

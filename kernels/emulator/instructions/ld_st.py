@@ -246,9 +246,14 @@ def space_of(words: tuple[str, ...]) -> str:
 
 
 def access_cost(words: tuple[str, ...], size: int) -> Cost:
-    """The cost of a load or a store of `size` bytes a lane, asynchronous stores among them."""
+    """The cost of a load or a store of `size` bytes a lane, asynchronous stores among them.
+
+    What goes to another CTA passes that one's port of shared memory. It counts as the own port's,
+    since CTAs of a cluster do alike; an asynchronous store counts where it arrives.
+    """
     space, loads = space_of(words), words[0] == "ld"
     distributed = "shared:cluster" in words
+    through_port = space == "shared" and "async" not in words
     counted = {}
     if space in ("shared", "global"):
         way = "read" if loads else "written"
@@ -257,7 +262,7 @@ def access_cost(words: tuple[str, ...], size: int) -> Cost:
         f"{space} memory",
         Demand(
             PIPES.get(space, "unknown"),
-            shared_bytes=LANES * size if space == "shared" and not distributed else 0,
+            shared_bytes=LANES * size if through_port else 0,
             broadcast=loads,
             operands="result first" if loads else "sources",
             memory="reads" if loads else "writes",

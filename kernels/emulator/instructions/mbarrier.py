@@ -67,6 +67,7 @@ def _mbarrier(instruction: Instruction, symbols: dict[str, int]) -> Effect | Non
             expects=bool(rest),
             drops=kind == "arrive_drop",
             relaxed=relaxed,
+            to_cluster={"release", "cluster"} <= set(words),
         )
     if plain in (["expect_tx"], ["complete_tx"]):
         address_of = address_reader(operands[0], symbols)
@@ -133,9 +134,11 @@ class _Arrive:
         expects: bool,
         drops: bool,
         relaxed: bool,
+        to_cluster: bool,
     ):
         self._address_of, self._amount_of, self._state = address_of, amount_of, state
         self._expects, self._drops, self._relaxed = expects, drops, relaxed
+        self._to_cluster = to_cluster
 
     def __call__(self, warp: Warp, mask: np.ndarray) -> Yield:
         addresses = self._address_of(warp)[mask]
@@ -165,7 +168,7 @@ class _Arrive:
         count = len(amounts) if self._expects else int(amounts.sum())
         if self._drops:
             barrier.drop(count)
-        warp.note(Arrived(barrier, barrier.phase, address >> RANK_SHIFT))
+        warp.note(Arrived(barrier, barrier.phase, address >> RANK_SHIFT, self._to_cluster))
         barrier.arrive(count, who)
 
 

@@ -24,9 +24,13 @@ class Contribution(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Arrived(Contribution):
-    """An arrival on an mbarrier or on a cluster's barrier."""
+    """An arrival on an mbarrier or on a cluster's barrier.
+
+    `releases_to_cluster`: it begins with a memory barrier, for which the warp stands still.
+    """
 
     rank: int
+    releases_to_cluster: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,9 @@ class Rates:
       dram_latency: what a load takes longer from DRAM than from L2.
       signal_latency: from a release of one SM to the acquire of another that polls.
       cluster_latency: what an arrival at, or bytes for, another SM of the cluster take longer.
+      release_latency: of the memory barrier with which an arrival begins that releases to the
+        cluster; the warp stands still.
+      pair_latency: what the result of a pair's product takes longer, at both SMs.
       barrier_latency: from the last arrival or byte until a waiting warp goes on.
       wait_latency: of an mbarrier's wait that need not wait.
       named_barrier_latency, named_barrier_warp: of bar.sync: the sum of the first and, for every
@@ -85,6 +88,8 @@ class Rates:
     dram_latency: float
     signal_latency: float
     cluster_latency: float
+    release_latency: float
+    pair_latency: float
     proxy_fence_latency: float
     barrier_latency: float
     wait_latency: float
@@ -103,6 +108,10 @@ class Rates:
             reduce_bytes=self.reduce_alone,
         )
 
+
+_CLUSTER_LATENCY = 78.5
+"""Half of what a load from another SM of the cluster takes longer than one's own: 180 cycles on an
+H100 (arXiv 2402.13499) against 23 (`shared_latency`)."""
 
 HOPPER = Rates(
     name="H200",
@@ -141,7 +150,9 @@ HOPPER = Rates(
     tma_store_latency=89.38,
     dram_latency=793.9,
     signal_latency=1074,
-    cluster_latency=327,
+    cluster_latency=_CLUSTER_LATENCY,
+    release_latency=248.5,
+    pair_latency=0,
     proxy_fence_latency=19.07,
     barrier_latency=70.22,
     wait_latency=38.99,
@@ -158,6 +169,9 @@ BLACKWELL = dataclasses.replace(
     multiprocessors=148,
     clock_ghz=1.85,
     mma_flops=8192,
+    mma_latency=53.8,
+    pair_latency=34,
+    dram_bytes=26.5,
     tensor_memory_bytes=512,
     tensor_memory_latency=30,
     l2_bytes=126 << 20,
@@ -166,9 +180,22 @@ BLACKWELL = dataclasses.replace(
         *("name", "multiprocessors", "clock_ghz", "mma_flops", "shared_bytes", "l2_bytes"),
         *("fma_lanes", "alu_lanes", "multiply_lanes", "special_lanes", "convert_lanes"),
         *("shuffle_lanes", "memory_lanes", "assumed"),
+        *("mma_latency", "pair_latency", "dram_bytes"),
     },
 )
-"""Lanes, products and shared memory are as documented; all else is assumed to be Hopper's."""
+"""Lanes, products and shared memory are as documented, and four fields as others measured them on a
+B200 (`PUBLISHED`); all else is assumed to be Hopper's."""
+
+PUBLISHED: Mapping[str, str] = {
+    "clock_ghz": "flashinfer 2899: of flash-attn-4's forward 1450 TFLOP/s at first, 1237 at the "
+    "1.58 GHz of a hot GPU",
+    "mma_latency": "SemiAnalysisAI/microbench-blackwell, umma_latency: m128n128k16 from shared "
+    "memory is waited for 200 cycles after its issue; less 64 of work, 12 of issue and "
+    "barrier_latency",
+    "pair_latency": "the same: m256n128k16 of a pair takes 234",
+    "dram_bytes": "the same, tma2d_throughput: 7.26 TB/s of reads",
+}
+"""Blackwell's fields that others measured, and who."""
 
 RATES: Mapping[str, Rates] = {"sm_90a": HOPPER, "sm_100f": BLACKWELL}
 """The rates of each architecture of a kernel's key."""
@@ -231,8 +258,13 @@ SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     ),
     "cluster_bytes": (("cluster/16 KB x 4 to the other/bandwidth/all SMs",), lambda x: x),
     "cluster_latency": (
-        ("cluster/arrive to wait", "mbarrier/arrive to wait"),
+        ("cluster/arrive of the CTA's scope to wait", "mbarrier/arrive to wait"),
         lambda there, here: there - here,
+    ),
+    # The arrival of the measurement releases to the cluster: ptxas 13.0 begins it with MEMBAR.
+    "release_latency": (
+        ("cluster/arrive to wait", "mbarrier/arrive to wait"),
+        lambda there, here: there - here - _CLUSTER_LATENCY,
     ),
     "wait_latency": (("mbarrier/try_wait that succeeds",), lambda x: x - 2),
     # 16 KB differ from 8 KB by the bytes alone; barrier_latency counts the wait for the barrier.
@@ -264,6 +296,11 @@ SOURCES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "cta_latency": (("cta/end to next start/384 threads",), lambda x: x),
 }
 """The microbenchmarks that measure a field, and a function from their values to the field's."""
+
+
+def numbers(rates: Rates) -> dict[str, float]:
+    """The rates by field, without names: what an estimate that is kept rests on."""
+    return {k: v for k, v in dataclasses.asdict(rates).items() if k not in ("name", "assumed")}
 
 
 def measured(rates: Rates, values: Mapping[str, float]) -> Rates:

@@ -16,7 +16,9 @@ mma.sync or tcgen05.cp is refused.
 The CTAs of a cluster have an SM each and run together. A product of a pair occupies both tensor
 cores, each of which reads half of its operands. Bytes of a multicast reach every SM as if it had
 asked for them alone. Transfers from SM to SM have a bandwidth and a latency (`rates`), and so have
-arrivals. cta_group::2 loads notify the other CTA's mbarrier at no extra cost.
+arrivals; one that releases to the cluster begins with a memory barrier. A commit is the tensor
+core's, not the warp's: it reaches both CTAs of a pair with the product's result. cta_group::2 loads
+notify the other CTA's mbarrier at no extra cost.
 """
 
 from __future__ import annotations
@@ -285,6 +287,8 @@ class _Replay:
         rates = self.rates
         match event:
             case Contribution():
+                if isinstance(event, Arrived) and event.releases_to_cluster:
+                    time = self._slept(warp, time, time + rates.release_latency, "release")
                 self._contribute(_key(event), self._contributes(warp, event, time))
                 if isinstance(event, Met) and event.waits:
                     warps = self.meeting[_key(event)]
@@ -320,7 +324,7 @@ class _Replay:
                 self.sms[event.rank].receive(event.size)
                 return end + rates.cluster_latency
             case Committed():
-                return max(time, warp.committed) + self._remote(warp, event.rank)
+                return max(time, warp.committed)
             case Copied():
                 return max(time, warp.copied)
             case _:
@@ -394,7 +398,7 @@ class _Replay:
         for sm in sms:
             end = max(end, sm.tensor.multiply(begin, flops / count, port / count))
             sm.show("tensor core", f"warp {warp.index}", begin, sm.tensor.free)
-        return end + rates.mma_latency
+        return end + rates.mma_latency + (rates.pair_latency if count > 1 else 0.0)
 
     def _await_products(self, warp: _Warp, time: float, pending: int) -> float:
         done = len(warp.product_groups) - pending

@@ -1,11 +1,12 @@
 """flash-attn-4's kernels on the emulator, against the float64 oracle.
 
-    python -m tests.emulator.interop [errors] [gradients] [counts] [timing]
+    python -m tests.emulator.interop [errors] [gradients] [counts] [timing] [costs] [timelines]
 
 Prints Markdown tables. `errors` (the default): relative errors of every forward kernel, and which
 rules it breaks; `gradients`: the same of the Blackwell backward; `counts`: instructions per warp
 role and block of keys, beside this project's; `timing`: cycles by the model of
-kernels.emulator.timing.
+kernels.emulator.timing; `costs`: the same of every kernel, for benchmarks.blackwell_figures;
+`timelines`: pictures of the forward of head dim 128, of one CTA and of a pair.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import multiprocessing
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,9 +27,12 @@ from typing import Any
 import numpy as np
 
 from fa4_jax.conformance.oracle import Inputs
+from fa4_jax.key import KernelKey
 from kernels.emulator import EmulationError, Policy
 from kernels.emulator.machine.trace import Trace
-from kernels.emulator.timing.rates import BLACKWELL
+from kernels.emulator.timing.rates import BLACKWELL, numbers
+from kernels.emulator.timing.replay import estimate
+from kernels.emulator.timing.timeline import svg
 from tests.emulator.interop import flash_attn4, ours, run, tables, timing
 from tests.emulator.interop.flash_attn4 import Step, Variant
 from tests.emulator.interop.host_code import Compiled
@@ -65,6 +71,7 @@ _BACKWARD = (
     (64, 64, True, False),
     (128, 128, False, False),
     (128, 128, False, True),
+    (128, 128, True, False),
     (128, 128, True, True),
     (192, 128, False, True),
     (192, 128, True, True),
@@ -81,8 +88,19 @@ TIMED = tuple(
     Variant("sm_100a", *row, multiprocessors=2 if row[3] or row[0] == 256 else 1)
     for row in _BLACKWELL
 )
-_OURS_BACKWARD = ((64, 64), (128, 128), (192, 128), (256, 256))
+_OURS_BACKWARD = (
+    # head_dim, value_dim, KernelKey.pair
+    *((64, 64, False), (128, 128, False), (128, 128, True)),
+    *((192, 128, False), (192, 128, True), (256, 256, False)),
+)
 BACKWARD_TIMED = tuple(Variant("sm_100a", *row) for row in _BACKWARD)
+_RESULTS = pathlib.Path("benchmarks/results")
+_SHOWN_BLOCKS = 8
+_SHOWN = {
+    **{"softmax of tile 0": (0,), "softmax of tile 1": (4,)},
+    **{"correction": (8,), "mma": (12,), "load": (14,)},
+}
+"""Warps of flash-attn-4's Blackwell forward that a picture shows."""
 
 
 def main() -> None:
@@ -93,6 +111,8 @@ def main() -> None:
         "gradients": _gradients,
         "counts": _counts,
         "timing": _timing,
+        "costs": _costs,
+        "timelines": _timelines,
     }
     parser.add_argument("what", nargs="*", choices=choices)
     for name in parser.parse_args().what or ["errors"]:
@@ -257,12 +277,54 @@ def _timing() -> None:
         kernels = ", two kernels" if len(costs) == 2 else ""
         name = f"flash-attn-4, {_ctas(steps[1].code)} CTA{kernels}"
         rows.append(_timed(variant, name, sum(costs[1:], costs[0]), True))
-    for dims, causal, deterministic in itertools.product(
+    for (*dims, pair), causal, deterministic in itertools.product(
         _OURS_BACKWARD, (False, True), (False, True)
     ):
-        rows.append(_our_backward(dims, causal, deterministic, policy))
+        key = ours.backward_key(*dims, band=causal, deterministic=deterministic, pair=pair)
+        rows.append(_our_backward(key, policy))
     print(f"\nbackward, unit {timing.BACKWARD_ROWS} x {timing.BACKWARD_KEYS}")
     print(tables.markdown(head, rows))
+
+
+def _costs() -> None:
+    """Replaces `now` of the costs that benchmarks.blackwell_figures reads."""
+    policy = dataclasses.replace(waived(POLICIES[0]), races=False)
+    found: dict[str, timing.Cost] = {}
+
+    def add(variant: Variant, direction: str, ctas: int, cost: timing.Cost) -> None:
+        mask = "causal" if variant.is_causal else "dense"
+        name = f"{direction} {variant.head_dim} {variant.head_dim_v} {mask} {ctas}"
+        found[name] = cost
+        print(f"{name}: {cost.unit:.0f} and {cost.tile:.0f}", file=sys.stderr, flush=True)
+
+    for variant, code in compiled(TIMED):
+        ctas = _ctas(code)
+        add(variant, "forward", ctas, timing.forward(_theirs(code, variant, policy), ctas))
+    for variant, steps in compiled(BACKWARD_TIMED, flash_attn4.compile_backward):
+        costs = [_their_backward(step, variant, policy) for step in steps if step.stationary]
+        add(variant, "backward", _ctas(steps[1].code), sum(costs[1:], costs[0]))
+    path = _RESULTS / "flash-attn-4-costs.json"
+    document = json.loads(path.read_text())
+    document["rates"] = numbers(BLACKWELL)
+    document["now"] = {
+        name: {"unit": round(found[name].unit, 1), "tile": round(found[name].tile, 1)}
+        for name in sorted(found)
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _timelines() -> None:
+    """Draws the dense forward of head dim 128: one CTA, and a pair."""
+    policy = dataclasses.replace(waived(POLICIES[0]), races=False)
+    shown = [v for v in TIMED if (v.head_dim, v.is_causal) == (128, False)]
+    for variant, code in compiled(tuple(shown)):
+        ctas = _ctas(code)
+        trace = Trace(frozenset(range(ctas)))
+        _theirs(code, variant, policy)(Problem(256 * ctas, _SHOWN_BLOCKS * _KEYS), trace)
+        kind = "pair" if ctas > 1 else "one"
+        title = f"flash-attn-4, forward d = 128, CTAs: {kind}, {_SHOWN_BLOCKS} blocks of keys"
+        picture = svg(estimate(trace, BLACKWELL), title, _SHOWN)
+        (_RESULTS / f"flash-attn-4-forward-d128-{kind}.svg").write_text(picture)
 
 
 def _their_backward(step: Step, variant: Variant, policy: Policy) -> timing.Cost:
@@ -279,10 +341,9 @@ def _their_backward(step: Step, variant: Variant, policy: Policy) -> timing.Cost
     return timing.backward(launch, ctas, (needed, needed), variant.is_causal, step.stationary)
 
 
-def _our_backward(
-    dims: tuple[int, int], causal: bool, deterministic: bool, policy: Policy
-) -> tuple[str, ...]:
-    mine = _our_compiler().submit(ours.compile_backward, dims, causal, deterministic).result()
+def _our_backward(key: KernelKey, policy: Policy) -> tuple[str, ...]:
+    mine = _our_compiler().submit(ours.compile_key, key).result()
+    dims, causal, deterministic = (key.head_dim, key.value_dim), key.band, key.deterministic
 
     def launch(problem: Problem, trace: Trace) -> None:
         ours.backward(mine, run.make_inputs(problem, *dims), causal, policy, trace)
@@ -292,7 +353,7 @@ def _our_backward(
     # In order the first CTA waits for no other; the others' trace would hold the emulator's spins.
     seen = ctas if deterministic else of_unit
     cost = timing.backward(launch, ctas, (of_unit, seen), causal)
-    name = "ours, deterministic" if deterministic else "ours"
+    name = "ours" + ", pair" * key.pair + ", deterministic" * deterministic
     return _timed(Variant("sm_100a", *dims, causal), name, cost, True)
 
 

@@ -35,25 +35,18 @@ class Ours:
 def compile_forward(head_dim: int, is_causal: bool) -> Ours:
     """Compiles the bf16 forward as `fa4_jax.attention` chooses it by default."""
     polynomial = (ARCH, head_dim) in POLYNOMIAL_EXP2_TILES
-    return _compile(
+    return compile_key(
         KernelKey(ARCH, Pass.FORWARD, "bf16", head_dim, band=is_causal, polynomial_exp2=polynomial)
     )
 
 
-def compile_backward(head_dims: tuple[int, int], is_causal: bool, deterministic: bool) -> Ours:
-    """Compiles the main kernel of the bf16 backward for (head_dim, value_dim)."""
-    head_dim, value_dim = head_dims
-    return _compile(
-        KernelKey(
-            *(ARCH, Pass.BACKWARD, "bf16", head_dim),
-            band=is_causal,
-            deterministic=deterministic,
-            value_dim=backward_value_dim(ARCH, head_dim, value_dim),
-        )
-    )
+def backward_key(head_dim: int, value_dim: int, **flags: bool) -> KernelKey:
+    """The main kernel of the bf16 backward."""
+    value_dim = backward_value_dim(ARCH, head_dim, value_dim)
+    return KernelKey(ARCH, Pass.BACKWARD, "bf16", head_dim, value_dim=value_dim, **flags)
 
 
-def _compile(key: KernelKey) -> Ours:
+def compile_key(key: KernelKey) -> Ours:
     """Runs in a process of its own: see compile.prepare_process."""
     return Ours(key, compile.compile_ptx(key), warps_of_roles(describe(key)))
 

@@ -1,0 +1,21 @@
+"""Masks as small values that compose with `&` and are passed to `attention` as `mask=`.
+
+values     what users write
+resolve    from a call's masks to one range of keys a row (`RowRanges`)
+tags       ids that are compared, where ranges cannot say it
+table      min and max of the ranges, tile by tile
+"""
+
+from fa4_jax.masks.prepared import tile_table
+from fa4_jax.masks.values import Mask, block_causal, chunked, prefix, ranges, segments, window
+
+__all__ = [
+    "Mask",
+    "block_causal",
+    "chunked",
+    "prefix",
+    "ranges",
+    "segments",
+    "tile_table",
+    "window",
+]

@@ -1,0 +1,154 @@
+"""Comparisons of ids as one interval of tags a row, and the keys between which its matches lie.
+
+Row i sees key j if all its ids are equal to the key's and, of at most one pair, the key's id is at
+most the row's. One pair is compared as it is. Several are replaced by ranks: of all rows and keys
+in the order of their ids, those that are compared by <= last, each has the number of different
+ones before it. A row then sees the ranks from the first with its equal ids to its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fa4_jax.bands import LIMIT
+
+Array = jax.Array
+
+
+class Ids(NamedTuple):
+    """Ids of rows and keys, [B|1, T] and [B|1, S] int32; negative ones meet nothing."""
+
+    query: Array
+    key: Array
+
+
+class Intervals(NamedTuple):
+    """Row i sees key j only if low[i] <= tag[j] <= high[i].
+
+    low, high [B|1, T], tag [B|1, S]; start [B|1, S]: the least tag that a row sees which sees this
+    key, or None where low == high in every row that sees anything.
+    """
+
+    low: Array
+    high: Array
+    tag: Array
+    start: Array | None
+
+
+class Hull(NamedTuple):
+    """The first key that a row sees, one past its last, and whether it sees all between: [B, T]."""
+
+    low: Array
+    high: Array
+    complete: Array
+
+
+def intervals(equal: list[Ids], at_most: Ids | None) -> Intervals:
+    """One comparison that says the same as all: equal ids, and key <= row of `at_most`."""
+    if at_most is None and len(equal) == 1:
+        (ids,) = equal
+        return Intervals(jnp.maximum(ids.query, 0), ids.query, ids.key, None)
+    if at_most is not None and not equal:
+        start = jnp.minimum(jnp.maximum(at_most.key, -1), 0)
+        return Intervals(jnp.zeros_like(at_most.query), at_most.query, at_most.key, start)
+    return _ranked(equal, at_most)
+
+
+def _ranked(equal: list[Ids], at_most: Ids | None) -> Intervals:
+    every = [*equal, at_most] if at_most is not None else equal
+    keys = every[0].key.shape[1]
+    batch = max((x.shape[0] for ids in every for x in ids), key=lambda size: size != 1)
+
+    def joined(ids: Ids) -> Array:
+        return jnp.concatenate(
+            [jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids.key, ids.query)], axis=1
+        )
+
+    columns = [joined(ids) for ids in every]
+    place = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
+    *ordered, order = lax.sort((*columns, place), dimension=1, num_keys=len(columns))
+    new_group = _any_changed(ordered[: len(equal)])
+    rank = jnp.cumsum(new_group | _any_changed(ordered), axis=1, dtype=jnp.int32)
+    start = lax.cummax(jnp.where(new_group, rank, 0), axis=1)
+    _, rank, start = lax.sort((order, rank, start), dimension=1, num_keys=1)
+    known = jnp.stack(columns).min(0) >= 0
+    tag = jnp.where(known, rank, -1)
+    low = start if at_most is not None else rank
+    return Intervals(
+        low[:, keys:],
+        tag[:, keys:],
+        tag[:, :keys],
+        None if at_most is None else jnp.where(known, start, -1)[:, :keys],
+    )
+
+
+def _any_changed(columns: list[Array]) -> Array:
+    """Whether any column differs from the entry before, [B, L]; True at the first."""
+    before = [jnp.roll(x, 1, axis=1) for x in columns]
+    changed = jnp.stack([x != y for x, y in zip(columns, before, strict=True)]).any(0)
+    return changed | (lax.broadcasted_iota(jnp.int32, changed.shape, 1) == 0)
+
+
+def hull(found: Intervals) -> Hull:
+    """Between which keys the matches of each row lie; low == high == 0 without any."""
+    keys = found.tag.shape[1]
+    place = lax.broadcasted_iota(jnp.int32, found.tag.shape, 1)
+    if found.start is None:
+        tags, order = lax.sort((found.tag, place), dimension=1, num_keys=1)
+        least = greatest = order
+    else:
+        tags, order, start = lax.sort((found.tag, place, found.start), dimension=1, num_keys=1)
+        least, greatest = _extremes(order, start)
+    begin = _count(tags, found.low, inclusive=False)
+    end = _count(tags, found.high, inclusive=True)
+    seen = begin < end
+    first = _take(least, jnp.minimum(begin if found.start is None else end - 1, keys - 1))
+    last = _take(greatest, jnp.maximum(end - 1, 0))
+    complete = end - begin == last + 1 - first
+    return Hull(jnp.where(seen, first, 0), jnp.where(seen, last + 1, 0), complete | ~seen)
+
+
+def _extremes(x: Array, group: Array) -> tuple[Array, Array]:
+    """The least and the greatest entry of x [B, S] so far, within each run of a group.
+
+    Each step doubles how far an entry looks back: as few kernels on a GPU as lengths have bits.
+    """
+    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    least = greatest = x
+    for bit in range(_bits(x.shape[1])):
+        before = place - (1 << bit)
+        inside = (before >= 0) & (_take(group, before) == group)
+        least = jnp.where(inside, jnp.minimum(least, _take(least, before)), least)
+        greatest = jnp.where(inside, jnp.maximum(greatest, _take(greatest, before)), greatest)
+    return least, greatest
+
+
+def _bits(length: Any) -> int:
+    """Bits of a length, or of the longest if it is symbolic."""
+    return length.bit_length() if isinstance(length, int) else LIMIT.bit_length()
+
+
+def _take(x: Array, index: Array) -> Array:
+    """x [B|1, S] at index [B|1, T], the nearest one if it is beyond."""
+    batch = max(x.shape[0], index.shape[0], key=lambda size: size != 1)
+    x, index = (jnp.broadcast_to(y, (batch, y.shape[1])) for y in (x, index))
+    return jnp.take_along_axis(x, index, axis=1, mode="clip")
+
+
+def _count(ordered: Array, x: Array, inclusive: bool) -> Array:
+    """How many entries of an ordered [B|1, S] are less than x [B|1, T], or at most x if inclusive.
+
+    Bisection in as many steps as lengths have bits: one kernel on a GPU, unlike a sort.
+    """
+    length = ordered.shape[1]
+    count = jnp.zeros_like(x)
+    for bit in reversed(range(_bits(length))):
+        further = count + (1 << bit)
+        entry = _take(ordered, jnp.minimum(further, length) - 1)
+        before = entry <= x if inclusive else entry < x
+        count = jnp.where((further <= length) & before, further, count)
+    return count

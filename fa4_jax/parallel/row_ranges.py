@@ -1,0 +1,167 @@
+"""Ranges of keys, row by row, of whole sequences; and what a device's rows see of some keys.
+
+Whole sequences are in their natural order here, and every device of a sequence's axes has the same
+ranges (a few int32 a token). A shard's chunks lie in the order of their positions, so the part of a
+range that lies in a shard is one range again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fa4_jax import api, mesh_types
+from fa4_jax.api import Call
+from fa4_jax.extents import Extents
+from fa4_jax.masks import resolve, table, values
+from fa4_jax.operands import Operands, RowRanges, Tags
+from fa4_jax.parallel.shard_plan import ShardPlan
+from fa4_jax.problem import Problem
+
+Array = jax.Array
+
+
+def with_rows(
+    problem: Problem, operands: Operands, call: Call, numbers: Extents, tokens: resolve.Tokens
+) -> tuple[Problem, Operands]:
+    """The problem and the operands with the masks of a call.
+
+    Args:
+      problem, operands: of the call without masks; shards of the sequences or whole ones.
+      numbers: lengths and offset of the whole sequences.
+      tokens: how arrays of tokens become those of whole sequences.
+
+    Raises:
+      ValueError, NotImplementedError: as `fa4_jax.attention`, and for a tile table.
+    """
+    if call.mask is not None and not isinstance(call.mask, values.Mask):
+        raise ValueError(f"mask must be of fa4_jax.masks here, got {type(call.mask).__name__}")
+    if any(isinstance(part, values.Prepared) for part in values.parts(call.mask)):
+        raise NotImplementedError(
+            "mask: a tile table in fa4_jax.parallel; supported: the masks that it was made of"
+        )
+    t, s = problem.query_length, problem.key_length
+    sizes = problem.batch, tokens.shards * t, tokens.shards * s
+    rows, window = api.resolved_rows(call, numbers, sizes, tokens)
+    problem = dataclasses.replace(
+        problem,
+        window=window,
+        has_ranges=rows is not None,
+        has_tags=rows is not None and rows.tags is not None,
+    )
+    return problem, operands._replace(rows=rows)
+
+
+def unsharded(x: Array) -> Array:
+    """An array of tokens [B, L] with its length on every device, where Explicit types shard it."""
+    mesh = mesh_types.explicit_mesh(x)
+    if mesh is None:
+        return x
+    batch = mesh_types.explicit_axes(x)[0] if x.ndim == 2 else ()
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(batch or None)))
+
+
+def padded(found: RowRanges | None, query_length: int, key_length: int) -> RowRanges | None:
+    """Ranges of longer sequences, whose further rows see nothing and whose keys nobody sees."""
+    if found is None:
+        return None
+
+    def pad(x: Array, length: int, fill: int = 0) -> Array:
+        return jnp.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=fill)
+
+    low, high = pad(found.low, query_length), pad(found.high, query_length)
+    tags = found.tags
+    if tags is not None:
+        tags = Tags(
+            pad(tags.query_low, query_length),
+            pad(tags.query_high, query_length, -1),
+            pad(tags.key, key_length, -1),
+            pad(tags.tiles, table.tiles(query_length)),
+        )
+    return RowRanges(low, high, table.limits(low, high), tags)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Ranges of whole sequences, with a batch axis of B.
+
+    Attributes:
+      compared: rows in whose tile tags are compared, int32 [B, T]; None without tags.
+    """
+
+    rows: RowRanges
+    compared: Array | None
+
+    def between(
+        self, shards: ShardPlan, row_chunks: Sequence[Any], key_chunks: Sequence[Any]
+    ) -> RowRanges:
+        """What the rows of some chunks see of the keys of others, in the order of positions."""
+        size = shards.keys_of_chunk
+
+        def own(x: Array) -> Array:
+            return sum(
+                (jnp.clip(x - chunk * size, 0, size) for chunk in key_chunks), jnp.zeros_like(x)
+            )
+
+        keys = _joined([(chunk * size, size) for chunk in key_chunks])
+        return self._part(shards, row_chunks, own, keys)
+
+    def among(
+        self, shards: ShardPlan, row_chunks: Sequence[Any], first_key: Any, count: int
+    ) -> RowRanges:
+        """What the rows of some chunks see of `count` keys in natural order from `first_key` on."""
+
+        def own(x: Array) -> Array:
+            return jnp.clip(x - first_key, 0, count)
+
+        def keys(x: Array) -> Array:
+            # Past the last key there may be room for more.
+            x = jnp.pad(x, ((0, 0), (0, count)), constant_values=-1)
+            return lax.dynamic_slice_in_dim(x, first_key, count, axis=1)
+
+        return self._part(shards, row_chunks, own, keys)
+
+    def _part(
+        self,
+        shards: ShardPlan,
+        row_chunks: Sequence[Any],
+        own: Callable[[Array], Array],
+        keys: Callable[[Array], Array],
+    ) -> RowRanges:
+        size = shards.rows_of_chunk
+        rows = _joined([(chunk * size, size) for chunk in row_chunks])
+        low, high = own(rows(self.rows.low)), own(rows(self.rows.high))
+        tags = self.rows.tags
+        if tags is not None and self.compared is not None:
+            tiles = table.any_of((low < high) & (rows(self.compared) != 0))
+            tags = Tags(rows(tags.query_low), rows(tags.query_high), keys(tags.key), tiles)
+        return RowRanges(low, high, table.limits(low, high), tags)
+
+
+def _joined(parts: Sequence[tuple[Any, int]]) -> Callable[[Array], Array]:
+    """[B, L] -> its parts (start, size) one after the other."""
+    return lambda x: jnp.concatenate(
+        [lax.dynamic_slice_in_dim(x, start, size, axis=1) for start, size in parts], axis=1
+    )
+
+
+def whole_rows(found: RowRanges | None, batch: int) -> Whole | None:
+    """Ranges of whole sequences, from which those of shards are cut; None without."""
+    if found is None:
+        return None
+    rows: RowRanges = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), found)
+    compared = None
+    if rows.tags is not None:
+        compared = jnp.repeat(rows.tags.tiles, table.TILE_ROWS, axis=1)[:, : rows.low.shape[1]]
+    return Whole(rows, compared)
+
+
+def folded(halves: Sequence[RowRanges]) -> RowRanges:
+    """Ranges of two chunks beside each other in the batch, as a folded view has them."""
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *halves)

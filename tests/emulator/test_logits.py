@@ -1,0 +1,175 @@
+"""Hopper's forward with sinks, largest scores and soft caps, and the gradients of the latter.
+
+The cases of `fa4_jax.conformance`, and numbers at the ends of their ranges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from math import inf
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.cases import CASES, Case
+from fa4_jax.conformance.compare import compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
+from fa4_jax.key import Pass
+from kernels.emulator import Policy
+from tests.emulator import attention
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+POLICIES = (Policy("random", "late"), Policy("starve", "random"), Policy("in_order", "early"))
+
+LISTED = tuple(
+    case
+    for case in CASES
+    if case.has_kernels("sm_90a", Pass.FORWARD) and (case.sinks or case.max_logit or case.soft_cap)
+)
+
+SINKS = (-1e30, -200.0, 0.0, 5.0, 200.0, 1e30)
+
+
+def run(case: Case, inputs: Inputs, policy: Policy, seed: int = 0) -> dict[str, np.ndarray]:
+    """Results of the forward."""
+    launch = attention.attention(case, inputs, gradients=False)
+    assert all(key.ranges and key.soft_cap == bool(case.soft_cap) for key in launch.keys)
+    return launch.run(policy, seed)
+
+
+def check(case: Case, inputs: Inputs, results: dict[str, np.ndarray]) -> None:
+    """Fails unless the results are the oracle's."""
+    exact, judges = oracle(case, inputs), [ordinary(case, inputs, x) for x in REFERENCE_SHIFTS]
+    for name in ("output", "lse", *(["max_logit"] if case.max_logit else [])):
+        verdict = compare(name, case.dtype, results[name], exact[name], [x[name] for x in judges])
+        assert verdict.failure is None, verdict
+    assert case.max_logit or results["max_logit"].size == 0  # what nobody wants takes no memory
+
+
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.id)
+def test_cases(case: Case) -> None:
+    seed = sum(map(ord, case.id)) % 1000
+    inputs = make_inputs(case, seed)
+    check(case, inputs, run(case, inputs, POLICIES[seed % len(POLICIES)], seed))
+
+
+CAPPED = (
+    *(case for case in LISTED if case.soft_cap),
+    *(
+        Case(
+            batch=1,
+            heads=(2, 1),
+            head_dim=head_dim,
+            query_length=150,
+            key_length=220,
+            is_causal=True,
+            query_offset=70,
+            masks=masks,
+            soft_cap=3.0,
+            deterministic=True,
+        )
+        for head_dim, masks in ((128, ("scattered",)), (192, ("segments",)), (256, ()))
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CAPPED, ids=lambda case: case.id)
+def test_gradients_of_capped_scores(case: Case) -> None:
+    seed = sum(map(ord, case.id)) % 1000
+    inputs = make_inputs(case, seed)
+    launch = attention.attention(case, inputs)
+    assert [key.ranges for key in launch.keys] == [True, False, True, False]
+    results = launch.run(POLICIES[seed % len(POLICIES)], seed)
+    exact, judges = oracle(case, inputs), [ordinary(case, inputs, x) for x in REFERENCE_SHIFTS]
+    for name in ("dq", "dk", "dv"):
+        verdict = compare(name, case.dtype, results[name], exact[name], [x[name] for x in judges])
+        assert verdict.failure is None, verdict
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_sinks_far_above_and_far_below_all_scores(policy: Policy) -> None:
+    """No exponential overflows; a row that sees no key has LSE = its sink and output 0."""
+    case = Case(
+        batch=2,
+        heads=(6, 2),
+        query_length=100,
+        key_length=150,
+        query_lengths=(90, 100),
+        key_lengths=(150, 0),
+        masks=("segments",),
+        sinks=True,
+    )
+    sinks = np.array(SINKS, np.float32)
+    inputs = dataclasses.replace(make_inputs(case, 0), sinks=sinks)
+    results = run(case, inputs, policy)
+    check(case, inputs, results)
+    np.testing.assert_allclose(results["lse"][1], np.tile(sinks, (100, 1)).T, rtol=2e-7)
+    assert (results["output"][1] == 0).all() and (results["output"][0, 90:] == 0).all()
+    assert (results["lse"][0, :, 90:] == -inf).all()
+    assert (results["output"][0, :90, 5] == 0).all()
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    case = Case(batch=1, heads=(1, 1), query_length=100, key_length=300, max_logit=True)
+    inputs = make_inputs(case, 0)
+    none = run(case, inputs, POLICIES[0])
+    below = dataclasses.replace(inputs, sinks=np.array([-inf], np.float32))
+    found = run(dataclasses.replace(case, sinks=True), below, POLICIES[0])
+    for name, value in none.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_an_infinite_sink_and_nan_are_not_hidden() -> None:
+    case = Case(batch=1, heads=(3, 1), query_length=70, key_length=130, sinks=True)
+    inputs = make_inputs(case, 0)
+    sinks = np.array([0.0, np.nan, inf], np.float32)
+    results = run(case, dataclasses.replace(inputs, sinks=sinks), POLICIES[0])
+    assert np.isfinite(results["lse"][0, 0]).all()
+    assert np.isnan(results["lse"][0, 1:]).all()
+
+
+def test_largest_scores_below_zero() -> None:
+    """As integers the bits of negative numbers are in the opposite order."""
+    case = Case(batch=2, heads=(2, 1), query_length=200, key_length=300, max_logit=True)
+    inputs = make_inputs(case, 0)
+    inputs = dataclasses.replace(inputs, query=np.abs(inputs.query), key=-np.abs(inputs.key))
+    results = run(case, inputs, POLICIES[1])
+    assert (results["max_logit"] < 0).all()
+    check(case, inputs, results)
+
+
+def test_a_nan_is_the_largest_score_of_its_head() -> None:
+    case = Case(batch=1, heads=(2, 2), query_length=200, key_length=300, max_logit=True)
+    inputs = make_inputs(case, 0)
+    inputs.query[0, 130, 1, 3] = np.nan
+    found = run(case, inputs, POLICIES[2])["max_logit"]
+    assert np.isfinite(found[0, 0]) and np.isnan(found[0, 1])
+
+
+@pytest.mark.parametrize("soft_cap", [1e-3, 1e4, 1e30])
+def test_caps_far_from_the_scores(soft_cap: float) -> None:
+    """Errors are relative to the scores, not to the cap: a large cap is none."""
+    case = Case(batch=1, heads=(2, 1), query_length=100, key_length=200, soft_cap=soft_cap)
+    case = dataclasses.replace(case, max_logit=True, magnitude=2.0)
+    inputs = make_inputs(case, 0)
+    results = run(case, inputs, POLICIES[0])
+    check(case, inputs, results)
+    if soft_cap == 1e30:
+        check(dataclasses.replace(case, soft_cap=None), inputs, results)
+
+
+def test_infinite_scores_are_capped() -> None:
+    """A product that overflows has the score cap or -cap."""
+    case = Case(batch=1, heads=(1, 1), query_length=70, key_length=130, soft_cap=3.0)
+    case = dataclasses.replace(case, max_logit=True)
+    inputs = make_inputs(case, 0)
+    huge = np.array(3e38, ml_dtypes.bfloat16)
+    inputs = dataclasses.replace(inputs, query=np.copysign(huge, inputs.query))
+    inputs.query[..., 1:] = 0
+    results = run(case, inputs, POLICIES[0])
+    assert np.isfinite(results["lse"]).all()
+    np.testing.assert_allclose(results["max_logit"], 3.0, rtol=1e-6)
