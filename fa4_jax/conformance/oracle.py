@@ -217,8 +217,13 @@ REFERENCE_SHIFTS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75)
 gradients, that an ordinary kernel may as well choose."""
 
 
-def ordinary(case: Case, inputs: Inputs, reference_shift: float = 0.0) -> dict[str, np.ndarray]:
+def ordinary(
+    case: Case, inputs: Inputs, reference_shift: float = 0.0, copies: int = 1
+) -> dict[str, np.ndarray]:
     """The same as an ordinary fused kernel computes it: float32, products' operands rounded.
+
+    Where a KV head counts as several `copies`, each with a part of its group of query heads, the
+    copies' gradients are rounded before they are summed.
 
     The reference that is subtracted before the exponential, and a factor folded into dS before it
     is rounded, change nothing in exact arithmetic, but they decide how each element is rounded:
@@ -226,4 +231,13 @@ def ordinary(case: Case, inputs: Inputs, reference_shift: float = 0.0) -> dict[s
     a steadier measure than the largest of one.
     """
     storage = None if case.dtype == "f32" else STORAGE[case.dtype]
-    return _attention(case, inputs, _Precision(np.float32, storage, reference_shift))
+    precision = _Precision(np.float32, storage, reference_shift)
+    n, k = case.heads
+    key, value = (np.repeat(x, copies, axis=2) for x in (inputs.key, inputs.value))
+    parts = dataclasses.replace(inputs, key=key, value=value)
+    found = _attention(dataclasses.replace(case, heads=(n, k * copies)), parts, precision)
+    if copies > 1:
+        for name in ("dk", "dv"):
+            b, s, _, h = found[name].shape
+            found[name] = precision.rounded(found[name].reshape(b, s, k, copies, h).sum(3))
+    return found

@@ -20,7 +20,8 @@ from fa4_jax.conformance.oracle import (
     oracle,
     ordinary,
 )
-from fa4_jax.plan import make_plan
+from fa4_jax.group_split import group_split
+from fa4_jax.plan import Plan, make_plan
 from fa4_jax.target import current_target
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
@@ -95,11 +96,10 @@ def call(case: Case, inputs: Inputs) -> Call:
     )
 
 
-def uses_polynomial(case: Case, inputs: Inputs, implementation: Implementation) -> bool:
-    """Whether the forward kernel, if there is one, computes exponentials by polynomial."""
+def plan_of(case: Case, inputs: Inputs, implementation: Implementation) -> Plan:
+    """The kernels, if there are any, that `compute` launches."""
     _, problem = canonicalise(call(case, inputs))
-    plan = make_plan(problem, current_target(), implementation)
-    return any(kernel.key.polynomial_exp2 for kernel in plan.forward)
+    return make_plan(problem, current_target(), implementation)
 
 
 def run_case(
@@ -114,11 +114,13 @@ def run_case(
     """
     inputs = make_inputs(case, seed)
     results = compute(case, inputs, implementation, gradients)
-    polynomial = uses_polynomial(case, inputs, implementation)
+    plan = plan_of(case, inputs, implementation)
+    polynomial = any(kernel.key.polynomial_exp2 for kernel in plan.forward)
+    copies = group_split(plan).parts if gradients else 1
     # Padding may hold Inf and NaN on purpose; the kernels' overflow is what the comparison shows.
     with np.errstate(all="ignore"):
         expected = oracle(case, inputs)
-        usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
+        usual = [ordinary(case, inputs, shift, copies) for shift in REFERENCE_SHIFTS]
         return [
             compare(
                 name,

@@ -158,22 +158,9 @@ def collectives(program: Any, numbers: bool = True) -> set[str]:
     return {name for name in COLLECTIVES if re.search(rf" {name}(-start)?\(", text)}
 
 
-def ordinary_parts(case: Case, inputs: Inputs, copies: int, shift: float) -> dict[str, np.ndarray]:
-    """Returns the ordinary computation; each copy of a KV head has a rounded gradient."""
-    n, k = case.heads
-    key, value = (np.repeat(x, copies, axis=2) for x in (inputs.key, inputs.value))
-    parts = dataclasses.replace(inputs, key=key, value=value)
-    found = ordinary(dataclasses.replace(case, heads=(n, k * copies)), parts, shift)
-    for name in ("dk", "dv"):
-        b, s, _, h = found[name].shape
-        total = found[name].reshape(b, s, k, copies, h).astype(np.float32).sum(3)
-        found[name] = total.astype(inputs.key.dtype)
-    return found
-
-
 def assert_right(case: Case, inputs: Inputs, results: Any, copies: int = 1) -> None:
     truth = oracle(case, inputs)
-    usual = [ordinary_parts(case, inputs, copies, shift) for shift in (0.0, *REFERENCE_SHIFTS)]
+    usual = [ordinary(case, inputs, shift, copies) for shift in (0.0, *REFERENCE_SHIFTS)]
     for name, result in zip(("output", "lse", "dq", "dk", "dv"), results, strict=True):
         rounded = [x[name] for x in usual]
         verdict = compare(name, case.dtype, np.asarray(result), truth[name], rounded)
