@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.shapes import Case
 
@@ -108,9 +109,9 @@ def packed(case: Case, batch_axis: bool = False) -> Layout:
       case: its `lengths` are not None.
       batch_axis: whether there is a batch axis of size 1 in front.
     """
-    lengths = case.lengths
-    if lengths is None:
-        raise ValueError(f"{case.id} has no lengths")
+    if case.pieces is None:
+        raise ValueError(f"{case.id} has neither lengths nor documents")
+    lengths = [sum(row) for row in case.pieces]
     starts = list(itertools.accumulate(lengths, initial=0))
 
     def pack(x: jax.Array) -> jax.Array:
@@ -133,6 +134,49 @@ def packed(case: Case, batch_axis: bool = False) -> Layout:
     return Layout(enter, lambda results: [unpack(x) for x in results])
 
 
+def starts(case: Case) -> list[int]:
+    """Returns where each piece of a packed case begins, and where the last one ends.
+
+    Args:
+      case: it has lengths or documents.
+    """
+    if case.pieces is None:
+        raise ValueError(f"{case.id} has neither lengths nor documents")
+    return list(itertools.accumulate(itertools.chain(*case.pieces), initial=0))
+
+
+def longest(case: Case) -> int:
+    """Returns the length of the longest piece of a packed case."""
+    return max(itertools.chain(*(case.pieces or ())))
+
+
+def document_ids(case: Case) -> np.ndarray | None:
+    """Returns the number of each token's document in its row, int32 [batch, length], if any."""
+    if case.documents is None:
+        return None
+    rows = [np.repeat(np.arange(len(row)), row) for row in case.documents]
+    return np.stack(rows).astype(np.int32)
+
+
+def sinks(case: Case) -> np.ndarray | None:
+    """Returns the sinks of a case, float32 [query heads], if it has any."""
+    return np.linspace(-1, 2, case.heads[0], dtype=np.float32) if case.sinks else None
+
+
+def as_batch(case: Case) -> Layout:
+    """Returns the layout in which documents of one length are rows of a batch."""
+    (length,) = set(itertools.chain(*(case.documents or ((case.query_length,),))))
+
+    def enter(inputs: Inputs) -> Inputs:
+        query, key, value, cotangent = (x.reshape(-1, length, *x.shape[2:]) for x in inputs)
+        return query, key, value, cotangent
+
+    def leave(results: Results) -> Results:
+        return [x.reshape(case.batch, case.query_length, *x.shape[2:]) for x in results]
+
+    return Layout(enter, leave)
+
+
 @dataclasses.dataclass(frozen=True)
 class Contender:
     """An attention of query, key and value in a layout of its own.
@@ -140,6 +184,7 @@ class Contender:
     Attributes:
       backward_only: whether its forward is another contender's.
       no_backward: why it has no backward, otherwise None.
+      computes_the_case: False if it shows what another call costs, whose results differ.
     """
 
     name: str
@@ -147,6 +192,7 @@ class Contender:
     layout: Layout = AS_GIVEN
     backward_only: bool = False
     no_backward: str | None = None
+    computes_the_case: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +212,17 @@ class Abilities:
       windows: it has windows with a limit on the left and on the right.
       lengths: it has a length for each batch entry.
       last_key: its masks are aligned to the last key, not to the first.
+      documents: it takes documents, packed one after the other.
+      sinks, soft_cap: it has them.
     """
 
     value_dim: bool = False
     windows: bool = False
     lengths: bool = False
     last_key: bool = False
+    documents: bool = False
+    sinks: bool = False
+    soft_cap: bool = False
 
     def refusal(self, case: Case) -> str | None:
         """Returns why a peer with these abilities cannot do the case, or None if it can."""
@@ -181,6 +232,12 @@ class Abilities:
             return "it has no windows"
         if case.lengths is not None and not self.lengths:
             return "it has no lengths of batch entries"
+        if case.documents is not None and not self.documents:
+            return "it takes no packed documents"
+        if case.sinks and not self.sinks:
+            return "it has no sinks"
+        if case.soft_cap is not None and not self.soft_cap:
+            return "it has no soft cap"
         if case.is_causal or case.window is not None:
             difference = case.key_length - case.query_length
             if case.query_offset != (difference if self.last_key else 0):

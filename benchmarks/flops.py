@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from benchmarks.shapes import Case
 from fa4_jax import bands
 
@@ -10,12 +12,12 @@ def visible_pairs(case: Case) -> int:
     """Returns the number of pairs (row, key) that enter one head of all batch entries together."""
     left, right = case.window or (None, None)
     window = bands.limits(left, right, case.is_causal)
-    if case.lengths is None:
+    if case.pieces is None:
         band = bands.Band(case.query_length, case.key_length, case.query_offset, *window)
         return case.batch * bands.visible_pairs(band)
     return sum(
         bands.visible_pairs(bands.Band(length, length, case.query_offset, *window))
-        for length in case.lengths
+        for length in itertools.chain(*case.pieces)
     )
 
 

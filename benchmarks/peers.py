@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,12 +18,18 @@ from benchmarks.contenders import (
     Abilities,
     Absent,
     Contender,
+    as_batch,
     clipped,
+    document_ids,
+    longest,
     packed,
     scaled_query,
+    sinks,
+    starts,
 )
 from benchmarks.shapes import Case
 from benchmarks.torch_peer import FA4, FA4_DETERMINISTIC, flash_attn_4
+from fa4_jax import masks
 
 OURS = "fa4_jax"
 DETERMINISTIC = "fa4_jax deterministic"
@@ -31,7 +39,13 @@ FA3 = "FlashAttention-3"
 JLA = "jax-linear-attention"
 XLA = "jax.nn xla"
 
-OWN = (OURS, DETERMINISTIC)
+TABLE = "fa4_jax, table given"
+"""Ours with a table of tiles that was made before."""
+
+PLAIN = "fa4_jax, plain"
+"""Ours with the same documents as rows of a batch, without sinks, without a soft cap."""
+
+OWN = (OURS, DETERMINISTIC, TABLE, PLAIN)
 
 PEERS = (CUDNN, FA3, FA4, JLA, PALLAS)
 """Others' attention on a GPU; ours is compared with the best of them in each case."""
@@ -52,7 +66,7 @@ def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]
     Args:
       platform: "gpu" (all peers; ours insists on its kernels) or "cpu" (ours and XLA's).
     """
-    found: list[Contender | Absent] = [*_ours(case, platform)]
+    found: list[Contender | Absent] = [*_ours(case, platform), *_for_comparison(case, platform)]
     if platform == "gpu":
         found += [_cudnn(case), _fa3(case), *flash_attn_4(case), _jla(case), _pallas(case)]
     else:
@@ -61,22 +75,54 @@ def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]
     return present, [x for x in found if isinstance(x, Absent)]
 
 
-def _ours(case: Case, platform: str) -> list[Contender]:
+def _attention(case: Case, platform: str) -> Callable[..., jax.Array]:
+    """Returns our attention with the case's options, but for documents."""
     lengths = None if case.lengths is None else jnp.asarray(case.lengths)
-    attend = functools.partial(
+    return functools.partial(
         fa4_jax.attention,
         is_causal=case.is_causal,
         query_offset=case.query_offset,
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         local_window_size=case.window,
+        logits_soft_cap=case.soft_cap,
+        sinks=sinks(case),
         implementation="kernel" if platform == "gpu" else None,
     )
+
+
+def _ours(case: Case, platform: str) -> list[Contender]:
+    attend = _attention(case, platform)
+    if (ids := document_ids(case)) is not None:
+        without = attend
+
+        def attend(*operands: jax.Array, **options: Any) -> jax.Array:
+            # Behind the barrier the compiler does not see that the ids are constants.
+            hidden = jax.lax.optimization_barrier(jnp.asarray(ids))
+            return without(*operands, segment_ids=hidden, **options)
+
     deterministic = functools.partial(attend, deterministic=True)
     return [
         Contender(OURS, attend),
         Contender(DETERMINISTIC, deterministic, backward_only=True),
     ]
+
+
+def _for_comparison(case: Case, platform: str) -> list[Contender]:
+    """Returns our calls that show what a table of tiles, or what a capability costs."""
+    found: list[Contender] = []
+    if (ids := document_ids(case)) is not None:
+        rows = (case.batch, case.query_length, *case.heads)
+        query = key = jax.ShapeDtypeStruct(rows, case.dtype)
+        table = masks.tile_table(None, query, key, segment_ids=jnp.asarray(ids))
+        found.append(Contender(TABLE, functools.partial(_attention(case, platform), mask=table)))
+    equal = len(set(itertools.chain(*(case.documents or ())))) < 2
+    if equal and (case.documents or case.sinks or case.soft_cap):
+        bare = dataclasses.replace(case, documents=None, sinks=False, soft_cap=None)
+        same = not (case.sinks or case.soft_cap)
+        attend = _attention(bare, platform)
+        found.append(Contender(PLAIN, attend, as_batch(case), computes_the_case=same))
+    return found
 
 
 def _jax_nn(name: str, implementation: str, case: Case) -> Contender | Absent:
@@ -109,7 +155,8 @@ def _xla(case: Case) -> Contender | Absent:
 
 def _fa3(case: Case) -> Contender | Absent:
     """FlashAttention-3's C++ kernels through an XLA FFI (the package dew-flash-attn)."""
-    refusal = Abilities(windows=True, lengths=True, last_key=True).refusal(case)
+    abilities = Abilities(windows=True, lengths=True, last_key=True, documents=True, sinks=True)
+    refusal = abilities.refusal(case)
     if refusal is not None:
         return Absent(FA3, refusal)
     try:
@@ -121,12 +168,14 @@ def _fa3(case: Case) -> Contender | Absent:
         "is_causal": case.is_causal and case.window is None,
         "window_size": case.window or (-1, -1),
     }
-    if case.lengths is None:
+    if case.sinks:
+        options["sinks"] = sinks(case)
+    if case.pieces is None:
         return Contender(FA3, functools.partial(flash.flash_mha, **options))
     attend = functools.partial(
         flash.flash_mha_varlen,
-        cu_seqlens=jnp.asarray(list(itertools.accumulate(case.lengths, initial=0)), jnp.int32),
-        max_seqlen=max(case.lengths),
+        cu_seqlens=jnp.asarray(starts(case), jnp.int32),
+        max_seqlen=longest(case),
         **options,
     )
     return Contender(FA3, attend, packed(case))
@@ -134,7 +183,8 @@ def _fa3(case: Case) -> Contender | Absent:
 
 def _jla(case: Case) -> Contender | Absent:
     """The softmax attention of jax-linear-attention, in Pallas (Mosaic GPU)."""
-    refusal = Abilities(value_dim=True, windows=True, lengths=True).refusal(case)
+    abilities = Abilities(value_dim=True, windows=True, lengths=True, documents=True, sinks=True)
+    refusal = abilities.refusal(case)
     if refusal is not None:
         return Absent(JLA, refusal)
     if not case.is_causal or case.query_length != case.key_length:
@@ -146,16 +196,18 @@ def _jla(case: Case) -> Contender | Absent:
     except ImportError as error:
         return Absent(JLA, f"cannot be imported: {error}")
     lengths = case.lengths
-    segments = None
+    segments = document_ids(case)
     if lengths is not None:
         segments = jnp.repeat(jnp.arange(len(lengths)), jnp.asarray(lengths))[None]
+    options: dict[str, Any] = {"sinks": sinks(case)} if case.sinks else {}
     attend = functools.partial(
         flash.flash_attention,
-        segment_ids=segments,
+        segment_ids=None if segments is None else jnp.asarray(segments),
         # It counts the row's own position.
         sliding_window=None if case.window is None else case.window[0] + 1,
         # The fused backward needs value's head dim to be query's.
         backward="fused" if case.value_dim is None else "ranged",
+        **options,
     )
     return Contender(JLA, attend, AS_GIVEN if lengths is None else packed(case, batch_axis=True))
 

@@ -9,6 +9,7 @@ The second form writes the first file out of the others.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from benchmarks.peers import (
     JLA,
     OTHERS,
     OURS,
+    OWN,
     PALLAS,
     XLA,
 )
@@ -45,6 +47,8 @@ TITLES = {
     "lengths": "A length for each batch entry, bfloat16",
     "cross": "Different lengths of queries and keys, bfloat16",
     "fp16": "Self-attention, float16",
+    "documents": "Documents packed into rows of 8192 tokens, bfloat16",
+    "layers": "Soft caps and sinks, bfloat16",
 }
 """The report's part for each group of cases."""
 
@@ -143,7 +147,7 @@ def table(cases: list[Record]) -> str:
     for direction in DIRECTIONS:
         names[direction] = [
             name
-            for name in (OURS, DETERMINISTIC, *OTHERS)
+            for name in (*OWN, *OTHERS)
             if any("tflops" in case[direction]["results"].get(name, {}) for case in cases)
         ]
         head += [*(f"{name} {direction}" for name in names[direction]), f"best {direction}"]
@@ -169,6 +173,13 @@ def mask(case: Record) -> str:
         words.append("window {} left, {} right".format(*case["window"]))
     if case.get("lengths") is not None:
         words.append(f"{sum(case['lengths'])} of {case['batch'] * case['key_length']} tokens")
+    if case.get("documents") is not None:
+        lengths = sorted(itertools.chain(*case["documents"]))
+        words.append(f"{len(lengths)} documents of {lengths[0]} to {lengths[-1]} tokens")
+    if case.get("soft_cap") is not None:
+        words.append(f"soft cap {case['soft_cap']:g}")
+    if case.get("sinks"):
+        words.append("sinks")
     return ", ".join(words)
 
 

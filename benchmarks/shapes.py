@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
+
 TOKENS = 32768
 """Batch times length of the grid's cases; all of them hold the same amount of data."""
 
@@ -31,6 +33,9 @@ class Case:
         one is 0 in a causal case.
       lengths: length of the queries and keys of each batch entry, the same for both; the rest is
         padding.
+      documents: lengths of the documents that fill each row of the batch, one after the other.
+      sinks: each query head has a sink.
+      soft_cap: of the scores.
     """
 
     group: str
@@ -45,6 +50,9 @@ class Case:
     value_dim: int | None = None
     window: tuple[int, int] | None = None
     lengths: tuple[int, ...] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    sinks: bool = False
+    soft_cap: float | None = None
 
     @property
     def output_dim(self) -> int:
@@ -65,16 +73,39 @@ class Case:
         if self.query_length != self.key_length:
             parts.append(f"t{self.query_length}")
         parts.append(f"s{self.key_length}")
+        if self.documents is not None:
+            parts.append(f"{sum(map(len, self.documents))}docs")
+        if self.soft_cap is not None:
+            parts.append(f"cap{self.soft_cap:g}")
+        if self.sinks:
+            parts.append("sinks")
         return "-".join(parts)
 
     @property
     def hides_keys(self) -> bool:
         """Returns whether there are pairs of a row and a key that do not see each other."""
-        return self.is_causal or self.window is not None or self.lengths is not None
+        others = (self.window, self.lengths, self.documents)
+        return self.is_causal or any(x is not None for x in others)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the lengths of what attends to itself alone, of each row of the batch."""
+        if self.lengths is not None:
+            return tuple((length,) for length in self.lengths)
+        return self.documents
 
     def without_mask(self) -> Case:
         """Returns the case of the same shape in which every row sees every key."""
-        return dataclasses.replace(self, is_causal=False, query_offset=0, window=None, lengths=None)
+        return dataclasses.replace(
+            self,
+            is_causal=False,
+            query_offset=0,
+            window=None,
+            lengths=None,
+            documents=None,
+            sinks=False,
+            soft_cap=None,
+        )
 
 
 def self_attention(group: str, head_dim: int, length: int, is_causal: bool, dtype: str) -> Case:
@@ -155,6 +186,57 @@ FP16 = tuple(
     for length, head_dim, is_causal in itertools.product((16384, 4096), HEAD_DIMS, (False, True))
 )
 
+DOCUMENTS_PER_ROW = 8
+
+
+def ragged(rows: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """Returns lengths of documents, DOCUMENTS_PER_ROW a row in the mean, cut anywhere."""
+    rng = np.random.default_rng(0)
+    found: list[tuple[int, ...]] = []
+    for _ in range(rows):
+        cuts = rng.choice(np.arange(1, length), rng.poisson(DOCUMENTS_PER_ROW - 1), replace=False)
+        edges = [0, *sorted(int(x) for x in cuts), length]
+        found.append(tuple(b - a for a, b in itertools.pairwise(edges)))
+    return tuple(found)
+
+
+def packed_documents() -> tuple[Case, ...]:
+    """Rows of 8192 tokens with one document, with eight aligned ones, and with ragged ones."""
+    found: list[Case] = []
+    for head_dim in HEAD_DIMS:
+        case = self_attention("documents", head_dim, 8192, True, "bfloat16")
+        for documents in (((8192,),) * 4, ((1024,) * 8,) * 4, ragged(4, 8192)):
+            found.append(dataclasses.replace(case, documents=documents))
+    grouped = Case("documents", 4, 8192, 8192, (32, 8), 128, is_causal=True)
+    return *found, dataclasses.replace(grouped, documents=ragged(4, 8192))
+
+
+DOCUMENTS = packed_documents()
+
+LAYERS = (
+    # GPT-OSS: the layers with windows, two lengths; without sinks for the peers that have none.
+    Case("layers", 4, 8192, 8192, (64, 8), 64, is_causal=True, window=(127, 0), sinks=True),
+    Case("layers", 2, 16384, 16384, (64, 8), 64, is_causal=True, window=(127, 0), sinks=True),
+    Case("layers", 4, 8192, 8192, (64, 8), 64, is_causal=True, window=(127, 0)),
+    Case("layers", 4, 8192, 8192, (64, 8), 64, is_causal=True, sinks=True),
+    # Gemma 2: layers with and without a window.
+    Case("layers", 4, 8192, 8192, (16, 8), 256, is_causal=True, window=(4095, 0), soft_cap=50.0),
+    Case("layers", 4, 8192, 8192, (16, 8), 256, is_causal=True, soft_cap=50.0),
+    Case("layers", 4, 8192, 8192, (16, 8), 256, is_causal=True, window=(4095, 0)),
+    # Each capability alone.
+    *(
+        dataclasses.replace(
+            self_attention("layers", head_dim, 8192, is_causal, "bfloat16"), soft_cap=cap
+        )
+        for head_dim, is_causal, cap in itertools.product((64, 128, 256), (False, True), (50.0,))
+    ),
+    *(
+        dataclasses.replace(self_attention("layers", head_dim, 8192, True, "bfloat16"), sinks=True)
+        for head_dim in (64, 128)
+    ),
+)
+"""Attention layers of models with soft caps or sinks."""
+
 GROUPS = {
     "grid": GRID,
     "gqa": GQA,
@@ -165,6 +247,8 @@ GROUPS = {
     "lengths": PADDED,
     "cross": CROSS,
     "fp16": FP16,
+    "documents": DOCUMENTS,
+    "layers": LAYERS,
 }
 """The cases by group, in the order in which they are timed."""
 
@@ -181,6 +265,8 @@ QUICK = (
     Case("lengths", 2, 128, 128, (2, 2), 64, is_causal=True, lengths=(128, 77)),
     Case("cross", 1, 128, 256, (2, 2), 64, is_causal=True, query_offset=128),
     Case("fp16", 1, 256, 256, (2, 2), 64, dtype="float16"),
+    Case("documents", 2, 128, 128, (2, 2), 64, is_causal=True, documents=((100, 28), (128,))),
+    Case("layers", 1, 128, 128, (2, 2), 64, is_causal=True, sinks=True, soft_cap=20.0),
 )
 """These show in seconds, also on a CPU, that everything runs; their times mean nothing."""
 

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from benchmarks.measure import DIRECTIONS
-from benchmarks.peers import DETERMINISTIC, FA4_DETERMINISTIC, OURS, PEERS
+from benchmarks.peers import DETERMINISTIC, FA4_DETERMINISTIC, OURS, PEERS, PLAIN, TABLE
 from benchmarks.shapes import GROUPS
 
 DISAGREEMENT = 0.03
@@ -33,6 +33,8 @@ COMPARISONS = (
     *(Comparison(OURS, name, (name,)) for name in PEERS),
     Comparison(DETERMINISTIC, FA4_DETERMINISTIC, (FA4_DETERMINISTIC,)),
     Comparison(DETERMINISTIC, OURS, (OURS,)),
+    Comparison(OURS, TABLE, (TABLE,)),
+    Comparison(OURS, PLAIN, (PLAIN,)),
 )
 
 

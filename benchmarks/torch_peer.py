@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +22,25 @@ from benchmarks.contenders import (
     Foreign,
     Inputs,
     Results,
+    longest,
     packed,
+    sinks,
+    starts,
 )
 from benchmarks.shapes import Case
 
 FA4 = "flash-attn-4"
 FA4_DETERMINISTIC = "flash-attn-4 deterministic"
 
-_ABILITIES = Abilities(value_dim=True, windows=True, lengths=True, last_key=True)
+_ABILITIES = Abilities(
+    value_dim=True,
+    windows=True,
+    lengths=True,
+    last_key=True,
+    documents=True,
+    sinks=True,
+    soft_cap=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +90,7 @@ def flash_attn_4(case: Case) -> list[Contender | Absent]:
     modules = load()
     if isinstance(modules, str):
         return [Absent(FA4, modules)]
-    layout = AS_GIVEN if case.lengths is None else packed(case)
+    layout = AS_GIVEN if case.pieces is None else packed(case)
     found: list[Contender | Absent] = []
     for name, deterministic in ((FA4, False), (FA4_DETERMINISTIC, True)):
         eager = Eager(functools.partial(_bind, modules, case, deterministic))
@@ -123,18 +133,20 @@ def _attention(
         "window_size": case.window or (None, None),
         "deterministic": deterministic,
     }
-    if case.lengths is None:
-        return functools.partial(modules.flash.flash_attn_func, **options)
+    if case.soft_cap is not None:
+        options["softcap"] = case.soft_cap
     torch = modules.torch
-    starts = torch.tensor(
-        list(itertools.accumulate(case.lengths, initial=0)), dtype=torch.int32, device=device
-    )
+    if (of_heads := sinks(case)) is not None:
+        options["learnable_sink"] = torch.tensor(of_heads, dtype=torch.bfloat16, device=device)
+    if case.pieces is None:
+        return functools.partial(modules.flash.flash_attn_func, **options)
+    bounds = torch.tensor(starts(case), dtype=torch.int32, device=device)
     return functools.partial(
         modules.flash.flash_attn_varlen_func,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=max(case.lengths),
-        max_seqlen_k=max(case.lengths),
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=longest(case),
+        max_seqlen_k=longest(case),
         **options,
     )
 

@@ -30,6 +30,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.conformance.runner import compute
 from fa4_jax.key import KernelKey, Pass
+from fa4_jax.plan import kernel_keys
 from fa4_jax.target import current_target
 from kernels.build import cubin_info
 
@@ -119,9 +120,18 @@ def case_of(key: KernelKey) -> Case:
         query_length=300,
         key_length=300,
         head_dim=key.head_dim,
+        value_dim=key.value_dim,
         is_causal=key.band,
+        masks=("scattered",) if key.ranges else (),
+        soft_cap=4.0 if key.soft_cap else None,
         deterministic=key.deterministic,
     )
+
+
+def kernels(key: KernelKey) -> tuple[KernelKey, ...]:
+    """Returns the kernels of the case of a backward, itself among them."""
+    forward, backward = kernel_keys(case_of(key).problem, key.arch)
+    return forward + backward
 
 
 def keys() -> list[KernelKey]:
@@ -148,13 +158,9 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
     manifest = current_target().manifest
     assert manifest is not None
     code = {}
-    others = (Pass.FORWARD, Pass.BACKWARD_PRE, Pass.BACKWARD_POST)
-    for found, cubin in manifest.cubins.items():
-        same = (found.arch, found.dtype, found.head_dim) == (key.arch, key.dtype, key.head_dim)
-        band = found.kernel is not Pass.FORWARD or found.band == key.band
-        order = found.kernel is not Pass.BACKWARD_PRE or found.deterministic == key.deterministic
-        if found == key or (same and found.kernel in others and band and order):
-            code[cubin.symbol] = _code(manifest.directory, cubin.file, cubin.symbol)
+    for found in kernels(key):
+        cubin = manifest.cubins[found]
+        code[cubin.symbol] = _code(manifest.directory, cubin.file, cubin.symbol)
     command = [*_SANITIZER, *_OPTIONS, sys.executable, "-m", "tests.gpu.racecheck", "--run"]
     done = subprocess.run([*command, key.name], capture_output=True, text=True, check=False)
     return Counter(hazard(pair, code) for pair in parse(done.stdout + done.stderr))

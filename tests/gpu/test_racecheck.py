@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from fa4_jax import catalogue
 from fa4_jax.key import KernelKey
 from fa4_jax.target import current_target
 from tests.gpu import racecheck
@@ -36,6 +37,12 @@ def test_reports_are_read():
 def test_a_program_that_ends_early_is_an_error():
     with pytest.raises(ValueError, match="no summary"):
         racecheck.parse("========= Error: Target application terminated\n")
+
+
+@pytest.mark.parametrize("key", racecheck.keys(), ids=lambda key: key.name)
+def test_each_backward_has_a_case_that_runs_it(key: KernelKey):
+    used = racecheck.kernels(key)
+    assert key in used and set(used) <= set(catalogue.keys(key.arch))
 
 
 @pytest.mark.parametrize("key", racecheck.keys(), ids=lambda key: key.name)

@@ -82,7 +82,9 @@ def test_gradients_of_copies_are_rounded_before_they_are_summed(seed: int):
     for name in ("output", "lse", "dq"):
         np.testing.assert_allclose(apart[name], whole[name], rtol=1e-5, atol=1e-6)
     for name in ("dk", "dv"):
-        assert np.square(apart[name] - exact[name]).sum() > np.square(whole[name] - exact[name]).sum()
+        assert (
+            np.square(apart[name] - exact[name]).sum() > np.square(whole[name] - exact[name]).sum()
+        )
 
 
 def test_the_ordinary_computation_rounds_to_the_storage_type(seed: int):
