@@ -15,6 +15,7 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
+    SHORT_TILES,
     KernelKey,
     Pass,
 )
@@ -55,6 +56,7 @@ def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
             polynomial_exp2=polynomial_exp2,
             pair=pair,
         )
+    has_short = (arch, head_dim) in SHORT_TILES
     for pair, polynomial_exp2, soft_cap in itertools.product(pairs, polynomial, _caps(arch)):
         yield KernelKey(
             *(arch, Pass.FORWARD, dtype, head_dim),
@@ -63,6 +65,11 @@ def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
             ranges=True,
             soft_cap=soft_cap,
             pair=pair,
+            short=has_short and soft_cap,
+        )
+    for ranges in (False, True) if has_short else ():
+        yield KernelKey(
+            *(arch, Pass.FORWARD, dtype, head_dim), band=True, ranges=ranges, short=True
         )
 
 

@@ -41,7 +41,16 @@ and dK of 192 columns each, it can hold 128 and 192.
 """
 
 
-_FLAGS = ("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair")
+SHORT_TILES = {("sm_90a", 64): 768}
+"""(arch, head_dim) of forwards with a second tile of fewer query rows, and how many keys a row may
+see in the mean where it runs: docs/hopper.md.
+
+It wastes less of the blocks at both ends of a band. Soft caps always take it: three warpgroups have
+no registers for them.
+"""
+
+
+_FLAGS = ("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short")
 """Flags of a key, in the order of its name."""
 
 
@@ -62,6 +71,7 @@ class KernelKey:
         takes sinks and returns largest scores, too.
       soft_cap: scores are capped, by a number in memory; only with ranges.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
+      short: the tile has fewer query rows, where there are two (forward only).
     """
 
     arch: str
@@ -75,6 +85,7 @@ class KernelKey:
     ranges: bool = False
     soft_cap: bool = False
     pair: bool = False
+    short: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
@@ -93,6 +104,12 @@ class KernelKey:
 def head_dim_tile(head_dim: int) -> int | None:
     """Narrowest tile that holds head_dim, or None if there is none."""
     return next((tile for tile in HEAD_DIM_TILES if head_dim <= tile), None)
+
+
+def takes_short_tile(arch: str, tile: int, mean_keys: int, has_soft_cap: bool) -> bool:
+    """`KernelKey.short` of a forward whose rows see so many keys in the mean, or fewer."""
+    most = SHORT_TILES.get((arch, tile))
+    return most is not None and (has_soft_cap or mean_keys <= most)
 
 
 def backward_value_dim(arch: str, tile: int, value_dim: int) -> int:

@@ -18,6 +18,7 @@ from fa4_jax.key import (
     Pass,
     backward_value_dim,
     head_dim_tile,
+    takes_short_tile,
 )
 from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
 from fa4_jax.problem import Problem
@@ -114,7 +115,9 @@ def kernel_keys(
             "soft_cap": problem.has_soft_cap,
         }
 
-    forward = key(Pass.FORWARD, **limits(Pass.FORWARD), polynomial_exp2=polynomial)
+    short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
+    flags = {"polynomial_exp2": polynomial, "short": short}
+    forward = key(Pass.FORWARD, **limits(Pass.FORWARD), **flags)
     value_tile = backward_value_dim(arch, tile, problem.head_dims[1])
     backward = (
         key(Pass.BACKWARD_PRE, value_tile, deterministic=problem.deterministic),
@@ -126,6 +129,16 @@ def kernel_keys(
         key(Pass.BACKWARD_POST, value_tile),
     )
     return (forward,), backward
+
+
+def _mean_keys(problem: Problem) -> int:
+    """About how many keys a row sees in the mean, or more: of symbolic lengths nothing is known."""
+    seen = sum(problem.window) + 1
+    rows, keys = problem.query_length, problem.key_length
+    if not (problem.band and isinstance(rows, int) and isinstance(keys, int)):
+        return seen
+    # In a square under a causal mask the first row sees one key, the last one all.
+    return min(seen, keys // 2 if rows == keys and problem.window[1] == 0 else keys)
 
 
 def scalars(problem: Problem) -> dict[str, float]:

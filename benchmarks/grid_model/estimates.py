@@ -81,7 +81,7 @@ class Estimator:
             extra = cost.tile if code.launch.persistent else cost.start
             steps[-1] = dataclasses.replace(steps[-1], cycles=cost.step + extra, writes=(output,))
             tiles.append(steps)
-        stages = FORWARD_TILES[key.head_dim, key.band].kv_stages
+        stages = FORWARD_TILES[key.head_dim, key.short].kv_stages
         grid = Grid(self.rates, stages)
         if not code.launch.persistent:
             return grid.run(tiles)

@@ -310,7 +310,7 @@ class Backward(BackwardHost):
         delta = self.statistics(shared.delta, slot)
         warpgroup.wait_group(1)
         if cutlass.const_expr(self.soft_cap):
-            softmax.cap(scores, exponents.before_cap)
+            softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
         self.mask(work, scores, place)
         if cutlass.const_expr(not self.soft_cap):
             self.exponentiate(scores, lse_log2, exponents.scale_log2)

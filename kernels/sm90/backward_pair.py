@@ -158,7 +158,7 @@ class PairBackward(Backward):
             place, (use, do_use) = self.place(shared, work, step, 0), self.uses(shared, step)
             lse_log2 = self.statistics(shared.lse_log2, use.slot)
             if cutlass.const_expr(self.soft_cap):
-                softmax.cap(scores, exponents.before_cap)
+                softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
             self.mask(own, scores, place)
             if cutlass.const_expr(self.soft_cap):
                 slopes = cute.make_rmem_tensor(scores.shape, Float32)

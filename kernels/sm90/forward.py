@@ -76,8 +76,8 @@ class Forward(ForwardHost):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
         self.band, self.ranges, self.soft_cap = key.band, key.ranges, key.soft_cap
-        self.tile = FORWARD_TILES[key.head_dim, key.band]
-        self.description = description(key.head_dim, key.band, key.ranges)
+        self.tile = FORWARD_TILES[key.head_dim, key.short]
+        self.description = description(key.head_dim, key.band, key.ranges, key.short)
         names = ("issue_turn", "epilogue", "padding")
         self.issue_turn, epilogue, self.padding = map(self.description.named_barrier, names)
         self.output = Output(self.tile, self.head_dim, self.dtype, epilogue)
@@ -359,7 +359,7 @@ class Forward(ForwardHost):
         warpgroup.wait_group(0)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
-            softmax.cap(mma.scores, scales.before_cap)
+            softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
             self.mask(mma.scores, rows, end - 1)
         self.softmax_block(mma.scores, rows, scales)
@@ -396,7 +396,7 @@ class Forward(ForwardHost):
         warpgroup.wait_group(1)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
-            softmax.cap(mma.scores, scales.before_cap)
+            softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
         if cutlass.const_expr(masked):
             self.mask(mma.scores, rows, block)
         factors = self.softmax_block(mma.scores, rows, scales)

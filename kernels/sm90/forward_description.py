@@ -31,9 +31,9 @@ _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
 @functools.cache
-def description(head_dim: int, band: bool, ranges: bool = False) -> Description:
+def description(head_dim: int, band: bool, ranges: bool = False, short: bool = False) -> Description:
     """Describes the forward kernel of a head dim, with or without a band and ranges of keys."""
-    tile = FORWARD_TILES[head_dim, band]
+    tile = FORWARD_TILES[head_dim, short]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"

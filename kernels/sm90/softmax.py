@@ -11,7 +11,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from kernels.common.row_ranges import Tags
-from kernels.common.softmax import exp2, finite_reference, fmax, select, tanh
+from kernels.common.softmax import (
+    TANH_NEAR,
+    exp2,
+    finite_reference,
+    fmax,
+    near_tanh,
+    select,
+    tanh,
+)
 
 ROWS = 2  # rows of an accumulator fragment per thread
 
@@ -35,12 +43,25 @@ def quad_reduce(value: Float32, op) -> Float32:
     return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
-def cap(acc: cute.Tensor, before_cap: Float32):
-    """Replaces products by their scores in units of the soft cap; `state.Scales.before_cap`."""
-    for row in range(ROWS):
-        for pair, column in fragment_columns(acc):
-            index = fragment_index(pair, row, column)
-            acc[index] = tanh(acc[index] * before_cap)
+@cute.jit
+def cap(acc: cute.Tensor, before_cap: Float32, at_once: cutlass.Constexpr[int]):
+    """Replaces products by their scores in units of the soft cap; `state.Scales.before_cap`.
+
+    Where no score of a warp would exceed TANH_NEAR caps, a polynomial alone is enough.
+    at_once: how many scores of a thread are asked for that together; it divides them.
+    """
+    for first in cutlass.range_constexpr(0, cute.size(acc), at_once):
+        largest = [Float32(0.0), Float32(0.0)]
+        for i in range(first, first + at_once):
+            acc[i] = acc[i] * before_cap
+            largest[i % 2] = fmax(largest[i % 2], cute.math.absf(acc[i]))
+        # NaN compares false and takes the path for any score.
+        if cute.arch.vote_all_sync(fmax(*largest) <= TANH_NEAR):
+            for i in cutlass.range_constexpr(first, first + at_once):
+                acc[i] = near_tanh(acc[i])
+        else:
+            for i in cutlass.range_constexpr(first, first + at_once):
+                acc[i] = tanh(acc[i])
 
 
 def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cute.Tensor):

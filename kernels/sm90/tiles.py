@@ -75,17 +75,13 @@ class ForwardTile:
 
 
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
-    # (head_dim, band)
+    # (head_dim, KernelKey.short)
     (64, False): ForwardTile(m=192, n=128, kv_stages=2),
-    (64, True): ForwardTile(m=192, n=128, kv_stages=2),
+    (64, True): ForwardTile(m=128, n=128, kv_stages=4),
     (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
-    (96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
     (128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
-    (128, True): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
     (192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
-    (192, True): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
     (256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
-    (256, True): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
 }
 
 
@@ -122,6 +118,11 @@ class BackwardTile:
     def split_rows(self) -> bool:
         """True: a warpgroup owns 64 query rows of dQ; False: half of its columns."""
         return self.m == 128
+
+    @property
+    def cap_at_once(self) -> int:
+        """Scores of a thread that a soft cap asks about together: all, where registers allow."""
+        return 16 if self.m == 128 else 32
 
     @property
     def l2_budget_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fa4_jax.key import HEAD_DIM_TILES, NARROW_VALUES
+from fa4_jax.key import HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES
 from kernels.sm90 import tiles
 
 
@@ -27,5 +27,8 @@ def test_backward_tiles_fit(head_dims):
 
 def test_every_head_dim_has_tiles():
     narrow = {(d, dv) for (arch, d), dv in NARROW_VALUES.items() if arch == "sm_90a"}
-    assert {d for d, _ in tiles.FORWARD_TILES} == set(HEAD_DIM_TILES)
+    short = {d for arch, d in SHORT_TILES if arch == "sm_90a"}
+    assert set(tiles.FORWARD_TILES) == {(d, False) for d in HEAD_DIM_TILES} | {
+        (d, True) for d in short
+    }
     assert set(tiles.BACKWARD_TILES) == {(d, d) for d in HEAD_DIM_TILES} | narrow
