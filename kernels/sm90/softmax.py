@@ -52,7 +52,7 @@ def cap(acc: cute.Tensor, before_cap: Float32, at_once: cutlass.Constexpr[int]):
     """
     for first in cutlass.range_constexpr(0, cute.size(acc), at_once):
         largest = [Float32(0.0), Float32(0.0)]
-        for i in range(first, first + at_once):
+        for i in cutlass.range_constexpr(first, first + at_once):
             acc[i] = acc[i] * before_cap
             largest[i % 2] = fmax(largest[i % 2], cute.math.absf(acc[i]))
         # NaN compares false and takes the path for any score.
