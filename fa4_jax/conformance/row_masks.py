@@ -100,7 +100,7 @@ def _prefixes(case: Sizes, rng: np.random.Generator) -> Arrays:
 
 
 def _sides(case: Sizes, rng: np.random.Generator) -> Arrays:
-    return tuple(np.asarray(x, np.int32) for x in rng.integers(0, case.key_length // 2, 2))
+    return tuple(np.asarray(x, np.int32) for x in rng.integers(0, case.key_length // 2 + 1, 2))
 
 
 def _meet(case: Sizes, ids: Arrays) -> np.ndarray:

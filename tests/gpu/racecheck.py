@@ -43,6 +43,7 @@ _OPCODES = {
     0x3B5: "UTMASTG",
 }
 _INSTRUCTION_BYTES = 16
+_MOST_SECONDS = 300
 _SANITIZER = ("compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "analysis")
 _OPTIONS = ("--print-limit", "100000", "--kernel-name", "kns=fa4")
 
@@ -154,6 +155,7 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
 
     Raises:
       ValueError: the program did not come to its end.
+      TimeoutExpired: nor after _MOST_SECONDS.
     """
     manifest = current_target().manifest
     assert manifest is not None
@@ -162,7 +164,9 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
         cubin = manifest.cubins[found]
         code[cubin.symbol] = _code(manifest.directory, cubin.file, cubin.symbol)
     command = [*_SANITIZER, *_OPTIONS, sys.executable, "-m", "tests.gpu.racecheck", "--run"]
-    done = subprocess.run([*command, key.name], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, key.name], capture_output=True, text=True, check=False, timeout=_MOST_SECONDS
+    )
     return Counter(hazard(pair, code) for pair in parse(done.stdout + done.stderr))
 
 

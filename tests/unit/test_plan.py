@@ -35,7 +35,7 @@ def names(plan: Plan) -> list[str]:
         (
             {"window": (3, 5), "deterministic": True, "head_dim": 8, "numerics": "exact"},
             [
-                "fwd_bf16_d64_band",
+                "fwd_bf16_d64_band_short",
                 "bwd_pre_bf16_d64_deterministic",
                 "bwd_bf16_d64_band_deterministic",
                 "bwd_post_bf16_d64",
@@ -73,6 +73,31 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
 
 
 @pytest.mark.parametrize(
+    ("changes", "short"),
+    [
+        ({"window": CAUSAL}, False),
+        ({"window": CAUSAL, "query_length": 1024, "key_length": 1024}, True),
+        # Rows of a short query may all see a long key.
+        ({"window": CAUSAL, "query_length": 64}, False),
+        ({"window": CAUSAL, "query_length": 8, "key_length": 600}, True),
+        ({"window": (127, 0)}, True),
+        ({"window": (127, 472)}, True),
+        ({"window": (127, 473)}, False),
+        ({}, False),
+        ({"key_length": 100}, False),
+        ({"has_soft_cap": True}, True),
+        ({"window": (127, 0), "head_dim": 72}, False),
+    ],
+)
+def test_rows_that_see_few_keys_take_a_short_tile(changes: dict[str, Any], short: bool):
+    sizes = {"query_length": 4096, "key_length": 4096, "head_dim": 64}
+    problem = dataclasses.replace(PROBLEM, **(sizes | changes))
+    (forward,), _ = kernel_keys(problem, "sm_90a")
+    assert forward.short == short
+    assert not any(key.short for keys in kernel_keys(problem, "sm_100f") for key in keys)
+
+
+@pytest.mark.parametrize(
     ("head_dims", "tile"),
     [
         ((192, 128), "d192x128"),
@@ -105,7 +130,7 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
         DESIGNS,
         asked,
         ("bf16", "fp16"),
-        ((UNBOUNDED, UNBOUNDED), CAUSAL),
+        ((UNBOUNDED, UNBOUNDED), CAUSAL, (100, 0)),
         (False, True),
         ("fast", "exact"),
         (None, 8),
@@ -113,6 +138,8 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
         for head_dim in range(8, 257, 8):
             problem = dataclasses.replace(
                 PROBLEM,
+                query_length=4096,
+                key_length=4096,
                 dtype=dtype,
                 head_dim=head_dim,
                 window=window,
