@@ -31,7 +31,9 @@ _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
 @functools.cache
-def description(head_dim: int, band: bool, ranges: bool = False, short: bool = False) -> Description:
+def description(
+    head_dim: int, band: bool, ranges: bool = False, short: bool = False
+) -> Description:
     """Describes the forward kernel of a head dim, with or without a band and ranges of keys."""
     tile = FORWARD_TILES[head_dim, short]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups

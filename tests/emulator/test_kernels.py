@@ -12,8 +12,7 @@ import pytest
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
-from fa4_jax.key import KernelKey, Pass
-from kernels.description import Description
+from fa4_jax.key import SHORT_TILES, KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import EmulationError, Policy, launch
 from kernels.emulator.driver import arguments
@@ -112,24 +111,31 @@ def test_deterministic_backward_ignores_timing(seed: int) -> None:
         assert np.array_equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_tickets_deal_every_tile_once(head_dim: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "short"), [(64, False), (64, True), (96, False), (128, False)]
+)
+def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> None:
     """The results' bits depend neither on the number of CTAs nor on the order in which they start.
 
     A CTA takes a ticket with each of its tiles.
     """
-    (heads, rows), tiles_of_head = (2, describe_forward(head_dim).division.rows), 3
+    key = KernelKey("sm_90a", Pass.FORWARD, "bf16", head_dim, band=True, short=short)
+    division = describe(key).division
+    assert division.by_ticket
+    heads, rows, tiles_of_head = 2, division.rows, 3
     length = tiles_of_head * rows - 40
     case = Case(
         batch=1,
         heads=(heads, 1),
         query_length=length,
-        key_length=length - rows,  # the first rows see no key
+        # The first rows see no key. Many keys: a tall tile.
+        key_length=length - rows if short else SHORT_TILES["sm_90a", 64] + 10,
         head_dim=head_dim,
         is_causal=True,
         query_offset=-rows,
     )
     launches = attention(case, make_inputs(case, seed), gradients=False)
+    assert launches.keys[0] == key
     code, first = ptx(launches.keys[0]), dict[str, np.ndarray]()
     for number, policy in enumerate(POLICIES):
         processors = 1 + number * 2 % 5
@@ -139,13 +145,6 @@ def test_tickets_deal_every_tile_once(head_dim: int, seed: int) -> None:
         first = first or packed.results
         for name, value in packed.results.items():
             assert np.array_equal(value, first[name]), (name, processors, policy)
-
-
-def describe_forward(head_dim: int) -> Description:
-    """The description of a forward that deals its tiles by ticket."""
-    description = describe(KernelKey("sm_90a", Pass.FORWARD, "bf16", head_dim, band=True))
-    assert description.division.by_ticket
-    return description
 
 
 @pytest.mark.parametrize(("arch", "barrier"), [("sm_90a", "k_empty"), ("sm_100f", "p_early")])
