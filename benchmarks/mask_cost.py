@@ -51,7 +51,7 @@ def makers(rows: int, length: int) -> dict[str, tuple[Callable[..., masks.Mask],
 def bound(function: Callable[..., masks.Mask], argument: jax.Array) -> tuple[Call, int]:
     """Returns a compiled call, and of how many kernels its program is made."""
     program = jax.jit(function).lower(argument).compile()
-    entry = program.as_text().split("ENTRY ")[-1]
+    entry = (program.as_text() or "").split("ENTRY ")[-1]
     launches = sum(entry.count(f" {name}(") for name in OPERATIONS)
     return lambda: program(argument), launches
 
