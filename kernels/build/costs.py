@@ -1,0 +1,122 @@
+"""python -m kernels.build.costs: what each capability of the kernels costs, as a Markdown table.
+
+A kernel that has several capabilities counts in the row of each. Seconds are of one core that
+compiles one kernel after another; a build divides them among its processes. Run it after
+`python -m kernels.build`; docs/notes/packaging.md has its output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import zlib
+from collections.abc import Callable
+
+from fa4_jax import catalogue
+from fa4_jax.key import KernelKey
+from kernels.build import cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One row.
+
+    Attributes:
+      has: whether a kernel is there for it.
+      sampled: what `make test` runs of it on the emulator.
+      proof: the options of tests.emulator.kernel_conformance that run all of it.
+    """
+
+    name: str
+    has: Callable[[KernelKey], bool]
+    sampled: str
+    proof: str
+
+
+def _plain(key: KernelKey) -> bool:
+    return not (key.ranges or key.pair or key.short or key.polynomial_exp2)
+
+
+CAPABILITIES = (
+    Capability("all", lambda key: True, "", "--covering --seeds 20"),
+    Capability(
+        "dense calls and bands, one CTA or the only design",
+        _plain,
+        "test_kernels.py, test_blackwell.py, test_blackwell_backward.py: a few cases of each",
+        "--seeds 20",
+    ),
+    Capability(
+        "determinism",
+        lambda key: key.deterministic,
+        "the same, three orders of CTAs, bit by bit",
+        '--only "*deterministic*"',
+    ),
+    Capability(
+        "masks in memory, sinks, largest scores",
+        lambda key: key.ranges and not key.soft_cap,
+        "test_row_ranges.py, test_logits.py: every mask once",
+        '--only "*ranges*"',
+    ),
+    Capability(
+        "soft caps (Hopper)",
+        lambda key: key.soft_cap,
+        "test_logits.py: every case with a cap once",
+        '--only "*soft_cap*"',
+    ),
+    Capability(
+        "a short tile at d = 64 (Hopper)",
+        lambda key: key.short,
+        "test_kernels.py: tickets; short cases of test_end_to_end.py",
+        '--only "*short"',
+    ),
+    Capability(
+        "polynomial exponentials (Blackwell)",
+        lambda key: key.polynomial_exp2,
+        "test_blackwell.py",
+        '--only "*polynomial*"',
+    ),
+    Capability(
+        "pairs of CTAs beside one CTA (Blackwell)",
+        lambda key: key.pair,
+        "test_blackwell_end_to_end.py: three of 36 combinations a run",
+        '--only "*_pair"',
+    ),
+)
+
+
+def row(capability: Capability) -> str:
+    """Returns a line of the table.
+
+    Raises:
+      LookupError: a kernel is not built.
+    """
+    seconds, num_bytes, compressed_bytes, count = 0.0, 0, 0, 0
+    for key in filter(capability.has, catalogue.all_keys()):
+        entry = cache.find(key)
+        if entry is None:
+            raise LookupError(f"{key.name} is not built: run python -m kernels.build")
+        seconds += entry.seconds
+        num_bytes += len(entry.code)
+        compressed_bytes += len(zlib.compress(entry.code))
+        count += 1
+    cells = [capability.name, str(count), f"{seconds:.0f}", f"{num_bytes / 1e6:.1f}"]
+    cells += [f"{compressed_bytes / 1e6:.1f}", capability.sampled, capability.proof]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    """Prints the table; returns 1 if a kernel is not built."""
+    head = ("capability", "kernels", "compile, s", "cubins, MB", "in a wheel, MB")
+    try:
+        rows = [row(capability) for capability in CAPABILITIES]
+    except LookupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("| " + " | ".join((*head, "`make test` runs", "the full proof")) + " |")
+    print("|---" * (len(head) + 2) + "|")
+    print("\n".join(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
