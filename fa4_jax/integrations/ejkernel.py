@@ -32,8 +32,6 @@ def _refuse(features: dict[str, Any]) -> None:
         "dropout_prob": (0.0, "0.0"),
         "cum_seqlens_q": (None, "[batch, length, heads, head_dim] with q_segment_ids"),
         "cum_seqlens_k": (None, "[batch, length, heads, head_dim] with kv_segment_ids"),
-        "logits_soft_cap": (None, "None"),
-        "softmax_aux": (None, "None"),
         "normalize_output": (True, "True"),
         "block_tables": (None, "keys and values [batch, length, heads, head_dim]"),
     }
@@ -43,6 +41,11 @@ def _refuse(features: dict[str, Any]) -> None:
             what = f" of shape {found.shape}" if isinstance(found, jax.Array) else f"={found!r}"
             # ejkernel raises its own error for messages that say "not supported".
             raise NotImplementedError(f"{name}{what} is not supported; supported: {choice}")
+    if features["logits_soft_cap"] is not None and features["bias"] is not None:
+        raise NotImplementedError(
+            "logits_soft_cap with a bias, which ejkernel adds before the cap and fa4_jax after it, "
+            "is not supported; supported: one of the two"
+        )
     if jnp.dtype(features["logits_dtype"]) != jnp.float32:
         raise NotImplementedError(
             f"logits_dtype={features['logits_dtype']} is not supported; supported: float32"
@@ -57,21 +60,23 @@ def _check_precision(precision: Any, dtype: Any) -> None:
         )
 
 
-def _mask(
-    attention_mask: jax.Array | None,
-    q_segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-) -> jax.Array | None:
-    """What broadcasts to [B, N, T, S]: the mask, within segments; a negative id sees nothing."""
-    mask = None if attention_mask is None else attention_mask.astype(jnp.bool_)
+def _segments(
+    q_segment_ids: jax.Array | None, kv_segment_ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array] | None:
+    """Segment ids [B, T] and [B, S]; a negative one meets nothing."""
     if q_segment_ids is None:
         if kv_segment_ids is not None:
             raise ValueError("kv_segment_ids are given without q_segment_ids")
-        return mask
-    keys = q_segment_ids if kv_segment_ids is None else kv_segment_ids
-    queries = q_segment_ids[:, None, :, None]
-    same = (queries == keys[:, None, None, :]) & (queries >= 0)
-    return same if mask is None else mask & same
+        return None
+    return q_segment_ids, q_segment_ids if kv_segment_ids is None else kv_segment_ids
+
+
+def _sinks(softmax_aux: jax.Array | None, heads: int) -> jax.Array | None:
+    """One sink [N] of each head for its several, [sinks] or [N, sinks]: their log-sum-exp."""
+    if softmax_aux is None:
+        return None
+    together = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
+    return jnp.broadcast_to(together, (heads,))
 
 
 def _flash_attention(options: dict[str, Any], *args: Any, **kwargs: Any) -> jax.Array:
@@ -81,14 +86,18 @@ def _flash_attention(options: dict[str, Any], *args: Any, **kwargs: Any) -> jax.
     call = given.arguments
     _refuse(call)
     query, key, value = call["query"], call["key"], call["value"]
+    mask = call["attention_mask"]
     _check_precision(call["precision"], query.dtype)
     return attention(
         query,
         key,
         value,
         call["bias"],
-        _mask(call["attention_mask"], call["q_segment_ids"], call["kv_segment_ids"]),
+        None if mask is None else mask.astype(jnp.bool_),
         scale=call["softmax_scale"],
+        segment_ids=_segments(call["q_segment_ids"], call["kv_segment_ids"]),
+        logits_soft_cap=call["logits_soft_cap"],
+        sinks=_sinks(call["softmax_aux"], query.shape[-2]),
         is_causal=call["causal"],
         local_window_size=call["sliding_window"],
         **options,
@@ -104,14 +113,14 @@ def make_flash_attention(
     """ejkernel's `flash_attention` on `fa4_jax.attention`; options as for that.
 
     query is [batch, T, N, H], key and value are [batch, S, K, H], of one dtype. causal and
-    sliding_window (keys to the left and right beside the query's own) run on the kernels; a bias,
-    an attention_mask or segment ids are dense, on the default path. A row that sees no key is 0;
-    ejkernel's XLA implementation takes a mean of values there.
+    sliding_window (keys to the left and right beside the query's own), segment ids, a soft cap and
+    sinks (softmax_aux) run on the kernels; a bias or an attention_mask is dense, on the default
+    path. A row that sees no key is 0; ejkernel's XLA implementation takes a mean of values there.
 
     Raises (when called):
       ValueError: an argument is wrong.
-      NotImplementedError: dropout, a soft cap, sinks, cumulative lengths, pages, an output that is
-        not normalised, logits that are not float32, a precision of float32 products. ejkernel
+      NotImplementedError: dropout, a soft cap of a bias, cumulative lengths, pages, an output that
+        is not normalised, logits that are not float32, a precision of float32 products. ejkernel
         turns it into its own EjkernelRuntimeError, with the same message.
     """
     options = {

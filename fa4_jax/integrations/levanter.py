@@ -63,6 +63,23 @@ class _Layout:
         full = x.broadcast_axis(tuple(axis for axes in used for axis in axes))
         return self.flat(full, *used)
 
+    def segment_ids(self, mask: Any) -> tuple[jax.Array, jax.Array] | None:
+        """Segment ids [B, T] and [B, S] of a mask; both may have the axis of the queries."""
+        if not isinstance(mask, AttentionMask) or mask.segment_ids is None:
+            return None
+        given = mask.segment_ids
+        queries, keys = given if isinstance(given, tuple) else (given, given)
+        renamed = {self.queries.name: self.keys.name} if self.keys.name not in keys.axes else {}
+        return self._of_tokens(queries, self.queries), self._of_tokens(
+            keys.rename(renamed), self.keys
+        )
+
+    def _of_tokens(self, ids: NamedArray, tokens: Axis) -> jax.Array:
+        known = (*self.batch, tokens)
+        if extra := [axis for axis in ids.axes if axis not in known]:
+            raise ValueError(f"segment_ids have the axes {extra}, batch has {self.batch}")
+        return self.flat(ids.broadcast_axis(known), self.batch, (tokens,))
+
 
 def _layout(
     positions: tuple[Any, Any, Any], query: NamedArray, key: NamedArray, value: NamedArray
@@ -118,16 +135,17 @@ def _band(mask: Any, layout: _Layout) -> tuple[dict[str, Any], Any]:
     return options, dataclasses.replace(rest, sliding_window=None, bidirectional_window=None)
 
 
-def _refuse(
-    dropout: float, inference: bool, logits_soft_cap: float | None, precision: Any, dtype: Any
-) -> None:
+def _refuse(dropout: float, inference: bool, capped_bias: bool, precision: Any, dtype: Any) -> None:
     """Raises NotImplementedError for what `fa4_jax.attention` lacks."""
     if dropout > 0 and not inference:
         raise NotImplementedError(
             f"dropout={dropout} outside of inference; supported: 0.0, or inference=True"
         )
-    if logits_soft_cap is not None:
-        raise NotImplementedError(f"logits_soft_cap={logits_soft_cap}; supported: None")
+    if capped_bias:
+        raise NotImplementedError(
+            "logits_soft_cap with a bias, which Levanter adds before the cap and fa4_jax after it; "
+            "supported: one of the two"
+        )
     if jnp.dtype(dtype).itemsize > 2 and precision not in _DEFAULT_PRECISIONS:
         raise NotImplementedError(f"precision={precision} of {dtype}; supported: DEFAULT")
 
@@ -159,11 +177,13 @@ def attention(
       query, key, value: query {QPos, Key, ...}, key {KPos, Key, ...}, value {KPos, ...}. The last
         axis that the three share holds the heads of key and value, others hold the batch; axes of
         query alone are the query heads that share a head of key and value.
-      mask: a causal mask with or without an offset, and windows, run on the kernels. Segment ids,
-        explicit masks, and windows beside an offset are dense, on the default path. A row that sees
-        no key is 0; Levanter takes the mean of all values there.
+      mask: a causal mask with or without an offset, windows and segment ids run on the kernels.
+        Explicit masks, and windows beside an offset are dense, on the default path. A row that sees
+        no key is 0; Levanter takes the mean of all values there. A negative segment id is padding
+        and meets nothing, where Levanter lets equal ones meet.
       bias: broadcasts to query's and key's axes; default path.
-      dropout, inference, logits_soft_cap: as in Levanter, where they change nothing.
+      dropout, inference: as in Levanter, where they change nothing.
+      logits_soft_cap: as in Levanter, without a bias.
       prng, block_size: unused.
       attention_dtype: operands are cast to it if it is narrower; a wider one changes nothing, since
         products of 16 bits and softmax are in float32 here.
@@ -175,15 +195,20 @@ def attention(
 
     Raises:
       ValueError: the axes do not fit together.
-      NotImplementedError: dropout outside of inference, a soft cap, or a precision of float32.
+      NotImplementedError: dropout outside of inference, a soft cap of a bias, or a precision of
+        float32.
     """
     del prng, block_size
     result_dtype = jnp.result_type(query.dtype, value.dtype)
     dtype = jnp.result_type(query.dtype, key.dtype, value.dtype)
     if attention_dtype is not None and jnp.dtype(attention_dtype).itemsize < dtype.itemsize:
         dtype = jnp.dtype(attention_dtype)
-    _refuse(dropout, inference, logits_soft_cap, precision, dtype)
+    capped_bias = logits_soft_cap is not None and bias is not None
+    _refuse(dropout, inference, capped_bias, precision, dtype)
     layout = _layout((QPos, KPos, Key), query, key, value)
+    ids = layout.segment_ids(mask)
+    if ids is not None:
+        mask = dataclasses.replace(mask, segment_ids=None)
     band, rest = _band(mask, layout)
     heads = (*layout.kv_heads, *layout.groups)
     output = fa4_attention(
@@ -199,6 +224,8 @@ def attention(
         layout.dense("bias", bias),
         layout.dense("mask", materialize_mask(rest, layout.queries, layout.keys)),
         scale=scaling_factor,
+        segment_ids=ids,
+        logits_soft_cap=logits_soft_cap,
         **(band | (options or {})),
     )
     axes = (*layout.batch, layout.queries, *heads, layout.value_dim)

@@ -51,12 +51,21 @@ def _check(q: jax.Array, features: dict[str, Any]) -> None:
             f"paging_info of {pages.active_page_indices.shape} pages; "
             "supported: keys and values [*B, S, K, H]"
         )
-    supported = {"logits_soft_cap": None, "dropout_rate": 0.0, "normalize_output": True}
+    supported = {"dropout_rate": 0.0, "normalize_output": True}
     supported["logits_dtype"] = jnp.dtype(jnp.float32)
     for name, choice in supported.items():
         if features[name] != choice:
             raise NotImplementedError(f"{name}={features[name]!r}; supported: {choice!r}")
     _check_precision(features["precision"], q.dtype)
+
+
+def _check_cap(logits_soft_cap: float | None, bias: jax.Array | None) -> None:
+    """Raises NotImplementedError for a capped bias."""
+    if logits_soft_cap is not None and bias is not None:
+        raise NotImplementedError(
+            "logits_soft_cap with a bias, which tokamax adds before the cap and fa4_jax after it; "
+            "supported: one of the two"
+        )
 
 
 def _flat(x: jax.Array | None, leading: tuple[int, ...]) -> jax.Array | None:
@@ -81,18 +90,19 @@ def _lengths(limits: jax.Array | None, leading: tuple[int, ...]) -> jax.Array | 
 class DotProductAttention(base.DotProductAttention[op.NullConfig, None]):
     """`fa4_jax.attention` as an op of tokamax.
 
-    The call is that of tokamax's op: query [*B, T, N, H], key and value [*B, S, K, H]. Causal masks
-    and lengths run on the kernels; boolean masks, biases, index arrays and windows given in the
-    call run on the default path. A row that sees no key is 0; tokamax's own op takes the mean of
-    all values there. Residuals are (log-sum-exp, 1), in place of (maximum, denominator): both pairs
-    have the same m + log l, which is what merging needs; ours has a gradient.
+    The call is that of tokamax's op: query [*B, T, N, H], key and value [*B, S, K, H]. Causal
+    masks, lengths and soft caps run on the kernels; boolean masks, biases, index arrays and windows
+    given in the call run on the default path. A row that sees no key is 0; tokamax's own op takes
+    the mean of all values there. Residuals are (log-sum-exp, 1), in place of (maximum,
+    denominator): both pairs have the same m + log l, which is what merging needs; ours has a
+    gradient.
 
     Attributes:
       local_window_size, deterministic, numerics, implementation: as for `fa4_jax.attention`.
 
     Raises:
-      NotImplementedError: when called with a soft cap, dropout, pages, outputs that are not
-        normalised, logits that are not float32, or a precision of float32 products that is not
+      NotImplementedError: when called with a soft cap of a bias, dropout, pages, outputs that are
+        not normalised, logits that are not float32, or a precision of float32 products that is not
         the default.
     """
 
@@ -114,11 +124,13 @@ class DotProductAttention(base.DotProductAttention[op.NullConfig, None]):
         q_indices: jax.Array | None,
         k_indices: jax.Array | None,
         logits_scale: float,
+        logits_soft_cap: float | None,
         return_residuals: bool,
         **features: Any,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         q, k, v = map(quantization.as_array, (q, k, v))
         _check(q, features)
+        _check_cap(logits_soft_cap, bias)
         *leading, _, _, _ = q.shape
         leading = tuple(leading)
         is_causal, query_lengths, key_lengths = False, None, None
@@ -145,6 +157,7 @@ class DotProductAttention(base.DotProductAttention[op.NullConfig, None]):
             _flat(bias, leading),
             _flat(dense, leading),
             scale=logits_scale,
+            logits_soft_cap=logits_soft_cap,
             is_causal=is_causal,
             query_seq_lengths=query_lengths,
             key_value_seq_lengths=key_lengths,

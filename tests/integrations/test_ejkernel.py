@@ -99,6 +99,36 @@ def test_segments(ours: Any, rng: np.random.Generator):
         ours(*operands(rng), kv_segment_ids=ids)
 
 
+def test_soft_caps_and_sinks(ours: Any, rng: np.random.Generator):
+    ids = jnp.asarray([[0] * 5 + [1] * 7, [3] * 12], jnp.int32)
+    assert_same_calls(ours, operands(rng), logits_soft_cap=1.5, causal=True)
+    for count in (1, 3):
+        (aux,) = normal(rng, (count,))
+        given = {"q_segment_ids": ids, "logits_soft_cap": 2.0}
+        assert_same_calls(ours, operands(rng), softmax_aux=aux, **given)
+    # ejkernel's checks of types refuse the sinks of each head that its documentation has.
+    arrays, plain = operands(rng), adapter.make_flash_attention()
+    of_heads = jnp.broadcast_to(aux, (N, 3))
+    found, expected = (plain(*arrays, softmax_aux=x, **given) for x in (of_heads, aux))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_segments_need_no_dense_mask(
+    ours: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Any] = []
+    own = adapter.attention
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args[4], kwargs["segment_ids"]))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(adapter, "attention", recorded)
+    ours(*operands(rng), q_segment_ids=jnp.zeros((B, T), jnp.int32))
+    ((mask, segment_ids),) = seen
+    assert mask is None and segment_ids is not None
+
+
 def test_padding_has_negative_ids(ours: Any, rng: np.random.Generator):
     """ejkernel's layer sets such rows to 0; ours are."""
     arrays = operands(rng)
@@ -164,14 +194,14 @@ def test_what_is_refused_names_the_argument(ours: Any, rng: np.random.Generator)
         "dropout_prob": 0.1,
         "cum_seqlens_q": lengths,
         "cum_seqlens_k": lengths,
-        "logits_soft_cap": 5.0,
-        "softmax_aux": jnp.zeros(1),
         "normalize_output": False,
         "logits_dtype": jnp.bfloat16,
         "precision": jax.lax.Precision.HIGHEST,
         "block_tables": jnp.zeros((B, 1), jnp.int32),
     }
     plain = adapter.make_flash_attention()
+    with pytest.raises(NotImplementedError, match=r"logits_soft_cap with a bias.*; supported: "):
+        plain(*arrays, logits_soft_cap=5.0, bias=jnp.zeros((B, N, T, T)))
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"{name}.*not supported; supported: "):
             plain(*arrays, **{name: value})

@@ -145,8 +145,6 @@ def test_windows_and_offsets_need_no_dense_mask(
         "array",
         "array without batch",
         "explicit and causal",
-        "segments",
-        "segments of the keys",
     }
     adapter.attention(QPos, Pos, Key, *operands(rng), mask=Mask.causal(sliding_window=4))
     assert seen[-1][1]["local_window_size"] == (3, 0)
@@ -185,6 +183,22 @@ def test_bias_and_scale(rng: np.random.Generator):
     for axes in ((QPos, Pos), (Head, Group, QPos, Pos), (Batch, Group, Pos)):
         arrays = [*operands(rng), named(rng, *axes)]
         assert_same_calls(arrays, mask=Mask.causal(), scaling_factor=0.3)
+
+
+def test_soft_caps_and_segments(rng: np.random.Generator):
+    ids = {
+        "batch": hax.named(jnp.asarray([[0] * 5 + [1] * 7, [3] * 12]), (Batch, QPos)),
+        "all": hax.named(jnp.asarray([7] * 4 + [2] * 8), (QPos,)),
+    }
+    for own in ids.values():
+        mask = Mask.causal().with_segment_ids(own)
+        assert_same_calls(operands(rng), mask=mask, logits_soft_cap=1.5)
+    assert_same_calls(operands(rng), mask=Mask.causal(offset=2).with_segment_ids(ids["batch"]))
+    explicit = Mask.explicit(hax.named(jnp.eye(12, dtype=bool) | True, (QPos, Pos)))
+    assert_same_calls(operands(rng), mask=explicit.with_segment_ids(ids["all"]))
+    extra = hax.named(jnp.zeros((3, 12), jnp.int32), (Outer, QPos))
+    with pytest.raises(ValueError, match=r"segment_ids have the axes.*outer"):
+        adapter.attention(QPos, Pos, Key, *operands(rng), mask=Mask().with_segment_ids(extra))
 
 
 def test_levanter_own_flash_attention_too(rng: np.random.Generator):
@@ -251,10 +265,11 @@ def test_a_layer_of_levanter(rng: np.random.Generator):
 
 def test_what_is_refused_names_the_argument(rng: np.random.Generator):
     arrays = operands(rng)
-    refused = {"logits_soft_cap": 5.0, "precision": jax.lax.Precision.HIGHEST}
-    for name, value in refused.items():
-        with pytest.raises(NotImplementedError, match=f"{name}.*supported: "):
-            adapter.attention(QPos, Pos, Key, *arrays, **{name: value})
+    with pytest.raises(NotImplementedError, match=r"precision.*supported: "):
+        adapter.attention(QPos, Pos, Key, *arrays, precision=jax.lax.Precision.HIGHEST)
+    capped_bias = {"logits_soft_cap": 5.0, "bias": named(rng, QPos, Pos)}
+    with pytest.raises(NotImplementedError, match=r"logits_soft_cap with a bias.*supported: "):
+        adapter.attention(QPos, Pos, Key, *arrays, **capped_bias)
     with pytest.raises(NotImplementedError, match=r"dropout=0\.1.*inference=True"):
         adapter.attention(QPos, Pos, Key, *arrays, dropout=0.1)
     found = adapter.attention(QPos, Pos, Key, *arrays, dropout=0.1, inference=True)
@@ -262,7 +277,7 @@ def test_what_is_refused_names_the_argument(rng: np.random.Generator):
     np.testing.assert_array_equal(found.array, expected.array)
     nvte = {"attn_backend": theirs.AttentionBackend.NVTE}
     with pytest.raises(NotImplementedError, match="logits_soft_cap"):
-        theirs.dot_product_attention(QPos, Pos, Key, *arrays, logits_soft_cap=5.0, **nvte)
+        theirs.dot_product_attention(QPos, Pos, Key, *arrays, **capped_bias, **nvte)
 
 
 def test_axes_without_a_place(rng: np.random.Generator):

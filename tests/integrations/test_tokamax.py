@@ -72,6 +72,11 @@ def test_masks_and_biases(rng: np.random.Generator):
         assert_same_calls([*operands(rng), *normal(rng, shape)], is_causal=True)
 
 
+def test_soft_caps(rng: np.random.Generator):
+    for is_causal in (False, True):
+        assert_same_calls(operands(rng), logits_soft_cap=1.5, is_causal=is_causal)
+
+
 def test_lengths(rng: np.random.Generator):
     arrays = operands(rng)
     assert_same_calls(arrays, key_value_seq_lengths=jnp.asarray([5, 12]), is_causal=True)
@@ -183,8 +188,10 @@ def test_residuals_merge_as_tokamax_merges_them(rng: np.random.Generator):
 
 def test_what_is_refused_names_the_argument_and_can_fall_back(rng: np.random.Generator):
     arrays = operands(rng)
+    capped_bias = {"logits_soft_cap": 5.0, "bias": jnp.zeros((B, N, T, T))}
+    with pytest.raises(NotImplementedError, match=r"logits_soft_cap with a bias.*supported: "):
+        adapter.attention_op(*arrays, **capped_bias)
     refused = {
-        "logits_soft_cap": 5.0,
         "dropout_mask": jnp.ones((B, N, T, T), bool),
         "normalize_output": False,
         "logits_dtype": jnp.bfloat16,
@@ -195,8 +202,8 @@ def test_what_is_refused_names_the_argument_and_can_fall_back(rng: np.random.Gen
         with pytest.raises(NotImplementedError, match=f"{name}.*supported: "):
             adapter.attention_op(*arrays, **{name: value})
     both = [adapter.attention_op, "xla"]
-    found = tokamax.dot_product_attention(*arrays, logits_soft_cap=5.0, implementation=both)
-    own = tokamax.dot_product_attention(*arrays, logits_soft_cap=5.0, implementation="xla")
+    found = tokamax.dot_product_attention(*arrays, **capped_bias, implementation=both)
+    own = tokamax.dot_product_attention(*arrays, **capped_bias, implementation="xla")
     np.testing.assert_array_equal(found, own)
 
 
