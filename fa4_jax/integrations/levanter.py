@@ -63,11 +63,8 @@ class _Layout:
         full = x.broadcast_axis(tuple(axis for axes in used for axis in axes))
         return self.flat(full, *used)
 
-    def segment_ids(self, mask: Any) -> tuple[jax.Array, jax.Array] | None:
-        """Segment ids [B, T] and [B, S] of a mask; both may have the axis of the queries."""
-        if not isinstance(mask, AttentionMask) or mask.segment_ids is None:
-            return None
-        given = mask.segment_ids
+    def segment_ids(self, given: Any) -> tuple[jax.Array, jax.Array]:
+        """Segment ids [B, T] and [B, S] of a mask's; both may have the axis of the queries."""
         queries, keys = given if isinstance(given, tuple) else (given, given)
         renamed = {self.queries.name: self.keys.name} if self.keys.name not in keys.axes else {}
         return self._of_tokens(queries, self.queries), self._of_tokens(
@@ -117,7 +114,9 @@ def _band(mask: Any, layout: _Layout) -> tuple[dict[str, Any], Any]:
     left, right = [], []
     # The windows count from the same positions as keys do; only the causal limit has an offset.
     options: dict[str, Any] = {"is_causal": mask.is_causal}
-    rest = dataclasses.replace(mask, is_causal=False, causal_offset=None)
+    if mask.segment_ids is not None:
+        options["segment_ids"] = layout.segment_ids(mask.segment_ids)
+    rest = dataclasses.replace(mask, is_causal=False, causal_offset=None, segment_ids=None)
     offset = mask.causal_offset if mask.is_causal else None
     if offset is not None:
         batch = tuple(axis for axis in layout.batch if axis in offset.axes)
@@ -206,9 +205,6 @@ def attention(
     capped_bias = logits_soft_cap is not None and bias is not None
     _refuse(dropout, inference, capped_bias, precision, dtype)
     layout = _layout((QPos, KPos, Key), query, key, value)
-    ids = layout.segment_ids(mask)
-    if ids is not None:
-        mask = dataclasses.replace(mask, segment_ids=None)
     band, rest = _band(mask, layout)
     heads = (*layout.kv_heads, *layout.groups)
     output = fa4_attention(
@@ -224,7 +220,6 @@ def attention(
         layout.dense("bias", bias),
         layout.dense("mask", materialize_mask(rest, layout.queries, layout.keys)),
         scale=scaling_factor,
-        segment_ids=ids,
         logits_soft_cap=logits_soft_cap,
         **(band | (options or {})),
     )
