@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import util
 
 import numpy as np
 
@@ -171,7 +172,11 @@ def _resolved(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
 @functools.cache
 def _resolver(process: int) -> ProcessPoolExecutor:
     """The process that resolves masks for one that forks (`process`, whose cache it is in)."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    # A forked process closes its queues when it ends (priority 10) and joins its children: this one
+    # would wait for work for ever.
+    util.Finalize(pool, pool.shutdown, exitpriority=100)
+    return pool
 
 
 def reversed_keys(case: Case, inputs: Inputs) -> Inputs:
