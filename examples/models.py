@@ -5,17 +5,15 @@
 
 Every layer is causal, its rows hold documents cut anywhere, and it has the model's own head dims,
 windows, chunks, caps and sinks. The check compares output and gradients of `fa4_jax.attention` in
-bfloat16 with the definition in float32, on one KV head (heads do not know of each other) and on
-rows that are longer than the layer's window or chunk. An error may be twice that of the definition
-with bfloat16 operands, as in the library's own conformance cases. The shapes are those of the
-models' configurations.
+bfloat16 with the library's float64 oracle, by the tolerances of its conformance cases, on one KV
+head (heads do not know of each other) and on rows that are longer than the layer's window or chunk.
+The shapes are those of the models' configurations.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,15 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 import fa4_jax
-from benchmarks import measure, peers
-from benchmarks.shapes import Case
+from benchmarks import measure, peers, shapes
 from benchmarks.timing import Protocol
 from fa4_jax import masks
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import Verdict, compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
 
 DOCUMENTS_PER_ROW = 8
-FACTOR, FLOOR = 2.0, 1e-5
-"""An error is right up to FACTOR times the ordinary one, plus FLOOR of the largest value."""
-
 NAMES = ("output", "dq", "dk", "dv", "dsinks")
 Arrays = dict[str, jax.Array]
 
@@ -97,104 +94,75 @@ def documents(rng: np.random.Generator, length: int) -> tuple[int, ...]:
     return tuple(int(x) for x in np.diff(cuts, prepend=0, append=length))
 
 
-def inputs(layer: Layer, length: int, rng: np.random.Generator) -> tuple[Arrays, jax.Array]:
-    """Query, key, value, the output's cotangent (and sinks) of one KV head; segment ids [1, T]."""
-    group = min(2, layer.heads[0] // layer.heads[1])
-    value_dim = layer.value_dim or layer.head_dim
-    shapes = {
-        "query": (1, length, group, layer.head_dim),
-        "key": (1, length, 1, layer.head_dim),
-        "value": (1, length, 1, value_dim),
-        "bar": (1, length, group, value_dim),
-    }
-    found = {
-        name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for name, shape in shapes.items()
-    }
-    if layer.sinks:
-        found["sinks"] = jnp.asarray(rng.normal(size=group), jnp.bfloat16)
-    row = documents(rng, length)
-    return found, jnp.asarray(np.repeat(np.arange(len(row)), row)[None], jnp.int32)
-
-
-def definition(layer: Layer, x: Arrays, ids: jax.Array) -> jax.Array:
-    """The layer's output by the textbook; operands of products keep the dtype of x."""
-    dtype, length = x["query"].dtype, ids.shape[1]
-    query, key, value = (x[name].swapaxes(1, 2) for name in ("query", "key", "value"))
-    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-    scores = jnp.einsum("bnth,bksh->bnts", query, key, **exact)
-    scores *= layer.head_dim**-0.5 if layer.scale is None else layer.scale
-    if layer.soft_cap is not None:
-        scores = layer.soft_cap * jnp.tanh(scores / layer.soft_cap)
-    i, j = jnp.arange(length)[:, None], jnp.arange(length)[None]
-    seen = (j <= i) & (ids[0][:, None] == ids[0][None])
-    if layer.window is not None:
-        seen &= j > i - layer.window
+def visible_ranges(layer: Layer, row: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each position of a row of documents, [low, high) of what it may see, int32 [1, T]."""
+    ends = np.cumsum(row)
+    low, high = np.repeat(ends - row, row), np.repeat(ends, row)
     if layer.chunk is not None:
-        seen &= i // layer.chunk == j // layer.chunk
-    scores = jnp.where(seen, scores, -jnp.inf)
-    if layer.sinks:
-        sinks = x["sinks"].astype(jnp.float32)[None, :, None, None]
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
-    weights = jax.nn.softmax(scores)[..., :length]
-    output = jnp.einsum("bnts,bksh->bnth", weights.astype(dtype), value, **exact)
-    return output.swapaxes(1, 2).astype(dtype)
-
-
-def results(call: Callable[[Arrays], jax.Array], x: Arrays) -> dict[str, np.ndarray]:
-    """Output and gradients, in float32."""
-    operands = {name: array for name, array in x.items() if name != "bar"}
-
-    @jax.jit
-    def run(operands: Arrays, bar: jax.Array) -> tuple[jax.Array, ...]:
-        output, pull_back = jax.vjp(call, operands)
-        (found,) = pull_back(bar)
-        return output, *(found[name] for name in ("query", "key", "value", "sinks") if name in x)
-
-    with jax.numpy_rank_promotion("allow"):
-        found = run(operands, x["bar"])
-    return {n: np.asarray(a, np.float32) for n, a in zip(NAMES, found, strict=False)}
+        start = np.arange(len(low)) // layer.chunk * layer.chunk
+        low, high = np.maximum(low, start), np.minimum(high, start + layer.chunk)
+    return low[None].astype(np.int32), high[None].astype(np.int32)
 
 
 def attend(layer: Layer, x: Arrays, ids: jax.Array) -> jax.Array:
-    """The layer's output by the library."""
+    """The layer's output [1, T, N, H] by the library; ids [1, T] are the documents'."""
     return fa4_jax.attention(
         x["query"], x["key"], x["value"], segment_ids=ids, sinks=x.get("sinks"), **layer.options
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The largest errors of one quantity, ours and the ordinary one, and whether ours is right."""
+def results(layer: Layer, inputs: Inputs, ids: jax.Array, library: Any) -> dict[str, np.ndarray]:
+    """Output and gradients by the library."""
+    operands = {n: getattr(inputs, n) for n in ("query", "key", "value", "sinks")}
 
-    name: str
-    error: float
-    ordinary: float
-    right: bool
+    @jax.jit
+    def run(x: Arrays, bar: jax.Array) -> tuple[jax.Array, ...]:
+        output, pull_back = jax.vjp(lambda x: library(layer, x, ids), x)
+        (found,) = pull_back(bar)
+        return output, *(found[name] for name in operands if name in x)
+
+    x = {name: jnp.asarray(array) for name, array in operands.items() if array is not None}
+    found = run(x, jnp.asarray(inputs.output_bar))
+    return {name: np.asarray(array) for name, array in zip(NAMES, found, strict=False)}
 
 
 def check(layer: Layer, length: int, seed: int, library: Any = attend) -> list[Verdict]:
-    """Compares the library's output and gradients with the definition's."""
-    x, ids = inputs(layer, length, np.random.default_rng(seed))
-    wide = {name: array.astype(jnp.float32) for name, array in x.items()}
-    exact = results(lambda x: definition(layer, x, ids), wide)
-    ordinary = results(lambda x: definition(layer, x, ids), x)
-    ours = results(lambda x: library(layer, x, ids), x)
-    verdicts: list[Verdict] = []
-    for name, truth in exact.items():
-        error, usual = (float(np.abs(y[name] - truth).max()) for y in (ours, ordinary))
-        allowed = FACTOR * usual + FLOOR * float(np.abs(truth).max())
-        verdicts.append(Verdict(name, error, usual, error <= allowed))
-    return verdicts
+    """Compares the library's output and gradients with the oracle's."""
+    row = documents(np.random.default_rng(seed), length)
+    case = Case(
+        head_dim=layer.head_dim,
+        value_dim=layer.value_dim,
+        batch=1,
+        heads=(min(2, layer.heads[0] // layer.heads[1]), 1),
+        query_length=length,
+        key_length=length,
+        is_causal=True,
+        window=None if layer.window is None else (layer.window - 1, 0),
+        scale=layer.scale,
+        soft_cap=layer.soft_cap,
+        sinks=layer.sinks,
+    )
+    inputs = make_inputs(case, seed)
+    inputs = dataclasses.replace(
+        inputs,
+        masks={"ranges": visible_ranges(layer, row)},
+        lse_bar=np.zeros_like(inputs.lse_bar),
+    )
+    ids = jnp.asarray(np.repeat(np.arange(len(row)), row)[None], jnp.int32)
+    found = results(layer, inputs, ids, library)
+    exact = oracle(case, inputs)
+    usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
+    return [compare(n, "bf16", y, exact[n], [x[n] for x in usual]) for n, y in found.items()]
 
 
-def timed_case(layer: Layer, batch: int, length: int) -> Case:
+def timed_case(layer: Layer, batch: int, length: int) -> shapes.Case:
     """The whole layer as the benchmarks have it; a document that a chunk's end cuts is two."""
     rng, rows = np.random.default_rng(0), list[tuple[int, ...]]()
     for _ in range(batch):
         ends = set(np.cumsum(documents(rng, length)).tolist())
         ends |= set(range(layer.chunk, length, layer.chunk)) if layer.chunk else set()
         rows.append(tuple(int(x) for x in np.diff(sorted(ends), prepend=0)))
-    return Case(
+    return shapes.Case(
         *("models", batch, length, length, layer.heads, layer.head_dim),
         is_causal=True,
         value_dim=layer.value_dim,
@@ -235,15 +203,15 @@ def main() -> int:
             continue
         length = layer.check_length(options.most)
         verdicts = check(layer, length, options.seed)
-        wrong += sum(not verdict.right for verdict in verdicts)
+        wrong += sum(v.failure is not None for v in verdicts)
         cells = {
-            v.name: f"{v.error:.2g} / {v.ordinary:.2g}{'' if v.right else ' WRONG'}"
+            v.name: f"{v.worst:.2g} / {v.worst_allowed:.2g}{' WRONG' if v.failure else ''}"
             for v in verdicts
         }
         rates = [times(layer, options.batch, options.length)] if on_gpu else []
         table.add_row(layer.name, str(length), *(cells.get(n, "") for n in NAMES), *rates)
     console.print(table)
-    console.print("Largest errors against float32: ours / the definition with bfloat16 operands.")
+    console.print("Largest errors against float64, and what is allowed.")
     return int(wrong > 0)
 
 

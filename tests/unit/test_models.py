@@ -17,7 +17,7 @@ LENGTH = 160
 
 def small(layer: Layer) -> Layer:
     """The layer with a window or a chunk that hides keys of rows of LENGTH."""
-    shrunk = {name: 37 for name in ("window", "chunk") if getattr(layer, name) is not None}
+    shrunk = {name: 11 for name in ("window", "chunk") if getattr(layer, name) is not None}
     return dataclasses.replace(layer, **shrunk)
 
 
@@ -25,11 +25,11 @@ def small(layer: Layer) -> Layer:
 def test_layers_are_right(layer: Layer, seed: int):
     verdicts = check(small(layer), LENGTH, seed)
     assert [v.name for v in verdicts] == list(models.NAMES[: 4 + layer.sinks])
-    assert all(v.right for v in verdicts), verdicts
+    assert not [v for v in verdicts if v.failure]
 
 
 WRONG = {
-    "a key more in the window": {"window": 38},
+    "a key more in the window": {"window": 12},
     "no window": {"window": None},
     "another cap": {"soft_cap": 45.0},
     "another scale": {"scale": 0.1},
@@ -38,12 +38,12 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_seen(name: str, seed: int):
-    layer = Layer("all", (2, 1), 64, window=37, soft_cap=3.0, sinks=True)
+    layer = Layer("all", (2, 1), 64, window=11, soft_cap=3.0, sinks=True)
 
     def other(layer: Layer, x: Arrays, ids: jax.Array) -> jax.Array:
         return attend(dataclasses.replace(layer, **WRONG[name]), x, ids)
 
-    assert not all(v.right for v in check(layer, LENGTH, seed, other))
+    assert any(v.failure for v in check(layer, LENGTH, seed, other))
 
 
 def test_missing_sinks_and_segments_are_seen(seed: int):
@@ -56,7 +56,7 @@ def test_missing_sinks_and_segments_are_seen(seed: int):
         return attend(layer, x, ids * 0)
 
     for wrong in (without, in_one_document):
-        assert not all(v.right for v in check(layer, LENGTH, seed, wrong))
+        assert any(v.failure for v in check(layer, LENGTH, seed, wrong))
 
 
 def test_timed_documents_end_with_chunks():
