@@ -35,7 +35,7 @@ The LSE of one row may err by all of it: where one key has nearly all of the row
 can leave that key's exponent just below 0, which is the cubic's worst place.
 """
 
-POLYNOMIAL_SHARE = 1 / 4
+POLYNOMIAL_SHARE = 3 / 8
 """Largest share of a block's exponentials that a kernel computes by the cubic.
 
 Over rows whose weight w falls on such columns, w^2 <= w has this mean: the root mean square of

@@ -137,16 +137,19 @@ class RowRoles(backward_rows.RowRoles):
         chunk, slot = tile.chunk, ring.nth_use(step, tile.statistics).slot
         lane, of_group = products.lane_base(), key.group * chunk
         parts = [key.queries(part, chunk, step) for part in range(tile.parts)]
-        barriers.s_full.wait(step)
+        if cutlass.const_expr(not key.keys):  # Otherwise `query_block` has waited for it.
+            barriers.s_full.wait(step)
         ptx.fence_after_sync()
         s, p = lane + columns("s").first, []
-        scores = [ptx.tmem_load(s + queries.first, chunk) for queries in parts]
+        stride = COMPUTE_GROUPS * chunk
+        scores = ptx.tmem_load_runs(s + of_group, tile.parts, chunk, stride)
         if cutlass.const_expr(columns("dq").shares == "s"):
             ptx.fence_before_sync()
             products.arrive(barriers.s_read.first, ctas=2, stores=False)
         for part, queries in enumerate(parts):
             lse_log2 = statistics(shared.lse_log2, slot, queries.first, chunk)
-            p.append(probabilities(scores[part], lse_log2, scale_log2, queries))
+            of_part = scores[part * chunk : (part + 1) * chunk]
+            p.append(probabilities(of_part, lse_log2, scale_log2, queries))
             rounded = self.rounded([p[part][i] for i in range(chunk)])
             ptx.tmem_store(s + of_group + part * (chunk // 2), rounded)
             ptx.tmem_store_wait()
@@ -191,7 +194,8 @@ class RowRoles(backward_rows.RowRoles):
             head, block = work.step(step, self.config.deterministic)
             query_tile = rows.tile(work.batch, work.heads, head, block)
             target = rows.dq_acc + query_tile * (tile.m * tile.head_dim) + own.first
-            barriers.dq_full.wait(step)
+            if cutlass.const_expr(work.ranges is None):
+                barriers.dq_full.wait(step)
             ptx.fence_after_sync()
             values = ptx.tmem_load(first, tile.dq_width)
             ptx.fence_before_sync()

@@ -329,8 +329,7 @@ class RowRoles:
 
     def polynomial_pairs(self, key: int) -> int:
         """Counts the polynomials among 16 pairs of probabilities from a key of the block on."""
-        middle = CHUNK <= key < self.config.tile.n - CHUNK
-        return self.config.polynomial_pairs if middle else 0
+        return self.config.polynomial_pairs if key >= CHUNK else 0
 
     def store_chunk(self, probabilities_at: Int32, values: list[Float32], first: int):
         """Stores P of CHUNK keys of a block to tensor memory."""

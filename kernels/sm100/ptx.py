@@ -20,14 +20,19 @@ def tmem_load(address: Int32, columns: int) -> list[Float32]:
     32 columns: the next wider one needs more registers than a thread has before setmaxnreg.
     """
     step = min(columns, 32)
+    return tmem_load_runs(address, columns // step, step, step)
+
+
+def tmem_load_runs(address: Int32, runs: int, columns: int, stride: int) -> list[Float32]:
+    """tcgen05.ld: loads several runs of columns, whose first ones are `stride` apart, and waits."""
     loads = [
-        f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {_list('w', step, first)},"
-        f" [{{$r0}} + {first}];"
-        for first in range(0, columns, step)
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {_list('w', columns, run * columns)},"
+        f" [{{$r0}} + {run * stride}];"
+        for run in range(runs)
     ]
     values = cute.arch.inline_ptx(
         " ".join([*loads, "tcgen05.wait::ld.sync.aligned;"]),
-        write_only_types=[Float32] * columns,
+        write_only_types=[Float32] * (runs * columns),
         read_only_args=[address],
     )
     return list(values)

@@ -46,7 +46,7 @@ SPECULATIVE_KEYS = 16
 """The number of first keys of a block whose exponentials do not wait for the block's maximum."""
 
 
-RANGES_POLYNOMIAL_PAIRS = 4
+RANGES_POLYNOMIAL_PAIRS = 3
 """The most polynomials of 16 pairs where rows read their keys from memory: more would spill."""
 
 
@@ -64,7 +64,7 @@ class ForwardTile:
         of these as soon as they are there; the last is n.
       query_tiles: of a CTA, 1 or 2, of `rows` query rows each.
       polynomial_pairs: with `polynomial_exp2`, how many of every 16 pairs of exponentials are
-        polynomials, but none in the first and last 32 keys of a block: there the latency counts.
+        polynomials, but none in the first 32 keys of a block: there the latency counts.
       registers: by role.
       span_bytes: swizzle span of all operand tiles.
     """
@@ -119,9 +119,9 @@ FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, KernelKey.pair): the design for pairs, where there are both
     (64, False): ForwardTile(128, 8, _SPLITS, polynomial_pairs=8),
     (64, True): ForwardTile(128, 16, _SPLITS, ctas=2, polynomial_pairs=8, span_bytes=64),
-    (96, False): ForwardTile(128, 6, _SPLITS, polynomial_pairs=4, span_bytes=64),
-    (128, False): ForwardTile(128, 4, _SPLITS, polynomial_pairs=4),
-    (128, True): ForwardTile(128, 8, _SPLITS, ctas=2, polynomial_pairs=4),
+    (96, False): ForwardTile(128, 6, _SPLITS, polynomial_pairs=8, span_bytes=64),
+    (128, False): ForwardTile(128, 4, _SPLITS, polynomial_pairs=8),
+    (128, True): ForwardTile(128, 8, _SPLITS, ctas=2, polynomial_pairs=8),
     (192, False): ForwardTile(128, 5, _SPLITS, query_tiles=1, ctas=2, span_bytes=64),
     (256, False): ForwardTile(128, 3, _SPLITS, query_tiles=1, ctas=2),
 }

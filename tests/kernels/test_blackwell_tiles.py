@@ -94,9 +94,9 @@ def expected(key: KernelKey) -> dict[str, int]:
     spans = d * 2 // tile.span_bytes
     loads_of_k = tile.buffers_per_tile + 1  # a tile's first ones, and those in the loop
     scores = loads_of_k + (tile.query_tiles == 2)
-    middle = max(tile.n // 32 - 2, 0)
+    later = tile.n // 32 - 1
     pairs = min(tile.polynomial_pairs, tiles.RANGES_POLYNOMIAL_PAIRS if key.ranges else 16)
-    polynomial = 2 * pairs * middle if key.polynomial_exp2 else 0
+    polynomial = 2 * pairs * later if key.polynomial_exp2 else 0
     return {
         "UTCHMMA": tile.query_tiles * (scores * d // 16 + 2 * tile.n // 16),
         "LDTM": bodies * (tile.n // 32 + 1) + tile.query_tiles * (d // 32 + tile.span // 32),
@@ -122,7 +122,7 @@ def test_what_polynomials_add_to_the_tolerance_follows_from_the_kernels() -> Non
     f = np.linspace(0, 1, 100_001)[:-1]
     error = np.abs((1 + f * (a + f * (b + f * c))) / np.exp2(f) - 1).max()
     shares = [
-        tile.polynomial_pairs / 16 * max(tile.n - 64, 0) / tile.n
+        tile.polynomial_pairs / 16 * (tile.n - 32) / tile.n
         for tile in tiles.FORWARD_TILES.values()
     ]
     assert pytest.approx(error, rel=0.01) == POLYNOMIAL_ERROR

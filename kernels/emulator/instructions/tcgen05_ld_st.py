@@ -292,15 +292,15 @@ def _cost(instruction: Instruction) -> Cost:
     words = instruction.words
     registers = next(_SHAPES[word] for word in words if word in _SHAPES)
     repeats = next((int(word[1:]) for word in words if word in _REPEATS), 1)
-    loads, size = words[1] == "ld", LANES * 4 * registers * repeats
+    loads, results = words[1] == "ld", registers * repeats
     return Cost(
         "tensor memory",
         Demand(
             "tensor memory",
-            results=size / LANES,
+            results=results,
             operands="result first" if loads else "sources",
         ),
-        per_warp={"tensor_read_bytes" if loads else "tensor_written_bytes": size},
+        per_warp={"tensor_read_bytes" if loads else "tensor_written_bytes": LANES * 4 * results},
     )
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
-from kernels.emulator.ptx.entries import Action, Cost, Demand, Pipe
+from kernels.emulator.ptx.entries import FREE, Action, Demand, Pipe
 from kernels.emulator.ptx.program import Branch, Exit, Program, Run, Single, Step, priced
-from kernels.emulator.ptx.syntax import Instruction, Register, registers
+from kernels.emulator.ptx.syntax import Immediate, Instruction, Register, registers
 from kernels.emulator.timing.rates import Rates
 
 PARTITIONS = 4
 _LANES = 32
+_WORD_BYTES = 4
 UNITS = (
     *("fma", "alu", "multiply", "special", "convert", "shuffle", "memory", "control"),
     "tensor memory",
@@ -50,7 +51,7 @@ PIPES: dict[Pipe, Route] = {
     "global memory": Route("memory", lambda r: r.memory_lanes, lambda r: r.global_latency),
     "tensor memory": Route(
         "tensor memory",
-        lambda r: r.tensor_memory_bytes / PARTITIONS,
+        lambda r: r.tensor_memory_bytes / PARTITIONS / _WORD_BYTES,
         lambda r: r.tensor_memory_latency,
     ),
     "control": Route("control", lambda r: _LANES, lambda r: 1),
@@ -93,9 +94,11 @@ def make_plans(program: Program, rates: Rates, spread: Set[int]) -> list[Plan]:
     `spread` are lines of loads from shared memory whose lanes had several addresses.
 
     Steps in a row that neither branch nor have an action are one to the compiler: their
-    instructions are scheduled together, as the first of them.
+    instructions are scheduled together, as the first of them. A shift and the addition of its
+    result are one multiplication and addition (ptxas 13.0 makes IMAD of both).
     """
-    plans = [_plan(step, rates, spread) for step in program.steps]
+    fused = _shifted_adds(program.kernel.instructions)
+    plans = [_plan(step, rates, spread, fused) for step in program.steps]
     labels = {
         place
         for step in program.steps
@@ -125,16 +128,39 @@ def _plain(step: Step, plan: Plan) -> bool:
     return isinstance(step, Single) and plan.action is None and step.cost.demand.movable
 
 
-def _plan(step: Step, rates: Rates, spread: Set[int]) -> Plan:
+def _shifted_adds(instructions: Iterable[Instruction]) -> dict[int, Demand]:
+    """What shifts by a constant and the additions of their results ask, by the instruction's id.
+
+    It has those shifts whose result nothing but one addition reads.
+    """
+    listed = list(instructions)
+    readers: dict[Register, list[Instruction]] = defaultdict(list)
+    for instruction in listed:
+        for operand in instruction.operands[1:]:
+            for register in registers(operand):
+                readers[register].append(instruction)
+    found: dict[int, Demand] = {}
+    for shift in listed:
+        if shift.mnemonic == "shl.b32" and isinstance(shift.operands[2], Immediate):
+            (result,) = registers(shift.operands[0])
+            using = readers[result]
+            if len(using) == 1 and using[0].mnemonic in ("add.s32", "add.u32"):
+                found |= {id(shift): FREE, id(using[0]): Demand("multiply")}
+    return found
+
+
+def _plan(step: Step, rates: Rates, spread: Set[int], fused: Mapping[int, Demand]) -> Plan:
     if isinstance(step, Branch | Exit):
         guard = () if step.instruction.guard is None else (step.instruction.guard[0],)
         return Plan((Op(UNITS.index("control"), 1, 1, guard, ()),))
-    ops = tuple(_op(*pair, rates, spread) for pair in priced(step))
+    ops = tuple(
+        _op(instruction, fused.get(id(instruction), cost.demand), rates, spread)
+        for instruction, cost in priced(step)
+    )
     return Plan(ops, step.cost.demand.action if isinstance(step, Single) else None)
 
 
-def _op(instruction: Instruction, cost: Cost, rates: Rates, spread: Set[int]) -> Op:
-    demand = cost.demand
+def _op(instruction: Instruction, demand: Demand, rates: Rates, spread: Set[int]) -> Op:
     reads, writes = _registers(instruction, demand)
     if demand.pipe == "free":
         return Op(UNITS.index("control"), 0, 0, reads, writes)
