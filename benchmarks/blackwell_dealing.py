@@ -3,11 +3,12 @@
     python -m kernels.build --only "sm_100f_fwd_bf16_d128_band_*polynomial_exp2"
     python -m benchmarks.blackwell_dealing    # prints a Markdown table; a minute, no GPU
 
-As built, tile i of a round goes to multiprocessor i, every other round in reverse (`Schedule.tile`).
-Launch control (clusterlaunchcontrol.try_cancel) would let a CTA that is done take the next tile of
-the grid, asked for one tile ahead; nothing is charged for that. `sorted` deals tiles as built, but
-in the order of the blocks that they visit, the longest first. L2 and DRAM are shared (`grid_model`); a multiprocessor's speed does
-not vary, which on a GPU is one more reason to deal by demand.
+As built, tile i of a round goes to multiprocessor i, every other round in reverse
+(`Schedule.tile`). Launch control (clusterlaunchcontrol.try_cancel) would let a CTA that is done
+take the next tile of the grid, asked for one tile ahead; nothing is charged for that. `sorted`
+deals tiles as built, but in the order of the blocks that they visit, the longest first. L2 and DRAM
+are shared (`grid_model`); a multiprocessor's speed does not vary, which on a GPU is one more reason
+to deal by demand.
 """
 
 from __future__ import annotations

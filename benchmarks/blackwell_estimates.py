@@ -106,7 +106,7 @@ def main() -> None:
     for key in sorted(chosen, key=lambda key: (key.head_dim, key.pair, key.polynomial_exp2)):
         print(row(key), flush=True)
     for key in chosen:
-        if key.head_dim == 128 and not key.band and not key.polynomial_exp2:
+        if key.head_dim == 128 and not key.band and key.polynomial_exp2:
             name = "b200-forward-d128-" + ("pair-" if key.pair else "") + "timeline"
             timing = timing_of(built(key), 1, 8)
             plot(timing, folder / f"{name}.png")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels import emulator
+from kernels.emulator.machine.trace import Trace
 from tests.emulator.programs import ADDRESS, HEAD, TAIL, Launch
 
 ALLOCATE = """
@@ -71,7 +72,9 @@ def registers(first: int, count: int) -> str:
     return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
 
 
-def run(body: str, data: np.ndarray, launch: Launch | None = None) -> None:
+def run(
+    body: str, data: np.ndarray, launch: Launch | None = None, trace: Trace | None = None
+) -> None:
     """Runs a body; what it writes is in `data`."""
     launch = launch or Launch(threads=128)
     head = HEAD.format(threads=launch.threads).replace("sm_90a", "sm_100a")
@@ -86,4 +89,5 @@ def run(body: str, data: np.ndarray, launch: Launch | None = None) -> None:
         memory={ADDRESS: data},
         policy=launch.policy,
         seed=launch.seed,
+        trace=trace,
     )

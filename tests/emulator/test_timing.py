@@ -20,9 +20,10 @@ from kernels.emulator.timing.rates import BLACKWELL, HOPPER, measured
 from kernels.emulator.timing.replay import Timing, estimate
 from kernels.emulator.timing.resources import TensorCore
 from kernels.emulator.timing.timeline import chrome_trace, plot
-from tests.emulator import programs, sm100_programs
+from tests.emulator import programs, sm100_programs, sm100_ptx
 from tests.emulator.attention import attention, ptx
 from tests.emulator.sm100_programs import GEMM, PAIR
+from tests.emulator.sm100_ptx import registers
 
 RATES = dataclasses.replace(
     HOPPER,
@@ -65,6 +66,10 @@ CHAIN = "fma.rn.f32 %r5, %r5, %r5, %r5;\n" * N
 INDEPENDENT = "".join(f"fma.rn.f32 %r{i + 10}, %r5, %r6, %r7;\n" for i in range(N))
 SPECIAL = "".join(f"ex2.approx.ftz.f32 %r{i + 10}, %r5;\n" for i in range(N))
 LOGIC = "".join(f"xor.b32 %r{i + 10}, %r5, %r6;\n" for i in range(N))
+SHIFT_AND_ADD = "".join(
+    f"{{ .reg .b32 n; shl.b32 n, %r5, 23; add.s32 %r{i + 10}, n, %r6; }}\n" for i in range(N)
+)
+SHIFT_AND_TWICE = SHIFT_AND_ADD.replace("n, %r6; }", "n, n; }")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,9 @@ LOGIC = "".join(f"xor.b32 %r{i + 10}, %r5, %r6;\n" for i in range(N))
         # The special function unit works while the others do.
         (SPECIAL + INDEPENDENT.replace("%r5, %r6", "%r8, %r9"), 32, N * 32 / RATES.special_lanes),
         ("mov.b32 %r5, %r6;\n" * N, 32, 0),
+        # ptxas makes one IMAD of both, unless something else reads what was shifted.
+        (SHIFT_AND_ADD, 32, N * 32 / RATES.multiply_lanes),
+        (SHIFT_AND_TWICE, 32, 2 * N * 32 / RATES.alu_lanes),
     ],
 )
 def test_arithmetic(body: str, threads: int, cycles: float) -> None:
@@ -271,6 +279,28 @@ def test_stores_to_the_other_sm_pass_a_port() -> None:
     body = PAIR_HEAD + "shl.b32 %send, %r1, 4;\nadd.u32 %send, %send, %theirs;\n"
     body += "st.shared::cluster.v4.b32 [%send+1024], {%r1, %r1, %r1, %r1};\n" + MEET
     assert timed(body, grid=2, cluster=2).busy["shared"] == 32 * 16 / RATES.shared_bytes
+
+
+@pytest.mark.parametrize("columns", [8, 32])
+def test_a_load_of_tensor_memory(columns: int) -> None:
+    """It takes its latency and a cycle a column; each load's address comes from the one before."""
+    load = (
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {registers(200, columns)}, [%r4];\n"
+        + sm100_ptx.WAIT_LD
+        + f"xor.b32 %r7, %r{199 + columns}, %r{199 + columns};\nadd.s32 %r4, %r4, %r7;\n"
+    )
+    zeros = "".join(f"mov.b32 %r{200 + i}, 0;\n" for i in range(columns))
+    stores = f"tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [%r4], {registers(200, columns)};\n"
+
+    def cycles(loads: int) -> float:
+        trace, body = Trace(frozenset({0})), zeros + stores + sm100_ptx.WAIT_ST + load * loads
+        data = np.zeros(4096, np.uint32)
+        sm100_ptx.run(sm100_ptx.ALLOCATE + body + sm100_ptx.FREE, data, trace=trace)
+        return estimate(trace, BLACKWELL).cycles
+
+    arithmetic = 2 * BLACKWELL.arithmetic_latency
+    expected = BLACKWELL.tensor_memory_latency + columns - 1 + arithmetic
+    assert (cycles(12) - cycles(4)) / 8 == pytest.approx(expected, abs=3)
 
 
 @needs_compiler

@@ -122,8 +122,7 @@ def test_what_polynomials_add_to_the_tolerance_follows_from_the_kernels() -> Non
     f = np.linspace(0, 1, 100_001)[:-1]
     error = np.abs((1 + f * (a + f * (b + f * c))) / np.exp2(f) - 1).max()
     shares = [
-        tile.polynomial_pairs / 16 * (tile.n - 32) / tile.n
-        for tile in tiles.FORWARD_TILES.values()
+        tile.polynomial_pairs / 16 * (tile.n - 32) / tile.n for tile in tiles.FORWARD_TILES.values()
     ]
     assert pytest.approx(error, rel=0.01) == POLYNOMIAL_ERROR
     assert max(shares) == POLYNOMIAL_SHARE

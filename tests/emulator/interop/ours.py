@@ -84,7 +84,7 @@ def _launch(
         deterministic=ours.key.deterministic,
         value_dim=None if value_dim == d else value_dim,
     )
-    arrays = recording.operands(ours.key, problem, s - t) | arrays
+    arrays = recording.operands(ours.key, problem, recording.Sizes(n, t, s, s - t)) | arrays
     packed = arguments.pack(ours.ptx.launch, arrays, scalars(problem), multiprocessors=1)
     report = emulator.launch(
         ours.ptx.text,
