@@ -30,10 +30,12 @@ _LAST_STORES = Counter(
     }
 )
 _OF_PAIR = Counter({_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1})
+_PADDING_FENCES = Counter({"removed: fence.acq_rel.cluster": 3})
 
 SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, _MEETING: 2}),
     "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _MEETING: 2}),
+    "sm_100f_fwd_bf16_d128_band_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
     "sm_100f_fwd_bf16_d256": _MASKED_FACTOR + _OF_PAIR + Counter({_MEETING: 4}),
     "sm_100f_fwd_bf16_d256_band": _OF_PAIR + Counter({_MEETING: 4}),
     "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),
@@ -42,6 +44,11 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_bwd_bf16_d128_band_deterministic": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d192x128": Counter({_REGISTERS: 2}),
     "sm_100f_bwd_bf16_d192x128_deterministic": Counter({_REGISTERS: 2}),
+    "sm_100f_bwd_bf16_d128_pair": _OF_PAIR,
+    "sm_100f_bwd_bf16_d128_band_deterministic_pair": Counter({_REGISTERS: 1}),
+    "sm_100f_bwd_bf16_d128_band_ranges_deterministic_pair": Counter({_REGISTERS: 1}),
+    "sm_100f_bwd_bf16_d192x128_pair": _OF_PAIR,
+    "sm_100f_bwd_bf16_d192x128_deterministic_pair": Counter({_REGISTERS: 1}),
     "sm_100f_bwd_bf16_d256": _OF_PAIR,
     "sm_100f_bwd_bf16_d256_deterministic": Counter({_REGISTERS: 1}),
     "sm_100f_bwd_post_bf16_d128": Counter(),
