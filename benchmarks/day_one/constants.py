@@ -39,8 +39,8 @@ _OF_BLACKWELL: Mapping[str, Source] = {
         lambda alone, more, there, arrive: alone - more - (there - arrive) - 6,
     ),
     "tensor_memory_bytes": (("tcgen05.ld/x32/throughput/4 warps",), lambda x: x),
-    # The addition to the next address has a latency of 4; load, wait and addition need a slot each.
-    "tensor_memory_latency": (("tcgen05.ld/x1/latency",), lambda x: x - 7),
+    # The addition to the next address has a latency of 4.
+    "tensor_memory_latency": (("tcgen05.ld/x1/latency",), lambda x: x - 4),
 }
 
 NOT_MEASURED: Mapping[str, str] = {}
