@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +33,7 @@ DTYPES = {
 }
 """Views of registers that functions take."""
 _LONG = 64
+_WORD = 32
 _QUOTIENTS = {"div.s32": 20, "div.u32": 16, "rem.s32": 20}
 """Instructions that ptxas makes of one, in round numbers; none is in a kernel's main loop."""
 
@@ -50,6 +51,11 @@ MOVE = Cost("move", FREE)
 def integer(bits: int | str, issues: int = 1) -> Cost:
     """The cost of an integer operation of which ptxas makes `issues`, or two if it has 64 bits."""
     return Cost("integer", Demand("alu", issues=2 if int(bits) == _LONG else issues))
+
+
+def part_of_scaled_sum(bits: int | str, part: Literal["scale", "sum"]) -> Cost:
+    """The cost of an integer operation that may be part of a multiplication and addition."""
+    return Cost("integer", Demand("alu", scaled_sum=part)) if int(bits) == _WORD else integer(bits)
 
 
 def product(bits: int | str) -> Cost:
@@ -288,7 +294,6 @@ def _integers() -> dict[str, Operation]:
         kind, bits = view[0], view[1:]
         two, one = (view, view), (view,)
         for name, function in (
-            ("add", np.add),
             ("sub", np.subtract),
             ("min", minimum),
             ("max", maximum),
@@ -297,6 +302,7 @@ def _integers() -> dict[str, Operation]:
         ):
             cost = integer(bits, _QUOTIENTS.get(f"{name}.{view}", 1))
             table[f"{name}.{view}"] = Operation(function, two, one, cost)
+        table[f"add.{view}"] = Operation(np.add, two, one, part_of_scaled_sum(bits, "sum"))
         table[f"mul.lo.{view}"] = Operation(np.multiply, two, one, product(bits))
         table[f"mad.lo.{view}"] = Operation(multiply_add, (*two, view), one, product(bits))
         table[f"shr.{view}"] = Operation(shift_right, (view, "u32"), one, integer(bits))
@@ -328,7 +334,8 @@ def _logic() -> dict[str, Operation]:
         table[f"not.{name}"] = Operation(invert, (view,), (view,), cost)
         table[f"mov.{name}"] = Operation(copy, (view,), (view,), MOVE)
         if view != "pred":
-            table[f"shl.{name}"] = Operation(shift_left, (view, "u32"), (view,), cost)
+            scale = part_of_scaled_sum(view[1:], "scale")
+            table[f"shl.{name}"] = Operation(shift_left, (view, "u32"), (view,), scale)
             table[f"shr.{name}"] = Operation(shift_right, (view, "u32"), (view,), cost)
             for kind in "busf":
                 sources = (view, view, "pred")

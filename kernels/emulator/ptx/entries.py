@@ -113,6 +113,8 @@ class Demand:
       memory: whether it reads or writes memory, for loads that must not pass stores.
       movable: whether the compiler may move its neighbours across it.
       blocks: whether the warp's next instruction waits for its latency.
+      scaled_sum: its part in a multiplication and addition that ptxas makes of two instructions: a
+        scale by a constant, whose result nothing but one sum reads, or that sum.
       action: what else it does.
     """
 
@@ -125,6 +127,7 @@ class Demand:
     memory: Literal["", "reads", "writes"] = ""
     movable: bool = False
     blocks: bool = False
+    scaled_sum: Literal["", "scale", "sum"] = ""
     action: Action | None = None
 
 

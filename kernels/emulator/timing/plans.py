@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
-from kernels.emulator.ptx.entries import FREE, Action, Demand, Pipe
+from kernels.emulator.ptx.entries import FREE, Action, Cost, Demand, Pipe
 from kernels.emulator.ptx.program import Branch, Exit, Program, Run, Single, Step, priced
 from kernels.emulator.ptx.syntax import Immediate, Instruction, Register, registers
 from kernels.emulator.timing.rates import Rates
@@ -97,7 +97,7 @@ def make_plans(program: Program, rates: Rates, spread: Set[int]) -> list[Plan]:
     instructions are scheduled together, as the first of them. A shift and the addition of its
     result are one multiplication and addition (ptxas 13.0 makes IMAD of both).
     """
-    fused = _shifted_adds(program.kernel.instructions)
+    fused = _scaled_sums(program)
     plans = [_plan(step, rates, spread, fused) for step in program.steps]
     labels = {
         place
@@ -128,24 +128,22 @@ def _plain(step: Step, plan: Plan) -> bool:
     return isinstance(step, Single) and plan.action is None and step.cost.demand.movable
 
 
-def _shifted_adds(instructions: Iterable[Instruction]) -> dict[int, Demand]:
-    """What shifts by a constant and the additions of their results ask, by the instruction's id.
-
-    It has those shifts whose result nothing but one addition reads.
-    """
-    listed = list(instructions)
-    readers: dict[Register, list[Instruction]] = defaultdict(list)
-    for instruction in listed:
+def _scaled_sums(program: Program) -> dict[int, Demand]:
+    """What scales and the sums of their results ask together, by the instruction's id."""
+    listed = [pair for step in program.steps for pair in priced(step)]
+    readers: dict[Register, list[tuple[Instruction, Cost]]] = defaultdict(list)
+    for instruction, cost in listed:
         for operand in instruction.operands[1:]:
             for register in registers(operand):
-                readers[register].append(instruction)
+                readers[register].append((instruction, cost))
     found: dict[int, Demand] = {}
-    for shift in listed:
-        if shift.mnemonic == "shl.b32" and isinstance(shift.operands[2], Immediate):
-            (result,) = registers(shift.operands[0])
+    for scale, cost in listed:
+        is_scale = cost.demand.scaled_sum == "scale"
+        if is_scale and isinstance(scale.operands[2], Immediate):
+            (result,) = registers(scale.operands[0])
             using = readers[result]
-            if len(using) == 1 and using[0].mnemonic in ("add.s32", "add.u32"):
-                found |= {id(shift): FREE, id(using[0]): Demand("multiply")}
+            if len(using) == 1 and using[0][1].demand.scaled_sum == "sum":
+                found |= {id(scale): FREE, id(using[0][0]): Demand("multiply")}
     return found
 
 
