@@ -4,8 +4,9 @@
     python -m benchmarks.blackwell_ranges
 
 Of a key block (forward) or a step (backward) of the kernel with a band, and of the one with ranges:
-where they hide nothing, where they hide a key by limits, and where tags have to be compared. In the
-forward a limit is an edge of a tile's blocks, as in a band, so only tags are listed there.
+where they hide nothing, where they hide a key by limits, where tags have to be compared, and where
+they hide nothing but scores are capped. In the forward a limit is an edge of a tile's blocks, as in
+a band, so only tags are listed there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from kernels.emulator.timing.replay import estimate
 _FEW, _MANY = 4, 16
 
 
-def cycles(key: KernelKey, hidden: Hidden = "nothing") -> tuple[float, float]:
+def cycles(
+    key: KernelKey, hidden: Hidden = "nothing", soft_cap: float = 0.0
+) -> tuple[float, float]:
     """Returns the cycles of a block or step, and those that a tile has besides.
 
     No pair is hidden by causality.
@@ -33,7 +36,8 @@ def cycles(key: KernelKey, hidden: Hidden = "nothing") -> tuple[float, float]:
 
     def of(tiles: int, blocks: int) -> float:
         rows, keys = (m * blocks, n) if key.kernel is Pass.BACKWARD else (m, n * blocks)
-        return estimate(record(code, Sizes(tiles, rows, keys, keys, hidden)), rates).cycles
+        sizes = Sizes(tiles, rows, keys, keys, hidden, soft_cap)
+        return estimate(record(code, sizes), rates).cycles
 
     if key.kernel is Pass.BACKWARD:
         few = of(1, _FEW)
@@ -49,11 +53,13 @@ def row(key: KernelKey) -> str:
     plain, plain_beside = cycles(dataclasses.replace(key, ranges=False))
     nothing, beside = cycles(key)
     forward = key.kernel is Pass.FORWARD
-    masked = [cycles(key, hidden)[0] for hidden in ("limits", "tags")]
-    limits, tags = (f"{x:.0f} ({x / nothing:.2f})" for x in masked)
+    costs = [cycles(key, hidden)[0] for hidden in ("limits", "tags")]
+    costs.append(cycles(key, soft_cap=50.0)[0])
+    limits, tags, capped = (f"{x:.0f} ({x / nothing:.2f})" for x in costs)
     return (
         f"| {key.name.removeprefix('sm_100f_')} | {plain:.0f} | {nothing:.0f} "
         f"({nothing / plain:.3f}) | {'' if forward else limits} | {tags} "
+        f"| {capped} "
         f"| {plain_beside:.0f} | {beside:.0f} |"
     )
 
@@ -64,8 +70,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args()
-    print("| kernel | band alone | nothing hidden | limits | tags | beside: band | ranges |")
-    print("|---" * 7 + "|")
+    print("| kernel | band | nothing hidden | limits | tags | soft cap | beside: band | ranges |")
+    print("|---" * 8 + "|")
     for key in catalogue.keys("sm_100f"):
         if key.ranges and key.dtype == "bf16" and not key.deterministic:
             print(row(key), flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from fa4_jax import designs
 from fa4_jax.key import (
+    CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
     NARROW_VALUES,
@@ -74,8 +75,8 @@ def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
 
 
 def _caps(arch: str) -> tuple[bool, ...]:
-    """The values of `KernelKey.soft_cap`: Hopper's kernels alone take caps."""
-    return (False, True) if arch == "sm_90a" else (False,)
+    """The values of `KernelKey.soft_cap`."""
+    return (False, True) if arch in CAPPED_APART else (False,)
 
 
 def _backward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[KernelKey]:

@@ -50,6 +50,12 @@ no registers for them.
 """
 
 
+CAPPED_APART = frozenset({"sm_90a"})
+"""Architectures on which soft caps have kernels of their own; elsewhere kernels with ranges read a
+cap, for which a branch in every block costs nothing that can be noticed.
+"""
+
+
 _FLAGS = ("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short")
 """Flags of a key, in the order of its name."""
 
@@ -69,7 +75,7 @@ class KernelKey:
       value_dim: tile head dim of values, output and their gradients; head_dim if not given.
       ranges: besides the band, each row has a range of keys in memory, and perhaps tags; a forward
         takes sinks and returns largest scores, too.
-      soft_cap: scores are capped, by a number in memory; only with ranges.
+      soft_cap: scores are capped, by a number in memory; only with ranges, and on CAPPED_APART.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
     """
@@ -89,6 +95,11 @@ class KernelKey:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
+
+    @property
+    def reads_cap(self) -> bool:
+        """Whether the kernel reads a soft cap; without the flag it may be 0, which is none."""
+        return self.soft_cap or (self.ranges and self.arch not in CAPPED_APART)
 
     @property
     def name(self) -> str:

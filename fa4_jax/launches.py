@@ -63,9 +63,12 @@ def forward_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
     }
     cap = problem.soft_cap if operands.soft_cap is None else operands.soft_cap
-    if cap is not None:
-        buffers["soft_cap"] = jnp.full(1, cap, jnp.float32)
-    return _varying(buffers, operands)
+    return _varying({**buffers, "soft_cap": _soft_cap(cap)}, operands)
+
+
+def _soft_cap(cap: float | jax.Array | None) -> jax.Array:
+    """The soft cap as kernels read it: a kernel for calls with and without one takes 0 for none."""
+    return jnp.full(1, 0.0 if cap is None else cap, jnp.float32)
 
 
 def _varying(buffers: dict[str, jax.Array], operands: Operands) -> dict[str, jax.Array]:
@@ -93,10 +96,7 @@ def backward_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Arra
     if not in_memory(problem, Pass.BACKWARD):
         return {}
     rows = _whole(problem) if operands.rows is None else operands.rows
-    buffers = range_buffers(rows)
-    if problem.soft_cap is not None:
-        buffers["soft_cap"] = jnp.full(1, problem.soft_cap, jnp.float32)
-    return buffers
+    return {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap)}
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from fa4_jax import designs
 from fa4_jax.key import (
+    CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
     POLYNOMIAL_EXP2_TILES,
@@ -112,7 +113,7 @@ def kernel_keys(
         return {
             "band": problem.band or reads,
             "ranges": reads,
-            "soft_cap": problem.has_soft_cap,
+            "soft_cap": problem.has_soft_cap and arch in CAPPED_APART,
         }
 
     short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)

@@ -292,7 +292,7 @@ def table() -> str:
         tiles = sorted({_head_dims(key) for key in keys})
         band, ranges, capped, ordered = (
             {_head_dims(key) for key in keys if getattr(key, flag)} == set(tiles)
-            for flag in ("band", "ranges", "soft_cap", "deterministic")
+            for flag in ("band", "ranges", "reads_cap", "deterministic")
         )
         repeatable = ordered or name == "forward"  # each output is the work of one thread block
         named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)

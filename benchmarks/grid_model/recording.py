@@ -63,6 +63,7 @@ class Sizes:
       offset: position of the first query among the keys, where the mask is causal.
       hidden: what ranges in memory hide in every block of the first key tile, for a kernel that has
         them: nothing; the first key, by limits; or nothing, but the tags have to be compared.
+      soft_cap: of the scores, for a kernel that reads one; 0 is none.
     """
 
     heads: int
@@ -70,6 +71,7 @@ class Sizes:
     key_length: int
     offset: int = 0
     hidden: Hidden = "nothing"
+    soft_cap: float = 0.0
 
 
 def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
@@ -90,9 +92,9 @@ def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
     )
 
 
-def ranges(problem: Problem, hidden: str) -> dict[str, np.ndarray]:
+def ranges(problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
     """Makes ranges that every row has alike, tags that all match, and no sinks; see `Sizes`."""
-    tiles, low = -(-problem.query_length // TILE_ROWS), int(hidden == "limits")
+    tiles, low = -(-problem.query_length // TILE_ROWS), int(sizes.hidden == "limits")
     entry = [low, problem.key_length, low, problem.key_length]
     rows = (1, problem.query_length)
     return {
@@ -102,10 +104,10 @@ def ranges(problem: Problem, hidden: str) -> dict[str, np.ndarray]:
         "tag_low": np.zeros(rows, np.int32),
         "tag_high": np.zeros(rows, np.int32),
         "tag_key": np.zeros((1, problem.key_length), np.int32),
-        "tag_tiles": np.full((1, tiles), int(hidden == "tags"), np.int32),
+        "tag_tiles": np.full((1, tiles), int(sizes.hidden == "tags"), np.int32),
         "sinks": np.full(problem.query_heads, -np.inf, np.float32),
         "max_logit": np.zeros((1, 0), np.float32),
-        "soft_cap": np.full(1, 50.0, np.float32),
+        "soft_cap": np.full(1, sizes.soft_cap, np.float32),
     }
 
 
@@ -124,7 +126,7 @@ def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.nda
     launches = [launch(one, describe(one)) for one in keys]
     for name, (result, shape) in new_buffers(problem, launches).items():
         arrays[name] = np.zeros(shape, DTYPES[result.dtype])
-    arrays |= ranges(problem, sizes.hidden) if key.ranges else {}
+    arrays |= ranges(problem, sizes) if key.ranges else {}
     return {name: arrays[name] for name in launch(key, describe(key)).operands}
 
 

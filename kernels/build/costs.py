@@ -58,7 +58,7 @@ CAPABILITIES = (
         '--only "*ranges*"',
     ),
     Capability(
-        "soft caps (Hopper)",
+        "soft caps (Hopper; Blackwell's kernels with masks take them)",
         lambda key: key.soft_cap,
         "test_logits.py: every case with a cap once",
         '--only "*soft_cap*"',
@@ -78,7 +78,7 @@ CAPABILITIES = (
     Capability(
         "pairs of CTAs beside one CTA (Blackwell)",
         lambda key: key.pair,
-        "test_blackwell_end_to_end.py: three of 36 combinations a run",
+        "test_blackwell_end_to_end.py: four of 48 combinations a run",
         '--only "*_pair"',
     ),
 )

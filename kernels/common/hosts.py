@@ -96,13 +96,13 @@ class ForwardHost:
       description: of the kernel.
       dtype: storage type.
       ranges: whether rows have ranges of keys in memory.
-      soft_cap: whether scores are capped.
+      reads_cap: whether the kernel reads a soft cap.
     """
 
     description: Description
     dtype: Any
     ranges: bool = False
-    soft_cap: bool = False
+    reads_cap: bool = False
     kernel: Any
 
     @cute.jit
@@ -127,7 +127,7 @@ class ForwardHost:
         if cutlass.const_expr(description.division.by_ticket):
             counters = (buffers.tile_ticket,)
         if cutlass.const_expr(self.ranges):
-            if cutlass.const_expr(not self.soft_cap):
+            if cutlass.const_expr(not self.reads_cap):
                 logits = dataclasses.replace(logits, soft_cap=None)
             counters = (*counters, ranges, logits)
         self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters).launch(
@@ -147,14 +147,14 @@ class BackwardHost:
       dtype: storage type.
       deterministic: dQ is added in order, by counters.
       ranges: whether rows have ranges of keys in memory.
-      soft_cap: whether scores are capped.
+      reads_cap: whether the kernel reads a soft cap.
     """
 
     description: Description
     dtype: Any
     deterministic: bool
     ranges: bool = False
-    soft_cap: bool = False
+    reads_cap: bool = False
     kernel: Any
 
     @cute.jit
@@ -176,7 +176,7 @@ class BackwardHost:
         tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas
         more = ()
         if cutlass.const_expr(self.ranges):
-            more = (ranges, cap) if self.soft_cap else (ranges,)
+            more = (ranges, cap) if self.reads_cap else (ranges,)
         self.kernel(maps, rows, sizes, scalars, *more).launch(
             grid=[tiles * sizes.kv_heads * sizes.batch, 1, 1],
             block=[description.threads, 1, 1],

@@ -29,7 +29,7 @@ def _forward(key: KernelKey, description: Description) -> Launch:
     counters = ("tile_ticket",) if description.division.by_ticket else ()
     extra = _ranges(key)
     if key.ranges:
-        skipped = () if key.soft_cap else ("soft_cap",)
+        skipped = () if key.reads_cap else ("soft_cap",)
         logits = interface.params(interface.LogitBuffers)
         extra += tuple(param for param in logits if param.name not in skipped)
     return Launch(
@@ -60,7 +60,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
     counters = _counters(key)
     skipped = () if key.deterministic else ("dq_order", "dq_ticket")
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
-    cap = interface.params(interface.CapBuffer) if key.soft_cap else ()
+    cap = interface.params(interface.CapBuffer) if key.reads_cap else ()
     more = (*_ranges(key), *cap)
     return Launch(
         operands=(

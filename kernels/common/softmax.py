@@ -32,7 +32,7 @@ def exp2(x: Float32) -> Float32:
 
 
 TANH_NEAR = 1.0
-_TANH_ODD = (-0.3333028, 0.1328849, -0.051768284, 0.016906409, -0.0031265775)
+TANH_ODD = (-0.3333028, 0.1328849, -0.051768284, 0.016906409, -0.0031265775)
 """tanh(x) = x (1 + c0 x^2 + c1 x^4 + ...) up to TANH_NEAR; relative error 6.6e-7.
 
 Least maximum of the relative error, by iteratively reweighted least squares.
@@ -42,8 +42,8 @@ Least maximum of the relative error, by iteratively reweighted least squares.
 def near_tanh(x: Float32) -> Float32:
     """Returns tanh(x) for |x| <= TANH_NEAR, without the special-function unit."""
     square = x * x
-    factor = Float32(_TANH_ODD[-1])
-    for coefficient in reversed((1.0, *_TANH_ODD[:-1])):
+    factor = Float32(TANH_ODD[-1])
+    for coefficient in reversed((1.0, *TANH_ODD[:-1])):
         factor = factor * square + coefficient
     return factor * x
 

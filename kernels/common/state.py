@@ -3,10 +3,10 @@
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
-from kernels.common.softmax import LN_2, LOG2_E
-from kernels.interface import BackwardScalars, CapBuffer, ForwardScalars, RowBuffers
+from kernels.common.softmax import LN_2, LOG2_E, select
+from kernels.interface import BackwardScalars, CapBuffer, ForwardScalars, LogitBuffers, RowBuffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,18 @@ class Scales:
     Attributes:
       scale_log2: of a score, in units of log2.
       lag_limit: by how much a row's maximum may exceed its reference, in units of scores.
-      before_cap: of a product, whose tanh is then the score, in units of the soft cap.
+      before_cap: of a product, whose tanh is then the score, in units of the soft cap; None or 0
+        where there is no cap.
     """
 
     scale_log2: Float32
     lag_limit: Float32
     before_cap: Float32 | None = None
+
+
+def soft_cap_of(buffers: LogitBuffers | CapBuffer) -> Float32:
+    """Reads the soft cap; 0 where scores are not capped."""
+    return cute.make_tensor(buffers.soft_cap, cute.make_layout(1))[0]
 
 
 def make_scales(scalars: ForwardScalars, soft_cap: Float32 | None = None) -> Scales:
@@ -49,13 +55,29 @@ def make_scales(scalars: ForwardScalars, soft_cap: Float32 | None = None) -> Sca
     return Scales(scale_log2, scalars.rescale_threshold_log2 / scale_log2, before_cap)
 
 
+def _is_cap(soft_cap: Float32, before_cap: Float32) -> Boolean:
+    """Whether scores are capped; a cap so large that before_cap is 0 changes none."""
+    return (soft_cap != 0.0) & (before_cap != 0.0)
+
+
+def make_optional_scales(scalars: ForwardScalars, soft_cap: Float32) -> Scales:
+    """Returns the scales of a call that may have no cap: then soft_cap and before_cap are 0."""
+    plain, capped = make_scales(scalars), make_scales(scalars, soft_cap)
+    is_capped = _is_cap(soft_cap, capped.before_cap)
+    return Scales(
+        select(is_capped, capped.scale_log2, plain.scale_log2),
+        select(is_capped, capped.lag_limit, plain.lag_limit),
+        select(is_capped, capped.before_cap, Float32(0.0)),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Exponents:
     """How a backward gets the exponents of P, before it subtracts the LSE, in units of log2.
 
     Attributes:
       scale_log2: of a product or, where there is a cap, of the score in units of it.
-      before_cap: of a product, whose tanh is then that score; None where there is no cap.
+      before_cap: of a product, whose tanh is then that score; None or 0 where there is no cap.
     """
 
     scale_log2: Float32
@@ -66,8 +88,21 @@ def make_exponents(scalars: BackwardScalars, buffer: CapBuffer | None) -> Expone
     """Returns the exponents of a call; it reads the cap where there is one."""
     if buffer is None:
         return Exponents(scalars.scale_log2)
-    cap = cute.make_tensor(buffer.soft_cap, cute.make_layout(1))[0]
+    cap = soft_cap_of(buffer)
     return Exponents(cap * LOG2_E, scalars.scale / cap)
+
+
+def make_optional_exponents(scalars: BackwardScalars, buffer: CapBuffer | None) -> Exponents:
+    """Returns the exponents of a call that may have no cap: then it and before_cap are 0."""
+    plain = make_exponents(scalars, None)
+    if buffer is None:
+        return plain
+    capped = make_exponents(scalars, buffer)
+    is_capped = _is_cap(soft_cap_of(buffer), capped.before_cap)
+    return Exponents(
+        select(is_capped, capped.scale_log2, plain.scale_log2),
+        select(is_capped, capped.before_cap, Float32(0.0)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import synchronise
 from kernels.common.state import Rows, make_rows
 from kernels.description import TENSOR_MEMORY_COLUMNS
-from kernels.interface import BackwardScalars, RangeBuffers, RowBuffers, Sizes
+from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
 from kernels.sm100 import ptx
 from kernels.sm100.backward_data import BackwardConfig, Call, assign, take_ticket, take_turns
 
@@ -34,7 +34,8 @@ class BackwardKernel(BackwardHost):
     def __init__(self, config: BackwardConfig, row_roles: Any):
         self.config, self.row_roles = config, row_roles
         self.description, self.dtype = config.description, config.dtype
-        self.deterministic, self.ranges = config.deterministic, config.ranges
+        self.deterministic = config.deterministic
+        self.ranges = self.reads_cap = config.ranges
 
     @cute.kernel
     def kernel(
@@ -44,6 +45,7 @@ class BackwardKernel(BackwardHost):
         sizes: Sizes,
         scalars: BackwardScalars,
         ranges: RangeBuffers | None = None,
+        cap: CapBuffer | None = None,
     ):
         tile, description = self.config.tile, self.config.description
         pair = tile.ctas == 2
@@ -75,7 +77,7 @@ class BackwardKernel(BackwardHost):
         elif warp < mma.first_warp:
             ptx.set_registers(compute.registers)
             work = assign(self.config, shared, call)
-            self.row_roles.compute(maps, shared, work, scalars)
+            self.row_roles.compute(maps, shared, work, scalars, cap)
         else:
             ptx.set_registers(mma.registers)
             work = assign(self.config, shared, call)

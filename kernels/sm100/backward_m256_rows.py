@@ -4,22 +4,23 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import ring, tensors
 from kernels.common.backward_schedule import NO_RANGES, Work
 from kernels.common.resources import Maps, Shared
-from kernels.common.state import Limits, Rows
-from kernels.interface import BackwardScalars
+from kernels.common.state import Exponents, Limits, Rows, make_optional_exponents
+from kernels.interface import BackwardScalars, CapBuffer
 from kernels.sm100 import backward_mask, backward_rows, products, ptx
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_mask import HiddenKeys
 from kernels.sm100.backward_pair_data import M256Config
 from kernels.sm100.backward_rows import (
     Queries,
-    probabilities,
+    StepStatistics,
+    probabilities_of,
     rounded_pairs,
     score_gradients,
     statistics,
@@ -83,9 +84,16 @@ class RowRoles(backward_rows.RowRoles):
         return work.tile * self.config.tile.ctas + work.rank
 
     @cute.jit
-    def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
+    def compute(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        scalars: BackwardScalars,
+        cap: CapBuffer | None,
+    ):
         """Compute warps: compute P and dS of all steps, then store dV and dK."""
-        tile = self.config.tile
+        tile, exponents = self.config.tile, make_optional_exponents(scalars, cap)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
         group = cute.arch.make_warp_uniform(thread // tile.keys)
@@ -106,7 +114,7 @@ class RowRoles(backward_rows.RowRoles):
                 step = member * blocks + index
                 keys = self.hidden_keys(work, step, key, block * tile.m + group * tile.chunk)
                 of_step = KeyOfStep(group, row, begin, end, edge, keys)
-                self.compute_step(shared, of_step, step, scalars.scale_log2)
+                self.compute_step(shared, of_step, step, exponents)
         self.write_gradients(maps, shared, work, group, thread % tile.keys, scalars.scale)
 
     def query_block(self, shared: Shared, work: Work, member: Int32, index: Int32) -> Int32:
@@ -131,7 +139,7 @@ class RowRoles(backward_rows.RowRoles):
         )
 
     @cute.jit
-    def compute_step(self, shared: Shared, key: KeyOfStep, step: Int32, scale_log2: Float32):
+    def compute_step(self, shared: Shared, key: KeyOfStep, step: Int32, exponents: Exponents):
         """Computes P and dS of one key and half of a step's queries."""
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
         chunk, slot = tile.chunk, ring.nth_use(step, tile.statistics).slot
@@ -147,10 +155,10 @@ class RowRoles(backward_rows.RowRoles):
             ptx.fence_before_sync()
             products.arrive(barriers.s_read.first, ctas=2, stores=False)
         for part, queries in enumerate(parts):
-            lse_log2 = statistics(shared.lse_log2, slot, queries.first, chunk)
+            lse = StepStatistics(shared.lse_log2, slot)
             of_part = scores[part * chunk : (part + 1) * chunk]
-            p.append(probabilities(of_part, lse_log2, scale_log2, queries))
-            rounded = self.rounded([p[part][i] for i in range(chunk)])
+            rounded, weights = probabilities_of(self.config.dtype, of_part, lse, exponents, queries)
+            p.append(weights)
             ptx.tmem_store(s + of_group + part * (chunk // 2), rounded)
             ptx.tmem_store_wait()
             ptx.fence_before_sync()

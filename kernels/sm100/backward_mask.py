@@ -69,15 +69,19 @@ def load_limits(keys: HiddenKeys, count: cutlass.Constexpr[int]) -> Limits:
 
 
 @cute.jit
-def hide(p: cute.Tensor, keys: HiddenKeys, limits: Limits):
-    """Sets P of one key to 0 for queries that do not see it; limits: of `load_limits`."""
+def hide(exponents: cute.Tensor, keys: HiddenKeys, limits: Limits):
+    """Sets exponents of P of one key to -inf for queries that do not see it.
+
+    limits: of `load_limits`.
+    """
     if keys.hidden != NOTHING:
-        for part in cutlass.range_constexpr(cute.size(p) // _LANES):
+        for part in cutlass.range_constexpr(cute.size(exponents) // _LANES):
             of_part = Limits(limits.low[part], limits.high[part])
             seen = transposed(_keys_of_query(keys, of_part, part))
             for i in cutlass.range_constexpr(_LANES):
                 index = part * _LANES + i
-                p[index] = select((seen & Uint32(1 << i)) != 0, p[index], Float32(0.0))
+                is_seen = (seen & Uint32(1 << i)) != 0
+                exponents[index] = select(is_seen, exponents[index], -Float32.inf)
 
 
 @cute.jit

@@ -11,14 +11,15 @@ from kernels.common import ptx as common_ptx
 from kernels.common import resources, ring, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.resources import Maps, Shared
-from kernels.common.state import Limits, Rows
-from kernels.interface import BackwardScalars
+from kernels.common.state import Exponents, Limits, Rows, make_optional_exponents
+from kernels.interface import BackwardScalars, CapBuffer
 from kernels.sm100 import backward_mask, products, ptx, softmax
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_rows import (
     CHUNK,
     Queries,
-    probabilities,
+    StepStatistics,
+    probabilities_of,
     rounded_pairs,
     score_gradients,
     statistics,
@@ -52,10 +53,16 @@ class RowRoles:
         self.config = config
 
     @cute.jit
-    def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
+    def compute(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        scalars: BackwardScalars,
+        cap: CapBuffer | None,
+    ):
         """Compute warps: compute P and dS of all steps, then store dV and dK."""
-        scale_log2, scale = scalars.scale_log2, scalars.scale
-        tile = self.config.tile
+        tile, exponents = self.config.tile, make_optional_exponents(scalars, cap)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
         group = cute.arch.make_warp_uniform(thread // LANES)
@@ -77,12 +84,12 @@ class RowRoles:
             end = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
             keys = backward_mask.of_step(work, step, key, first_query)
             queries = Queries(half * tile.queries, step, Limits(begin, end), edge, keys)
-            self.compute_step(shared, Place(group, half, key_row), queries, scale_log2)
+            self.compute_step(shared, Place(group, half, key_row), queries, exponents)
         place = Place(group, half, thread % tile.keys)
-        self.write_gradients(maps, shared, work, place, scale)
+        self.write_gradients(maps, shared, work, place, scalars.scale)
 
     @cute.jit
-    def compute_step(self, shared: Shared, place: Place, of_step: Queries, scale_log2: Float32):
+    def compute_step(self, shared: Shared, place: Place, of_step: Queries, exponents: Exponents):
         """Computes P and dS of one key and half of a step's queries; the buffer is the group's."""
         buffer, half, key_row, step = place.group, place.half, place.key_row, of_step.step
         tile, barriers, columns = self.config.tile, shared.barriers, self.config.columns
@@ -96,9 +103,8 @@ class RowRoles:
         scores = ptx.tmem_load(
             products.lane_base() + columns("s").first + buffer * columns("s").step, queries
         )
-        lse_log2 = statistics(shared.lse_log2, slot, first, queries)
-        p = probabilities(scores, lse_log2, scale_log2, of_step)
-        rounded = rounded_pairs(self.config.dtype, [p[i] for i in range(queries)])
+        lse = StepStatistics(shared.lse_log2, slot)
+        rounded, p = probabilities_of(self.config.dtype, scores, lse, exponents, of_step)
         self.write_row(shared.p[own_row, None, buffer], half, rounded)
         cute.arch.fence_proxy("async.shared", space="cta")
         products.arrive(barriers.p_full[buffer].first, ctas=2)

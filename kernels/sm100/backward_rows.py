@@ -12,8 +12,8 @@ from kernels.common import resources, tensors
 from kernels.common.backward_schedule import NO_RANGES, Work
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, select
-from kernels.common.state import Limits, Rows
-from kernels.interface import BackwardScalars
+from kernels.common.state import Exponents, Limits, Rows, make_optional_exponents
+from kernels.interface import BackwardScalars, CapBuffer
 from kernels.sm100 import backward_mask, products, ptx, softmax
 from kernels.sm100.backward_data import Config
 from kernels.sm100.backward_description import COMPUTE_GROUPS
@@ -55,6 +55,12 @@ class Queries:
     is_edge: Boolean
     keys: HiddenKeys = NO_RANGES
 
+    def after(self, skipped: int) -> "Queries":
+        """Returns the queries without the first ones."""
+        limits = Limits(self.limits.low - skipped, self.limits.high - skipped)
+        keys = dataclasses.replace(self.keys, first_query=self.keys.first_query + skipped)
+        return Queries(self.first + skipped, self.step, limits, self.is_edge, keys)
+
 
 @cute.jit
 def probabilities(
@@ -63,8 +69,6 @@ def probabilities(
     """Returns exp2(S * scale_log2 - lse_log2) of one key, in fp32; 0 where the pair is hidden."""
     count = len(scores)
     p = cute.make_rmem_tensor((count,), Float32)
-    if cutlass.const_expr(queries.keys is not None):
-        limits = backward_mask.load_limits(queries.keys, count)
     for i in cutlass.range_constexpr(0, count, 2):
         exponents = cute.arch.fma_packed_f32x2(
             (scores[i], scores[i + 1]),
@@ -76,9 +80,87 @@ def probabilities(
         for i in cutlass.range_constexpr(count):
             inside = (i >= queries.limits.low) & (i < queries.limits.high)
             p[i] = select(inside, p[i], Float32(0.0))
-    if cutlass.const_expr(queries.keys is not None):
-        backward_mask.hide(p, queries.keys, limits)
     return p
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStatistics:
+    """One of the values that a step's queries have in shared memory."""
+
+    tensor: cute.Tensor
+    slot: Int32
+
+    def load(self, first: Int32, count: int) -> cute.Tensor:
+        """Loads them of `count` consecutive queries."""
+        return statistics(self.tensor, self.slot, first, count)
+
+
+@cute.jit
+def exponents_with_ranges(
+    scores: list[Float32], lse: StepStatistics, scales: Exponents, queries: Queries
+) -> cute.Tensor:
+    """Returns capped S * scale_log2 - lse_log2 of one key; -inf where the pair is hidden."""
+    count = len(scores)
+    limits = backward_mask.load_limits(queries.keys, count)
+    scores = softmax.capped(scores, scales.before_cap)
+    lse_log2 = lse.load(queries.first, count)
+    exponents = cute.make_rmem_tensor((count,), Float32)
+    for i in cutlass.range_constexpr(0, count, 2):
+        exponents[i], exponents[i + 1] = cute.arch.fma_packed_f32x2(
+            (scores[i], scores[i + 1]),
+            (scales.scale_log2, scales.scale_log2),
+            (-lse_log2[i], -lse_log2[i + 1]),
+        )
+    if queries.is_edge:
+        for i in cutlass.range_constexpr(count):
+            inside = (i >= queries.limits.low) & (i < queries.limits.high)
+            exponents[i] = select(inside, exponents[i], -Float32.inf)
+    backward_mask.hide(exponents, queries.keys, limits)
+    return exponents
+
+
+@cute.jit
+def probabilities_with_ranges(
+    dtype: type[cutlass.Numeric],
+    scores: list[Float32],
+    lse: StepStatistics,
+    scales: Exponents,
+    queries: Queries,
+) -> tuple[list[Int32], cute.Tensor]:
+    """Returns P of one key, rounded, by pairs, and P times the slope of the soft cap, in fp32."""
+    count = len(scores)
+    values = exponents_with_ranges(scores, lse, scales, queries)
+    words = cute.make_rmem_tensor((count // 2,), Int32)
+    if scales.before_cap != 0.0:
+        per_cap = cute.arch.rcp_approx(scales.scale_log2)
+        lse_log2 = lse.load(queries.first, count)
+        for i in cutlass.range_constexpr(0, count, 2):
+            p = exp2(values[i]), exp2(values[i + 1])
+            words[i // 2] = common_ptx.round_pair(dtype, *p)
+            for j in cutlass.range_constexpr(2):
+                # What is hidden becomes -1, and so does the NaN of a row without keys: P is 0.
+                capped = cute.arch.fmax((values[i + j] + lse_log2[i + j]) * per_cap, -1.0)
+                values[i + j] = p[j] * (1.0 - capped * capped)
+    else:
+        for i in cutlass.range_constexpr(0, count, 2):
+            values[i], values[i + 1] = exp2(values[i]), exp2(values[i + 1])
+            words[i // 2] = common_ptx.round_pair(dtype, values[i], values[i + 1])
+    return [words[i] for i in range(count // 2)], values
+
+
+def probabilities_of(
+    dtype: type[cutlass.Numeric],
+    scores: list[Float32],
+    lse: StepStatistics,
+    scales: Exponents,
+    queries: Queries,
+) -> tuple[list[Int32], cute.Tensor]:
+    """Returns P of one key, rounded, by pairs, and in fp32, times the slope of a soft cap."""
+    if queries.keys is not None:
+        return probabilities_with_ranges(dtype, scores, lse, scales, queries)
+    lse_log2 = lse.load(queries.first, len(scores))
+    p = probabilities(scores, lse_log2, scales.scale_log2, queries)
+    return rounded_pairs(dtype, [p[i] for i in range(len(scores))]), p
 
 
 def score_gradients(
@@ -112,9 +194,16 @@ class RowRoles:
         self.config = config
 
     @cute.jit
-    def compute(self, maps: Maps, shared: Shared, work: Work, scalars: BackwardScalars):
+    def compute(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        scalars: BackwardScalars,
+        cap: CapBuffer | None,
+    ):
         """Compute warps: compute P and dS of all steps, then store dV and dK."""
-        scale_log2, scale = scalars.scale_log2, scalars.scale
+        exponents = make_optional_exponents(scalars, cap)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
         half = cute.arch.make_warp_uniform(thread // self.config.tile.n)
@@ -137,15 +226,17 @@ class RowRoles:
             end = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
             keys = backward_mask.of_step(work, step, key, first_query)
             queries = Queries(first, step, Limits(begin, end), edge, keys)
-            p = self.probabilities(shared, queries, scale_log2)
+            p = self.probabilities(shared, queries, exponents)
             self.score_gradients(shared, queries, key_row, p)
-        self.write_gradients(maps, shared, work, half, key_row, scale)
+        self.write_gradients(maps, shared, work, half, key_row, scalars.scale)
 
     @cute.jit
-    def probabilities(self, shared: Shared, queries: Queries, scale_log2: Float32) -> cute.Tensor:
-        """Writes P = exp2(S * scale_log2 - lse_log2) of a step to tensor memory.
+    def probabilities(
+        self, shared: Shared, queries: Queries, exponents: Exponents
+    ) -> list[Float32]:
+        """Writes P of a step to tensor memory.
 
-        Returns it in fp32.
+        Returns what (dP - delta) is multiplied with: P in fp32, times the slope of a soft cap.
         """
         first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers
@@ -154,20 +245,25 @@ class RowRoles:
         scores_at = products.lane_base() + self.config.columns("s").first + first
         barriers.s_full.wait(step)
         ptx.fence_after_sync()
-        scores = ptx.tmem_load(scores_at, count)
-        lse_log2 = statistics(shared.lse_log2, slot, first, count)
-        p = probabilities(scores, lse_log2, scale_log2, queries)
-        ptx.tmem_store(scores_at, self.rounded([p[i] for i in range(count)]))
+        lse, weights = StepStatistics(shared.lse_log2, slot), []
+        # With ranges there are no registers for all scores at once.
+        chunk = CHUNK if self.config.ranges else count
+        for start in cutlass.range_constexpr(0, count, chunk):
+            scores = ptx.tmem_load(scores_at + start, chunk)
+            of_chunk = queries if chunk == count else queries.after(start)
+            words, values = probabilities_of(self.config.dtype, scores, lse, exponents, of_chunk)
+            ptx.tmem_store(scores_at + start // 2, words)
+            weights += [values[i] for i in range(chunk)]
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
         products.arrive(barriers.p_full.at(step))
-        return p
+        return weights
 
     @cute.jit
-    def score_gradients(self, shared: Shared, queries: Queries, key_row: Int32, p: cute.Tensor):
+    def score_gradients(self, shared: Shared, queries: Queries, key_row: Int32, p: list[Float32]):
         """Writes dS = P * (dP - delta) of a step to tensor and to shared memory.
 
-        key_row: the thread's key in the tile.
+        key_row: the thread's key in the tile. p: times the slope of a soft cap.
         """
         first, step = queries.first, queries.step
         tile, barriers = self.config.tile, shared.barriers

@@ -70,7 +70,7 @@ class Forward(ForwardHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        self.ranges = key.ranges
+        self.ranges, self.reads_cap = key.ranges, key.reads_cap
         self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
 

@@ -20,7 +20,14 @@ from kernels.common.softmax import (
     select,
     with_sink,
 )
-from kernels.common.state import Limits, Progress, Scales, make_scales
+from kernels.common.state import (
+    Limits,
+    Progress,
+    Scales,
+    make_optional_scales,
+    make_scales,
+    soft_cap_of,
+)
 from kernels.interface import ForwardScalars, RangeBuffers, Sizes
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import Config, pop_work
@@ -139,6 +146,8 @@ class RowRoles:
     ):
         """Softmax warps: compute the probabilities of all blocks of all tiles, and the LSE."""
         scales = make_scales(scalars)
+        if cutlass.const_expr(self.config.ranges):
+            scales = make_optional_scales(scalars, soft_cap_of(call.logits))
         thread, _, _ = cute.arch.thread_idx()
         done = Progress(Int32(0), Int32(0))
         for round_index in cutlass.range(rounds, unroll=1):
@@ -265,7 +274,7 @@ class RowRoles:
             matches = [row_ranges.matches(keys.tags, key, keys.limits) for key in first_keys]
         shared.barriers.s_full.wait(use)
         ptx.fence_after_sync()
-        scores = ptx.tmem_load(scores_at, n)
+        scores = softmax.capped(ptx.tmem_load(scores_at, n), scales.before_cap)
         if cutlass.const_expr(masked):
             scores = self.mask(scores, block.index * n, keys, matches)
         # Most blocks leave the reference where it is, so their first exponentials need not wait for
@@ -278,6 +287,7 @@ class RowRoles:
             shift = finite_reference(new) * -scale_log2
             # The scores are loaded again, so that they do not stay in registers for a rare case.
             first = ptx.tmem_load(scores_at, SPECULATIVE_KEYS)
+            first = softmax.capped(first, scales.before_cap)
             if cutlass.const_expr(masked):
                 first = self.mask(first, block.index * n, keys, matches)
             values = self.first_exponentials(first, shift, scale_log2)

@@ -3,11 +3,55 @@
 Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.common.softmax import exp2, fmax, select
+from kernels.common.softmax import TANH_NEAR, TANH_ODD, exp2, fmax, select, tanh
 from kernels.sm100 import ptx
+
+CAPPED_AT_ONCE = 16
+"""Scores of a thread that are asked together whether they are far from 0; more of them spill."""
+
+
+@cute.jit
+def capped(scores: list[Float32], before_cap: Float32 | None) -> list[Float32]:
+    """Replaces products by their scores in units of the soft cap, if there is one.
+
+    Where none of a warp's scores is far from 0, the special-function unit has nothing to do.
+
+    before_cap: `state.Scales.before_cap`.
+    """
+    if cutlass.const_expr(before_cap is None):
+        return scores
+    count = len(scores)
+    values = cute.make_rmem_tensor((count,), Float32)
+    for i in cutlass.range_constexpr(count):
+        values[i] = scores[i]
+    if before_cap != 0.0:
+        at_once = min(count, CAPPED_AT_ONCE)
+        for first in cutlass.range_constexpr(0, count, at_once):
+            products = multiply(scores[first : first + at_once], before_cap)
+            largest = maximum([cute.math.absf(x) for x in products], Float32(0.0))
+            # NaN compares false and takes the path for any score.
+            if cute.arch.vote_all_sync(largest <= TANH_NEAR):
+                for i in cutlass.range_constexpr(0, at_once, 2):
+                    pair = near_tanh_pair((products[i], products[i + 1]))
+                    values[first + i], values[first + i + 1] = pair
+            else:
+                for i in cutlass.range_constexpr(at_once):
+                    values[first + i] = tanh(products[i])
+    return [values[i] for i in range(count)]
+
+
+def near_tanh_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+    """Returns `near_tanh` of two values."""
+    packed, square = cute.arch, cute.arch.mul_packed_f32x2(x, x)
+    factor = (Float32(TANH_ODD[-1]), Float32(TANH_ODD[-1]))
+    for coefficient in reversed((1.0, *TANH_ODD[:-1])):
+        both = (Float32(coefficient), Float32(coefficient))
+        factor = packed.fma_packed_f32x2(factor, square, both)
+    return packed.mul_packed_f32x2(factor, x)
 
 
 def mask(scores: list[Float32], first_key: Int32, low: Int32, high: Int32) -> list[Float32]:

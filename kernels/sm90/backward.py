@@ -60,7 +60,8 @@ class Backward(BackwardHost):
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim, self.value_dim = key.head_dim, key.value_dim
-        self.band, self.ranges, self.soft_cap = key.band, key.ranges, key.soft_cap
+        self.band, self.ranges = key.band, key.ranges
+        self.soft_cap = self.reads_cap = key.soft_cap
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         self.description = description(key.head_dim, key.value_dim, key.deterministic, key.ranges)

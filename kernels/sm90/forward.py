@@ -75,7 +75,8 @@ class Forward(ForwardHost):
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.band, self.ranges, self.soft_cap = key.band, key.ranges, key.soft_cap
+        self.band, self.ranges = key.band, key.ranges
+        self.soft_cap = self.reads_cap = key.soft_cap
         self.tile = FORWARD_TILES[key.head_dim, key.short]
         self.description = description(key.head_dim, key.band, key.ranges, key.short)
         names = ("issue_turn", "epilogue", "padding")

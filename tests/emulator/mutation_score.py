@@ -79,8 +79,9 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     common["is_causal"] = key.band
     if key.ranges:  # Tags are compared in both; few pairs of the first see each other.
         common["masks"] = ("scattered",) if key.kernel == Pass.FORWARD else ("unsorted",)
+    common["soft_cap"] = 9.0 if key.reads_cap else None
     if key.kernel == Pass.FORWARD and key.ranges:
-        common |= {"sinks": True, "max_logit": True, "soft_cap": 9.0 if key.soft_cap else None}
+        common |= {"sinks": True, "max_logit": True}
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})

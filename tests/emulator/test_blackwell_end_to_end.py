@@ -106,10 +106,11 @@ def cases_of_pairs() -> Iterator[Case]:
         yield Case(**common)
         yield Case(**common, is_causal=True, query_offset=150)
         yield Case(**common, is_causal=True, query_offset=150, masks=("scattered",))
+        yield Case(**common, soft_cap=4.0, sinks=True)
 
 
 PAIRS = tuple(cases_of_pairs())
-"""All 36 take three minutes; a run of the tests takes three of them."""
+"""All 48 take four minutes; a run of the tests takes four of them."""
 
 
 @pytest.mark.parametrize("case", PAIRS[2::13], ids=lambda case: case.id)

@@ -10,6 +10,7 @@ from benchmarks import blackwell_figures
 from benchmarks.blackwell_figures import COLD_START, Cost, Figure, Kernel, Row
 from kernels.emulator.timing.rates import BLACKWELL, PUBLISHED, numbers
 
+
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
     return blackwell_figures.rows(*blackwell_figures.read())

@@ -149,9 +149,7 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
                 **asks,
             )
             forward, backward = kernel_keys(problem, arch, design=design)
-            # Hopper's kernels alone take caps.
-            if arch == "sm_90a" or not problem.has_soft_cap:
-                used.update(forward + backward)
+            used.update(forward + backward)
     assert used == set(catalogue.keys(arch))  # and no kernel is built in vain
 
 
@@ -186,6 +184,13 @@ def test_the_backward_of_a_cap_that_is_a_number_has_a_kernel():
     capped = dataclasses.replace(PROBLEM, has_soft_cap=True, soft_cap=30.0)
     kernels = names(make_plan(capped, fake_target(), None))
     assert kernels[2] == "sm_90a_bwd_bf16_d128_band_ranges_soft_cap"
+
+
+def test_on_blackwell_caps_take_the_kernels_of_masks():
+    capped = dataclasses.replace(PROBLEM, has_soft_cap=True, soft_cap=30.0)
+    forward, backward = kernel_keys(capped, "sm_100f")
+    for key in (*forward, backward[1]):
+        assert key.ranges and key.reads_cap and not key.soft_cap
 
 
 def test_a_missing_kernel_is_named_with_those_there_are():
