@@ -68,7 +68,7 @@ def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
     too, and one for the last steps, which compute the next tile's first scores if there are two
     query tiles. Q and O move by tiles and, where a tile has several heads, by units; O is written
     and stored span by span. In a pair both CTAs run the same code. A row's sink takes two
-    exponentials.
+    exponentials, a soft cap one for each score that is loaded.
     """
     assert counted(key, OPCODES) == expected(key)
 
@@ -97,13 +97,15 @@ def expected(key: KernelKey) -> dict[str, int]:
     later = tile.n // 32 - 1
     pairs = min(tile.polynomial_pairs, tiles.RANGES_POLYNOMIAL_PAIRS if key.ranges else 16)
     polynomial = 2 * pairs * later if key.polynomial_exp2 else 0
+    loaded = tiles.SPECULATIVE_KEYS + tile.n
+    capped = bodies * loaded if key.reads_cap else 0
     return {
         "UTCHMMA": tile.query_tiles * (scores * d // 16 + 2 * tile.n // 16),
         "LDTM": bodies * (tile.n // 32 + 1) + tile.query_tiles * (d // 32 + tile.span // 32),
         "STTM": bodies * tile.n // 32 + tile.query_tiles * d // 32,
         "UTMALDG": spans * (2 * tile.query_tiles + loads_of_k) + spans // tile.ctas,
         "UTMASTG": 2 * tile.query_tiles,
-        "MUFU.EX2": bodies * (tiles.SPECULATIVE_KEYS + tile.n - polynomial + 1) + 2 * key.ranges,
+        "MUFU.EX2": bodies * (loaded - polynomial + 1) + capped + 2 * key.ranges,
     }
 
 
@@ -213,14 +215,20 @@ def test_machine_code_of_the_backward_is_what_the_design_says(key: KernelKey) ->
         "UTCHMMA": (2 * columns + 3 * m + tile.dq_products * n) // 16,
         "UTCBAR": 2 + 2 + 2 + 1 + 1 + 1,  # S, dP, dV, dK, dQ, everything
         "LDTM": (m // 2 + m // 2 + dq_columns) // 32 + 2,
-        "STTM": 1 + m // 2 // 32,  # P, dS
+        # P, with ranges by 32 queries, and dS.
+        "STTM": (m // 2 // 32 if key.ranges else 1) + m // 2 // 32,
         "UTMALDG": spans * (1 + 2),  # K, V; Q, dO
         "UBLKCP": 2 * 2,  # lse_log2, delta
         "UTMASTG": spans,
         "RED": dq_columns // 4,
         "RED.release": int(key.deterministic),
-        "MUFU.EX2": m // 2,
+        "MUFU.EX2": m // 2 * exponentials(key),
     }
+
+
+def exponentials(key: KernelKey) -> int:
+    """Counts a pair's exponentials: P with and without a soft cap, and the score with one."""
+    return 3 if key.reads_cap else 1
 
 
 def expected_of_pair(tile: tiles.BackwardPairTile, key: KernelKey) -> dict[str, int]:
@@ -237,7 +245,7 @@ def expected_of_pair(tile: tiles.BackwardPairTile, key: KernelKey) -> dict[str, 
         "UTMASTG": 2 * spans,
         "RED": m // 4,
         "RED.release": int(key.deterministic),
-        "MUFU.EX2": tile.queries,
+        "MUFU.EX2": tile.queries * exponentials(key),
     }
 
 
@@ -258,7 +266,7 @@ def expected_of_m256(tile: tiles.BackwardM256Tile, key: KernelKey) -> dict[str, 
         "UTMASTG": spans,
         "RED": tile.dq_width // 4,
         "RED.release": int(key.deterministic),
-        "MUFU.EX2": m // 2,
+        "MUFU.EX2": m // 2 * exponentials(key),
     }
 
 

@@ -357,21 +357,12 @@ def test_gradients_beside_a_kernels_forward(
         found, expected = (gradients(name, sinks, own) for name in (None, "xla"))
         for x, y in zip(found, expected, strict=True):
             near(x, y)
-    assert {"soft_cap" in shapes for shapes in given_to_kernels} == {True, False}
+    assert given_to_kernels and all(shapes["soft_cap"] == (1,) for shapes in given_to_kernels)
     with pytest.raises(NotImplementedError, match="backward: logits_soft_cap: it is traced"):
         gradients("kernel", sinks, cap)
 
 
-_TAKES = {
-    "segment_ids or mask": [True, True],
-    "logits_soft_cap": [True, False],
-    "sinks": [True, True],
-    "return_max_logit": [True, True],
-}
-"""Whether Hopper's and Blackwell's kernels take it, both ways."""
-
-
-def test_supports_names_the_capability(operands: Operands):
+def test_both_architectures_take_every_capability(operands: Operands):
     q, k, v, ids, *_, sinks, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     half = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)]
     asked: dict[str, dict[str, Any]] = {
@@ -381,9 +372,8 @@ def test_supports_names_the_capability(operands: Operands):
         "return_max_logit": {"return_max_logit": True},
     }
     for name, options in asked.items():
-        takes = [fa4_jax.supports(*half, arch=arch, **options) for arch in ("sm_90a", "sm_100f")]
-        assert [bool(x) for x in takes] == _TAKES[name]
-        assert all(x or str(x).startswith(f"{name}: no kernel") for x in takes)
+        for arch in ("sm_90a", "sm_100f"):
+            assert fa4_jax.supports(*half, arch=arch, **options), (name, arch)
     assert fa4_jax.supports(*half, arch="sm_90a", mask=masks.window(127, 0))
     assert fa4_jax.supports(*half, arch="sm_90a", mask=masks.segments(ids))
     assert support.explain(*half, segment_ids=ids).forward_flops == 4 * H * B * N * T * T
