@@ -1,8 +1,9 @@
-"""The derivative: one custom_vjp around everything that a device computes.
+"""Where JAX finds the derivatives of everything that a device computes.
 
-Attention and the schemes of context parallelism are wired here alike. Residuals are the operands,
-the output and the log-sum-exp. The latter two carry names, so that a rematerialised layer can keep
-them: under `save_attention_policy` the backward does not run the forward again.
+Attention has a `custom_jvp` whose tangents are one linear operation with the backward as its
+transpose (`derivatives`), the schemes of context parallelism a `custom_vjp`. Residuals of both are
+the operands, the output and the log-sum-exp. The latter two carry names, so that a rematerialised
+layer can keep them: under `save_attention_policy` the backward does not run the forward again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fa4_jax import batching, sinks
+from fa4_jax import batching, derivatives, sinks
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.plan import Plan
 
@@ -25,6 +27,14 @@ save_attention_policy = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAM
 """For jax.checkpoint(policy=...): keeps every attention's output and log-sum-exp, nothing else."""
 
 Residuals = tuple[Operands, Results]
+
+
+def _named(found: Results) -> Results:
+    """The results, of which those that the backward needs have names."""
+    return found._replace(
+        output=checkpoint_name(found.output, OUTPUT_NAME),
+        lse=checkpoint_name(found.lse, LSE_NAME),
+    )
 
 
 def differentiable(
@@ -41,11 +51,7 @@ def differentiable(
     """
 
     def forward(work: Any, operands: Operands) -> tuple[Results, Residuals]:
-        found = run_forward(work, operands)
-        results = found._replace(
-            output=checkpoint_name(found.output, OUTPUT_NAME),
-            lse=checkpoint_name(found.lse, LSE_NAME),
-        )
+        results = _named(run_forward(work, operands))
         return results, (operands, results._replace(max_logit=None))
 
     # Jitted because a gradient without jit would compile its loops anew at every call.
@@ -80,13 +86,23 @@ def differentiable(
     return jax.jit(attend, static_argnums=0, inline=True)
 
 
-def _forward(plan: Plan, operands: Operands) -> Results:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(plan: Plan, operands: Operands) -> Results:
     return batching.forward(plan)(operands)
 
 
-def _backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    return batching.backward(plan)(operands, cotangents)
+@_attend.defjvp
+def _attend_jvp(
+    plan: Plan, primals: tuple[Operands], tangents: tuple[Operands]
+) -> tuple[Results, Results]:
+    (operands,), (moved,) = primals, tangents
+    results = _named(_attend(plan, operands))
+    fixed, point = derivatives.split(operands, results)
+    found = derivatives.pushforward(plan)(fixed, point, derivatives.point_of(moved))
+    top = None if results.max_logit is None else jnp.zeros_like(results.max_logit)
+    return results, Results(found.output, found.lse, top)
 
 
-attend = differentiable(_forward, _backward)
+# Jitted so that the platform is that of the operands, also where the caller does not jit.
+attend = jax.jit(_attend, static_argnums=0, inline=True)
 """Output [B, T, N, H], log-sum-exp [B, N, T] and largest scores of a plan and its operands."""

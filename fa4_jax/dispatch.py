@@ -29,18 +29,15 @@ def _zero_type(**params: Any) -> Any:
     return jax.core.ShapedArray((), jnp.int32)
 
 
-# Stands for an int32 zero where implementation="kernel" meets a platform without kernels. Lowering
-# it raises, so that no program runs that holds it.
+# Stands for an int32 zero where implementation="kernel" meets what no kernel computes. Lowering it
+# raises, so that no program runs that holds it.
 _refuse_p = Primitive("fa4_jax_refuse")
 _refuse_p.def_abstract_eval(_zero_type)
 
 
-def _refuse_lowering(ctx: Any, *, platforms: tuple[str, ...]) -> Any:
+def _refuse_lowering(ctx: Any, *, message: str) -> Any:
     del ctx
-    raise NotImplementedError(
-        f"implementation='kernel': the kernels run on {' and '.join(platforms)}, but this program "
-        "is compiled for another platform (where the operands lie, or what is exported for)"
-    )
+    raise NotImplementedError(f"implementation='kernel': {message}")
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)
@@ -89,7 +86,10 @@ def _choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any],
     def otherwise(*args: Any) -> Any:
         if not plan.insist:
             return default(*args)
-        zero = _refuse_p.bind(platforms=plan.platforms)
+        zero = _refuse_p.bind(
+            message=f"the kernels run on {' and '.join(plan.platforms)}, but this program is "
+            "compiled for another platform (where the operands lie, or what is exported for)"
+        )
         return jax.tree.map(lambda x: x + zero.astype(x.dtype), default(*args))
 
     branches = dict.fromkeys(plan.platforms, kernel)
@@ -109,3 +109,22 @@ def _left_out(plan: Plan, part: str, operands: Operands) -> Operands:
     if plan.arch is None and unsupported(plan.problem) is None:
         message += "; arch= names the GPU that a program is lowered for elsewhere"
     return operands._replace(extents=operands.extents + _left_out_p.bind(message=message))
+
+
+def of_derivatives(plan: Plan, operands: Operands) -> Operands:
+    """The operands of tangents and second derivatives, which the default path computes.
+
+    Lowering them says so in the log, and raises NotImplementedError if the caller insists on
+    kernels.
+    """
+    part = "tangents and second derivatives"
+    if not plan.forward:
+        return _left_out(plan, part, operands)
+    message = f"no kernel computes {part}, only first gradients in reverse mode"
+    if plan.insist:
+        zero = _refuse_p.bind(message=message)
+    else:
+        zero = _left_out_p.bind(
+            message=f"attention uses the default path for its {part}: {message}"
+        )
+    return operands._replace(extents=operands.extents + zero)

@@ -1,0 +1,160 @@
+"""Derivatives of attention as linear maps: forward, reverse, and both of the second order.
+
+Reverse mode is the backward of a plan. All else is the default path's forward and backward, which
+JAX differentiates forwards, in O(length) memory: their loops have no reverse mode, and need none.
+With results y(x), a cotangent c and the function L(x) = <c, y(x)>,
+
+    the pushforward  u -> y'(x) u                has the transpose  c -> L'(x), the pullback,
+    the pullback's derivative  u -> L"(x) u      is its own transpose, and
+    that of the pushforward  u -> y"(x)(u, v)    has the transpose  c -> L"(x) v.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from fa4_jax import batching, dispatch, sinks, xla
+from fa4_jax.linear import LinearMap
+from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.plan import Plan
+
+
+class Point(NamedTuple):
+    """The operands that have gradients, as in `Operands`; and their tangents or cotangents."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    scale: jax.Array | None
+    soft_cap: jax.Array | None
+    sinks: jax.Array | None
+
+
+class Moved(NamedTuple):
+    """Output and log-sum-exp, and their tangents or cotangents."""
+
+    output: jax.Array
+    lse: jax.Array
+
+
+class Fixed(NamedTuple):
+    """What a derivative takes as it is: the other operands, and the results at the point."""
+
+    others: Operands
+    output: jax.Array
+    lse: jax.Array
+
+    def operands(self, point: Point) -> Operands:
+        """The operands with those of a point."""
+        return self.others._replace(**point._asdict())
+
+
+def split(operands: Operands, results: Results) -> tuple[Fixed, Point]:
+    """What a derivative at these operands takes."""
+    others = operands._replace(**dict.fromkeys(Point._fields))
+    return Fixed(others, results.output, results.lse), point_of(operands)
+
+
+def point_of(operands: Operands) -> Point:
+    """The operands that have gradients."""
+    return Point(*(getattr(operands, name) for name in Point._fields))
+
+
+def _default(plan: Plan, fixed: Fixed, point: Point) -> Moved:
+    """Output and log-sum-exp of the default path, which JAX differentiates forwards."""
+    operands = dispatch.of_derivatives(plan, fixed.operands(point))
+    found = xla.forward(plan.problem, operands)
+    return Moved(found.output, found.lse)
+
+
+def _gradients(run: Callable[..., Gradients], operands: Operands, cotangents: Cotangents) -> Point:
+    """Cotangents of the operands, by a function that knows nothing of sinks."""
+    found = run(operands._replace(sinks=None), cotangents)
+    own = operands.sinks
+    of_sinks = None if own is None else sinks.gradient(own, cotangents)
+    return Point(*found, of_sinks)
+
+
+def _results(fixed: Fixed, point: Point) -> Moved:
+    """Arrays of the types of tangents and cotangents of results."""
+    del point
+    return Moved(fixed.output, fixed.lse)
+
+
+def _operands(fixed: Fixed, point: Point) -> Point:
+    """Arrays of the types of tangents and cotangents of operands."""
+    del fixed
+    return point
+
+
+@functools.lru_cache(maxsize=512)
+def pushforward(plan: Plan) -> LinearMap:
+    """Tangents of operands to those of results; its transpose is the backward of the plan."""
+
+    def apply(fixed: Fixed, point: Point, moved: Point) -> Moved:
+        return jax.jvp(functools.partial(_default, plan, fixed), (point,), (moved,))[1]
+
+    def derivative(fixed: Fixed, point: Point, other: Point, moved: Point) -> Moved:
+        return _curvature(plan)(fixed, (point, moved), other)
+
+    return LinearMap(apply, _results, lambda: pullback(plan), derivative)
+
+
+@functools.lru_cache(maxsize=512)
+def pullback(plan: Plan) -> LinearMap:
+    """Cotangents of results to those of operands: the backward of the plan."""
+
+    def apply(fixed: Fixed, point: Point, bars: Moved) -> Point:
+        cotangents = Cotangents(fixed.output, fixed.lse, *bars)
+        return _gradients(batching.backward(plan), fixed.operands(point), cotangents)
+
+    def derivative(fixed: Fixed, point: Point, moved: Point, bars: Moved) -> Point:
+        return _hessian(plan)(fixed, (point, bars), moved)
+
+    return LinearMap(apply, _operands, lambda: pushforward(plan), derivative)
+
+
+def _of_gradients(plan: Plan, fixed: Fixed, point: Point, bars: Moved, moved: Point) -> Point:
+    """The tangent of the cotangents of the operands where the point moves."""
+
+    def gradients(point: Point) -> Point:
+        found = _default(plan, fixed, point)
+        run = functools.partial(xla.backward, plan.problem)
+        return _gradients(run, fixed.operands(point), Cotangents(*found, *bars))
+
+    return jax.jvp(gradients, (point,), (moved,))[1]
+
+
+@functools.lru_cache(maxsize=512)
+def _hessian(plan: Plan) -> LinearMap:
+    """Hessian of <bars, results> at a point with bars, which is its own transpose."""
+
+    def apply(fixed: Fixed, point: tuple[Point, Moved], moved: Point) -> Point:
+        return _of_gradients(plan, fixed, *point, moved)
+
+    return LinearMap(apply, lambda _, point: point[0], lambda: _hessian(plan))
+
+
+@functools.lru_cache(maxsize=512)
+def _curvature(plan: Plan) -> LinearMap:
+    """Second derivative of the results at a point with one tangent, linear in the other one."""
+
+    def apply(fixed: Fixed, point: tuple[Point, Point], moved: Point) -> Moved:
+        at, other = point
+        along = pushforward(plan).apply
+        return jax.jvp(lambda at: along(fixed, at, other), (at,), (moved,))[1]
+
+    def transposed(fixed: Fixed, point: tuple[Point, Point], bars: Moved) -> Point:
+        at, other = point
+        return _of_gradients(plan, fixed, at, bars, other)
+
+    def back() -> LinearMap:
+        # <bars, D2(u, v)> = <u, Hessian of <bars, results> times v>.
+        return LinearMap(transposed, lambda _, point: point[0], lambda: _curvature(plan))
+
+    return LinearMap(apply, lambda fixed, _: Moved(fixed.output, fixed.lse), back)
