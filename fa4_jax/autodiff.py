@@ -1,7 +1,7 @@
 """Where JAX finds the derivatives of everything that a device computes.
 
-Attention has a `custom_jvp` whose tangents are one linear operation with the backward as its
-transpose (`derivatives`), the schemes of context parallelism a `custom_vjp`. Residuals of both are
+Attention is an operation whose tangents are a linear one with the backward as its transpose
+(`derivatives`), the schemes of context parallelism have a `custom_vjp`. Residuals of both are
 the operands, the output and the log-sum-exp. The latter two carry names, so that a rematerialised
 layer can keep them: under `save_attention_policy` the backward does not run the forward again.
 """
@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fa4_jax import batching, derivatives, sinks
+from fa4_jax import derivatives, sinks
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.plan import Plan
 
@@ -86,21 +85,8 @@ def differentiable(
     return jax.jit(attend, static_argnums=0, inline=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(plan: Plan, operands: Operands) -> Results:
-    return batching.forward(plan)(operands)
-
-
-@_attend.defjvp
-def _attend_jvp(
-    plan: Plan, primals: tuple[Operands], tangents: tuple[Operands]
-) -> tuple[Results, Results]:
-    (operands,), (moved,) = primals, tangents
-    results = _named(_attend(plan, operands))
-    fixed, point = derivatives.split(operands, results)
-    found = derivatives.pushforward(plan)(fixed, point, derivatives.point_of(moved))
-    top = None if results.max_logit is None else jnp.zeros_like(results.max_logit)
-    return results, Results(found.output, found.lse, top)
+    return derivatives.attention(plan, _named)(*derivatives.split(operands))
 
 
 # Jitted so that the platform is that of the operands, also where the caller does not jit.

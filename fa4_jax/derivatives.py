@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fa4_jax import batching, dispatch, sinks, xla
-from fa4_jax.linear import LinearMap
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.operations import Function, LinearMap
 from fa4_jax.plan import Plan
 
 
@@ -42,6 +43,11 @@ class Moved(NamedTuple):
     lse: jax.Array
 
 
+def joined(others: Operands, point: Point) -> Operands:
+    """The operands of which `split` made two parts."""
+    return others._replace(**point._asdict())
+
+
 class Fixed(NamedTuple):
     """What a derivative takes as it is: the other operands, and the results at the point."""
 
@@ -51,18 +57,13 @@ class Fixed(NamedTuple):
 
     def operands(self, point: Point) -> Operands:
         """The operands with those of a point."""
-        return self.others._replace(**point._asdict())
+        return joined(self.others, point)
 
 
-def split(operands: Operands, results: Results) -> tuple[Fixed, Point]:
-    """What a derivative at these operands takes."""
+def split(operands: Operands) -> tuple[Operands, Point]:
+    """The operands without those that have gradients, and these."""
     others = operands._replace(**dict.fromkeys(Point._fields))
-    return Fixed(others, results.output, results.lse), point_of(operands)
-
-
-def point_of(operands: Operands) -> Point:
-    """The operands that have gradients."""
-    return Point(*(getattr(operands, name) for name in Point._fields))
+    return others, Point(*(getattr(operands, name) for name in Point._fields))
 
 
 def _default(plan: Plan, fixed: Fixed, point: Point) -> Moved:
@@ -158,3 +159,20 @@ def _curvature(plan: Plan) -> LinearMap:
         return LinearMap(transposed, lambda _, point: point[0], lambda: _curvature(plan))
 
     return LinearMap(apply, lambda fixed, _: Moved(fixed.output, fixed.lse), back)
+
+
+@functools.lru_cache(maxsize=512)
+def attention(plan: Plan, named: Callable[[Results], Results]) -> Function:
+    """The results of a plan; `named` says which of them a rematerialised layer may keep."""
+
+    def apply(others: Operands, point: Point) -> Results:
+        return batching.forward(plan)(joined(others, point))
+
+    def jvp(others: Operands, point: Point, moved: Point) -> tuple[Results, Results]:
+        results = named(attention(plan, named)(others, point))
+        fixed = Fixed(others, results.output, results.lse)
+        found = pushforward(plan)(fixed, point, moved)
+        top = None if results.max_logit is None else jnp.zeros_like(results.max_logit)
+        return results, Results(found.output, found.lse, top)
+
+    return Function(apply, jvp)

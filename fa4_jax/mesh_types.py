@@ -76,3 +76,19 @@ def sharded_alike(arrays: list[jax.Array]) -> list[jax.Array]:
     finest = max(arrays, key=lambda x: sum(map(len, explicit_axes(x))))
     sharding = NamedSharding(mesh, jax.typeof(finest).sharding.spec)
     return [jax.sharding.reshard(x, sharding) for x in arrays]
+
+
+def leading_alike(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays, whose axes 0 lie over the same Explicit axes: those of the one that has most."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return arrays
+    leading = max((explicit_axes(x)[0] for x in arrays), key=len)
+    specs = [
+        PartitionSpec(*(entry or None for entry in (leading, *explicit_axes(x)[1:])))
+        for x in arrays
+    ]
+    return [
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]

@@ -354,9 +354,13 @@ def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
 
 
 def row_top(scores: Array) -> Array:
-    """Greatest score of each row, [..., 1]."""
+    """Greatest score of each row, [..., 1], for derivatives a constant: no result depends on it.
+
+    Besides, JAX's derivative of a maximum divides by how many scores equal it, and XLA may compute
+    a score in two ways, so that none does.
+    """
     axis = scores.ndim - 1
-    return lax.expand_dims(lax.reduce_max(scores, (axis,)), (axis,))
+    return lax.stop_gradient(lax.expand_dims(lax.reduce_max(scores, (axis,)), (axis,)))
 
 
 def exponentials(scores: Array) -> Array:
@@ -385,6 +389,7 @@ def with_sinks(sinks: Array, top: Array, total: Array, acc: Array) -> tuple[Arra
     sink = sinks.reshape(1, *top.shape[1:3], 1, 1)
     # The least number, since a row without a key and a head without a sink have -inf.
     reference = lax.max(lax.max(top, sink), lax.full_like(top, jnp.finfo(top.dtype).min))
+    reference = lax.stop_gradient(reference)
     keep = lax.exp(top - reference)
     return reference, total * keep + lax.exp(sink - reference), acc * keep
 

@@ -1,8 +1,8 @@
-"""Functions that are linear in one argument, each with its transpose and its derivative beside it.
+"""Operations that bring their derivatives along: linear maps with their transposes, and functions.
 
 `jax.custom_vjp` refuses forward mode, and `jax.custom_jvp` transposes its rule operation by
 operation. A call of this module is one operation, which JAX differentiates, transposes and batches
-by what its `LinearMap` says.
+by what its `LinearMap` or `Function` says.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+
+from fa4_jax import mesh_types
 
 Tree = Any
 
@@ -151,22 +153,104 @@ def _batch(
 ) -> tuple[list[Any], list[int]]:
     del types
     (size,) = {x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None}
-    leaves = [
-        x if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(leaves, axes, strict=True)
+    leaves, others = list(leaves), len(leaves) - call.sizes[2]
+    mapped = [i for i, axis in enumerate(axes) if axis is not None or i >= others]
+    arrays = [
+        jnp.broadcast_to(leaves[i], (size, *leaves[i].shape))
+        if axes[i] is None
+        else jnp.moveaxis(leaves[i], axes[i], 0)
+        for i in mapped
     ]
-    others = len(leaves) - call.sizes[2]
-    for i in range(others, len(leaves)):
-        if axes[i] is None:
-            leaves[i] = jnp.broadcast_to(leaves[i], (size, *leaves[i].shape))
+    for i, array in zip(mapped, mesh_types.leading_alike(arrays), strict=True):
+        leaves[i] = array
     fixed_axes, point_axes, _ = call.trees([None if axis is None else 0 for axis in axes])
     out = jax.tree.leaves(call.map.batched(fixed_axes, point_axes, size)(*call.trees(leaves)))
     return out, [0] * len(out)
 
 
-_linear_p.def_impl(_run)
+_linear_p.def_impl(jax.jit(_run, static_argnames=("call", "types")))
 _linear_p.def_abstract_eval(_types)
 mlir.register_lowering(_linear_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A function of what is fixed, as for a `LinearMap`, and of a point, in which it is smooth.
+
+    It is one operation under every transformation. JAX forgets the rule of a `custom_jvp` when it
+    linearizes a loop, so that there would be no second derivative.
+
+    Attributes:
+      apply: takes fixed and point.
+      jvp: takes fixed, point and the point's tangent; returns results and their tangents, which
+        are linear maps of that one.
+    """
+
+    apply: Callable[[Tree, Tree], Tree]
+    jvp: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+    def __call__(self, fixed: Tree, point: Tree) -> Tree:
+        """Returns apply(fixed, point), as one operation."""
+        leaves, arguments = jax.tree.flatten((fixed, point))
+        closed, shape = jax.make_jaxpr(self.apply, return_shape=True)(fixed, point)
+        out = _function_p.bind(*leaves, function=self, arguments=arguments, closed=closed)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    def batched(self, fixed: Tree, point: Tree) -> Function:
+        """Returns the function of a batch of calls, whose results have axis 0.
+
+        Args:
+          fixed, point: of each of their arrays, 0 if it has an axis, too, and None if not.
+        """
+        return Function(
+            jax.vmap(self.apply, in_axes=(fixed, point)),
+            jax.vmap(self.jvp, in_axes=(fixed, point, point)),
+        )
+
+
+_function_p = Primitive("fa4_jax_function")
+_function_p.multiple_results = True
+
+
+def _run_function(*leaves: Any, function: Function, arguments: Any, closed: Any) -> list[Any]:
+    del function, arguments
+    return jaxpr_as_fun(closed)(*leaves)
+
+
+def _types_of_function(*operands: Any, function: Function, arguments: Any, closed: Any) -> Any:
+    del operands, function, arguments
+    return closed.out_avals
+
+
+def _jvp_of_function(
+    primals: Any, tangents: Any, *, function: Function, arguments: Any, closed: Any
+) -> tuple[Any, Any]:
+    del closed
+    fixed, point = jax.tree.unflatten(arguments, primals)
+    of_point = list(tangents)[len(jax.tree.leaves(fixed)) :]
+    moved = jax.tree.unflatten(jax.tree.structure(point), map(ad.instantiate_zeros, of_point))
+    results, found = function.jvp(fixed, point, moved)
+    return jax.tree.leaves(results), jax.tree.leaves(found)
+
+
+def _batch_function(
+    leaves: Any, axes: Any, *, function: Function, arguments: Any, closed: Any
+) -> tuple[list[Any], list[int]]:
+    del closed
+    leaves = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(leaves, axes, strict=True)
+    ]
+    flags = jax.tree.unflatten(arguments, [None if axis is None else 0 for axis in axes])
+    out = jax.tree.leaves(function.batched(*flags)(*jax.tree.unflatten(arguments, leaves)))
+    return out, [0] * len(out)
+
+
+_function_p.def_impl(jax.jit(_run_function, static_argnames=("function", "arguments", "closed")))
+_function_p.def_abstract_eval(_types_of_function)
+mlir.register_lowering(_function_p, mlir.lower_fun(_run_function, multiple_results=True))
+ad.primitive_jvps[_function_p] = _jvp_of_function
+batching.primitive_batchers[_function_p] = _batch_function

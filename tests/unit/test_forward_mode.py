@@ -1,0 +1,339 @@
+"""Forward mode and second derivatives, in float64, against those of a dense function of JAX's."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fa4_jax import attention, autodiff, batching, xla
+from fa4_jax.operands import Cotangents, Gradients, Operands
+
+Point = dict[str, jax.Array]
+Function = Callable[[Point], Any]
+
+B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
+SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
+MORE = {"bias": (1, N, T, S), "sinks": (N,), "scale": (), "logits_soft_cap": ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call: which operands it has besides query, key and value, its options and who sees whom."""
+
+    name: str
+    more: tuple[str, ...]
+    options: dict[str, Any]
+    visible: np.ndarray
+
+    def ours(self, point: Point) -> Any:
+        return attention(**point, **self.options, return_residual=True)
+
+    def plain(self, point: Point) -> Any:
+        """Output and log-sum-exp, 0 and -inf (the sink, if there are any) in rows without keys."""
+        key, value = (jnp.repeat(point[x], N // K, axis=2) for x in ("key", "value"))
+        s = jnp.einsum("btnh,bsnh->bnts", point["query"], key)
+        s = s * (point["scale"] if "scale" in point else H**-0.5)
+        if "logits_soft_cap" in point:
+            cap = point["logits_soft_cap"]
+            s = cap * jnp.tanh(s / cap)
+        if "bias" in point:
+            s = s + point["bias"]
+        seen = jnp.asarray(self.visible)
+        e = jnp.where(seen, jnp.exp(jnp.where(seen, s, 0)), 0)
+        total = e.sum(-1)
+        if "sinks" in point:
+            total = total + jnp.exp(point["sinks"])[None, :, None]
+        some = total > 0
+        safe = jnp.where(some, total, 1)
+        output = jnp.einsum("bnts,bsnh->btnh", e / safe[..., None], value)
+        return output, jnp.where(some, jnp.log(safe), -jnp.inf)
+
+
+ROWS, KEYS = np.arange(T)[:, None], np.arange(S)[None]
+EVERY = np.ones((1, 1, T, S), bool)
+KEY_LENGTHS = np.array([12, 3])
+QUERY_IDS, KEY_IDS = np.arange(T) // 4, np.arange(S) % 3
+SEGMENTS = (jnp.asarray(QUERY_IDS, jnp.int32)[None], jnp.asarray(KEY_IDS, jnp.int32)[None])
+
+CALLS = (
+    Call("dense", (), {}, EVERY),
+    Call("causal", (), {"is_causal": True}, (KEYS <= ROWS)[None, None]),
+    Call(
+        "window, lengths, empty rows",
+        (),
+        {
+            "local_window_size": (2, 0),
+            "key_value_seq_lengths": jnp.asarray(KEY_LENGTHS, jnp.int32),
+        },
+        ((KEYS <= ROWS) & (KEYS >= ROWS - 2))[None, None]
+        & (KEYS[None, None] < KEY_LENGTHS[:, None, None, None]),
+    ),
+    Call("bias, traced scale", ("bias", "scale"), {}, EVERY),
+    Call("sinks, traced cap", ("sinks", "logits_soft_cap"), {}, EVERY),
+    Call(
+        "segments, sinks",
+        ("sinks",),
+        {"segment_ids": SEGMENTS},
+        (QUERY_IDS[:, None] == KEY_IDS[None])[None, None],
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(params=["dense", "blockwise"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Either implementation of the default path; `blockwise` has several blocks a side."""
+    if request.param == "blockwise":
+        monkeypatch.setattr(xla, "SETTINGS", dataclasses.replace(xla.SETTINGS, dense_scores=0))
+        monkeypatch.setattr(xla.blockwise, "BLOCK_RANGE", (8, 8))
+    jax.clear_caches()
+    return request.param
+
+
+def make(call: Call, rng: np.random.Generator) -> Point:
+    """Operands; a scale and a cap are positive."""
+    shapes = SHAPES | {name: MORE[name] for name in call.more}
+    point = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    return point | {name: 1 + jnp.abs(point[name]) for name in call.more if MORE[name] == ()}
+
+
+def loss(function: Function) -> Callable[[Point], jax.Array]:
+    """A function of all results, none of whose derivatives is zero."""
+
+    def of_point(point: Point) -> jax.Array:
+        output, lse = function(point)
+        return jnp.sin(output).sum() + (jnp.where(lse == -jnp.inf, 0, lse) ** 2).sum()
+
+    return of_point
+
+
+def inner(one: Point, other: Point) -> jax.Array:
+    return sum(((one[name] * other[name]).sum() for name in one), jnp.zeros(()))
+
+
+def jvp(function: Function, x: Point, u: Point, v: Point) -> Any:
+    return jax.jvp(function, (x,), (u,))
+
+
+def jvp_of_grad(function: Function, x: Point, u: Point, v: Point) -> Any:
+    return jax.jvp(jax.grad(loss(function)), (x,), (u,))
+
+
+def grad_of_grad(function: Function, x: Point, u: Point, v: Point) -> Any:
+    return jax.grad(lambda x: inner(jax.grad(loss(function))(x), u))(x)
+
+
+def grad_of_jvp(function: Function, x: Point, u: Point, v: Point) -> Any:
+    """Of both, the results and their tangents."""
+
+    def of_both(x: Point, u: Point) -> jax.Array:
+        (output, _), (moved, of_lse) = jax.jvp(function, (x,), (u,))
+        return (output * moved).sum() + (of_lse**2).sum()
+
+    return jax.grad(of_both, (0, 1))(x, u)
+
+
+def jvp_of_jvp(function: Function, x: Point, u: Point, v: Point) -> Any:
+    return jax.jvp(lambda x: jax.jvp(function, (x,), (u,)), (x,), (v,))
+
+
+def mean_flow(function: Function, x: Point, u: Point, v: Point) -> Any:
+    """A gradient over a jvp whose tangent is a target without one (MeanFlow, section 4)."""
+
+    def of_point(x: Point) -> jax.Array:
+        (output, _), (moved, _) = jax.jvp(function, (x,), (u,))
+        return ((output - jax.lax.stop_gradient(v["query"] - moved)) ** 2).sum()
+
+    return jax.grad(of_point)(x)
+
+
+def linearized(function: Function, x: Point, u: Point, v: Point) -> Any:
+    _, tangent = jax.linearize(function, x)
+    back = jax.linear_transpose(tangent, x)
+    output, lse = tangent(u)
+    return (output, lse), back((output, lse))
+
+
+DERIVATIVES = (
+    *(jvp, jvp_of_grad, grad_of_grad, grad_of_jvp),
+    *(jvp_of_jvp, mean_flow, linearized),
+)
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    def same(a: jax.Array, b: jax.Array) -> None:
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(same, actual, expected)
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_derivatives(call: Call, derivative: Any, path: str, rng: np.random.Generator) -> None:
+    x, u, v = (make(call, rng) for _ in range(3))
+    actual = jax.jit(functools.partial(derivative, call.ours))(x, u, v)
+    close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("shared", [(), ("key", "value"), ("query",)], ids=str)
+def test_vmap(derivative: Any, shared: tuple[str, ...], rng: np.random.Generator) -> None:
+    call = CALLS[4]
+    x, u, v = (make(call, rng) for _ in range(3))
+    many = {
+        name: value if name in shared else jnp.stack([value, 0.5 * value, -value])
+        for name, value in x.items()
+    }
+    many["logits_soft_cap"] = x["logits_soft_cap"]
+    axes = {name: None if many[name].ndim == x[name].ndim else 0 for name in x}
+    run = functools.partial(derivative, call.ours)
+    actual = jax.jit(jax.vmap(run, (axes, None, None)))(many, u, v)
+    each = jax.jit(functools.partial(derivative, call.plain))
+    expected = [
+        each({name: y if axes[name] is None else y[i] for name, y in many.items()}, u, v)
+        for i in range(3)
+    ]
+    close(actual, jax.tree.map(lambda *some: jnp.stack(some), *expected))
+
+
+def test_jacobians_and_hessian(rng: np.random.Generator) -> None:
+    call = CALLS[1]
+    x = make(call, rng)
+
+    def of_query(function: Function) -> Callable[[jax.Array], Any]:
+        return lambda q: function(x | {"query": q})[0][:, :3]
+
+    for derivative in (jax.jacfwd, jax.jacrev):
+        close(*(derivative(of_query(f))(x["query"]) for f in (call.ours, call.plain)))
+    scalar = [lambda q, f=f: jnp.sin(of_query(f)(q)).sum() for f in (call.ours, call.plain)]
+    close(*(jax.hessian(f)(x["query"]) for f in scalar))
+
+
+@pytest.mark.parametrize("policy", [None, autodiff.save_attention_policy], ids=["all", "names"])
+def test_remat_and_scan(policy: Any, path: str, rng: np.random.Generator) -> None:
+    call = CALLS[1]
+    x, u, _ = (make(call, rng) for _ in range(3))
+
+    def layers(function: Function) -> Function:
+        def layer(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            output, lse = function(x | {"query": carry})
+            return carry + output, lse
+
+        def run(point: Point) -> Any:
+            return jax.lax.scan(jax.checkpoint(layer, policy=policy), point["query"], None, 3)
+
+        return run
+
+    one = {"query": x["query"]}
+    for derivative in (jvp, jvp_of_grad, grad_of_grad):
+        run = functools.partial(derivative, v=one)
+        close(*(run(layers(f), x=one, u={"query": u["query"]}) for f in (call.ours, call.plain)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("derivative", DERIVATIVES, ids=lambda x: x.__name__)
+def test_meshes(kind: Any, derivative: Any, rng: np.random.Generator) -> None:
+    call = CALLS[1]
+    x, u, v = (make(call, rng) for _ in range(3))
+    expected = jax.jit(functools.partial(derivative, call.plain))(x, u, v)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2, devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, P("x", None, "y"))
+    with jax.set_mesh(mesh):
+        placed = [{name: jax.device_put(a, sharding) for name, a in p.items()} for p in (x, u, v)]
+        actual = jax.jit(functools.partial(derivative, call.ours))(*placed)
+    close(actual, expected)
+
+
+@pytest.mark.parametrize("derivative", [jvp, jvp_of_grad, mean_flow], ids=lambda x: x.__name__)
+def test_inside_shard_map(derivative: Any, rng: np.random.Generator) -> None:
+    """Keys and values are the same on all devices of an axis, so their gradients are sums."""
+    call = CALLS[1]
+    x, u, v = (make(call, rng) for _ in range(3))
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
+    specs = dict.fromkeys(SHAPES, P("x", None, "y"))
+
+    def local(function: Function) -> Function:
+        return jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(P("x", None, "y"), P("x", "y")),
+        )
+
+    actual = jax.jit(functools.partial(derivative, local(call.ours)))(x, u, v)
+    close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
+
+
+def by_custom_vjp() -> Any:
+    """Attention as a `custom_vjp`, without forward mode."""
+
+    def backward(plan: Any, operands: Operands, cotangents: Cotangents) -> Gradients:
+        return batching.backward(plan)(operands, cotangents)
+
+    return autodiff.differentiable(
+        lambda plan, operands: batching.forward(plan)(operands), backward
+    )
+
+
+def opcodes(program: str) -> collections.Counter[str]:
+    """Counts the instructions of an optimised program."""
+    return collections.Counter(re.findall(r"= \S+ ([a-z][a-z0-9-]*)\(", program))
+
+
+@pytest.mark.parametrize("policy", [None, autodiff.save_attention_policy], ids=["all", "names"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_a_training_step_is_what_a_custom_vjp_makes_of_it(
+    call: Call, policy: Any, path: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    x = make(call, rng)
+
+    def compiled() -> Any:
+        jax.clear_caches()
+        layer = jax.checkpoint(loss(call.ours), policy=policy)
+        return jax.jit(jax.value_and_grad(lambda x: layer(x))).lower(x).compile()
+
+    new = compiled()
+    monkeypatch.setattr(autodiff, "attend", by_custom_vjp())
+    old = compiled()
+    assert opcodes(new.as_text()) == opcodes(old.as_text())
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in (new, old)]
+    assert sizes[0] <= sizes[1]
+
+
+def test_no_kernel_computes_tangents(
+    kernels_present: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so where a program is lowered for a GPU; who insists on kernels is refused."""
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+
+    def lowered(implementation: Any) -> str:
+        run = functools.partial(attention, implementation=implementation)
+        tangent = jax.jit(lambda x: jax.jvp(lambda q: run(q, q, q), (x,), (x,)))
+        return tangent.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered(None).count("fa4_jax_launch") == 1
+    assert "tangents and second derivatives: no kernel computes" in caplog.text
+    with pytest.raises(NotImplementedError, match="only first gradients in reverse mode"):
+        lowered("kernel")
+    gradient = jax.jit(
+        jax.grad(lambda q: attention(q, q, q, implementation="kernel").astype(jnp.float32).sum())
+    )
+    program = gradient.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("fa4_jax_launch") == 4
