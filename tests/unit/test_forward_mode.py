@@ -337,3 +337,18 @@ def test_no_kernel_computes_tangents(
     )
     program = gradient.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("fa4_jax_launch") == 4
+
+
+@pytest.mark.parametrize("derivative", [jvp, jvp_of_grad, grad_of_grad, grad_of_jvp])
+def test_memory_does_not_grow_with_the_scores(derivative: Any) -> None:
+    """What a derivative needs beside its arguments and results, twice as long: at most double."""
+
+    def num_bytes(length: int) -> int:
+        like = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+        x = dict.fromkeys(("query", "key", "value"), like)
+        run = functools.partial(derivative, CALLS[1].ours)
+        return jax.jit(run).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    long = num_bytes(8192)
+    assert long <= 2.2 * num_bytes(4096)
+    assert long < 8192**2 * 4 / 4
