@@ -117,7 +117,7 @@ def pullback(plan: Plan) -> LinearMap:
     def derivative(fixed: Fixed, point: Point, moved: Point, bars: Moved) -> Point:
         return _hessian(plan)(fixed, (point, bars), moved)
 
-    return LinearMap(apply, _operands, lambda: pushforward(plan), derivative)
+    return LinearMap(apply, _operands, lambda: pushforward(plan), derivative, traced_at_once=True)
 
 
 def _of_gradients(plan: Plan, fixed: Fixed, point: Point, bars: Moved, moved: Point) -> Point:

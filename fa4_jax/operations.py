@@ -29,17 +29,21 @@ class LinearMap:
 
     Attributes:
       apply: takes fixed, point and x. What is fixed has no derivative: numbers that are no floats,
-        and results that follow from the point. It is traced only where the map itself runs.
+        and results that follow from the point.
       like: from fixed and point to arrays of the types of a result.
       transpose: makes the map from cotangents of the result to cotangents of x, at the same point.
       derivative: takes fixed, point, the point's tangent and x, and returns the result's tangent,
         for which it calls a linear map of the point's tangent. None: JAX differentiates `apply`.
+      traced_at_once: `apply` is traced when the map is called, and not only where it runs. JAX has
+        to see a partitioning rule in a program before it lowers it, since only then does the
+        program know its devices.
     """
 
     apply: Callable[[Tree, Tree, Tree], Tree]
     like: Callable[[Tree, Tree], Tree]
     transpose: Callable[[], LinearMap]
     derivative: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
+    traced_at_once: bool = False
 
     def __call__(self, fixed: Tree, point: Tree, x: Tree) -> Tree:
         """Returns apply(fixed, point, x), as one operation."""
@@ -49,7 +53,9 @@ class LinearMap:
         like, result = jax.tree.flatten(self.like(fixed, point))
         call = _Call(self, structure, result, (fixed_size, point_size, x_size))
         types = tuple(jax.typeof(y) for y in like)
-        return jax.tree.unflatten(result, _linear_p.bind(*leaves, call=call, types=types))
+        closed = jax.make_jaxpr(self.apply)(*args) if self.traced_at_once else None
+        out = _linear_p.bind(*leaves, call=call, types=types, closed=closed)
+        return jax.tree.unflatten(result, out)
 
     def tangent(self, fixed: Tree, point: Tree, moved: Tree, x: Tree) -> Tree:
         """Returns the result's tangent where the point moves."""
@@ -69,6 +75,7 @@ class LinearMap:
             jax.vmap(self.like, in_axes=(fixed, point), axis_size=size),
             lambda: self.transpose().batched(fixed, point, size),
             derivative and jax.vmap(derivative, in_axes=(fixed, point, point, 0)),
+            self.traced_at_once,
         )
 
 
@@ -105,13 +112,15 @@ _linear_p = Primitive("fa4_jax_linear")
 _linear_p.multiple_results = True
 
 
-def _run(*leaves: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
+def _run(*leaves: Any, call: _Call, types: tuple[Any, ...], closed: Any) -> list[Any]:
     del types
+    if closed is not None:
+        return jaxpr_as_fun(closed)(*leaves)
     return jax.tree.leaves(call.map.apply(*call.trees(leaves)))
 
 
-def _types(*operands: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
-    del operands, call
+def _types(*operands: Any, call: _Call, types: tuple[Any, ...], closed: Any) -> list[Any]:
+    del operands, call, closed
     return list(types)
 
 
@@ -119,9 +128,11 @@ def _is_zero(x: Any) -> bool:
     return isinstance(x, ad.Zero)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: _Call, types: tuple[Any, ...]) -> tuple[Any, Any]:
+def _jvp(
+    primals: Any, tangents: Any, *, call: _Call, types: tuple[Any, ...], closed: Any
+) -> tuple[Any, Any]:
     """The tangents of the point and of x add up."""
-    out = _linear_p.bind(*primals, call=call, types=types)
+    out = _linear_p.bind(*primals, call=call, types=types, closed=closed)
     _, of_point, of_x = call.parts(tangents)
     fixed, point, x = call.trees(primals)
     moved = [ad.instantiate_zeros(t) for t in (*of_point, *of_x)]
@@ -137,8 +148,10 @@ def _jvp(primals: Any, tangents: Any, *, call: _Call, types: tuple[Any, ...]) ->
     return out, jax.tree.leaves(jax.tree.map(lambda *some: sum(some[1:], some[0]), *terms))
 
 
-def _transpose(cotangents: Any, *leaves: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
-    del types
+def _transpose(
+    cotangents: Any, *leaves: Any, call: _Call, types: tuple[Any, ...], closed: Any
+) -> list[Any]:
+    del types, closed
     fixed, point, x = call.parts(leaves)
     others = [None] * (len(fixed) + len(point))
     if all(map(_is_zero, cotangents)):
@@ -149,9 +162,9 @@ def _transpose(cotangents: Any, *leaves: Any, call: _Call, types: tuple[Any, ...
 
 
 def _batch(
-    leaves: Any, axes: Any, *, call: _Call, types: tuple[Any, ...]
+    leaves: Any, axes: Any, *, call: _Call, types: tuple[Any, ...], closed: Any
 ) -> tuple[list[Any], list[int]]:
-    del types
+    del types, closed
     (size,) = {x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None}
     leaves, others = list(leaves), len(leaves) - call.sizes[2]
     mapped = [i for i, axis in enumerate(axes) if axis is not None or i >= others]
@@ -168,7 +181,7 @@ def _batch(
     return out, [0] * len(out)
 
 
-_linear_p.def_impl(jax.jit(_run, static_argnames=("call", "types")))
+_linear_p.def_impl(jax.jit(_run, static_argnames=("call", "types", "closed")))
 _linear_p.def_abstract_eval(_types)
 mlir.register_lowering(_linear_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_linear_p] = _jvp

@@ -339,6 +339,17 @@ def test_no_kernel_computes_tangents(
     assert program.count("fa4_jax_launch") == 4
 
 
+def test_a_vjp_is_applied_in_a_program_of_its_own(kernels_present: None) -> None:
+    """The backward alone, without the forward that made its residuals."""
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    run = functools.partial(attention, implementation="kernel")
+    made = jax.eval_shape(lambda x: jax.vjp(run, x, x, x)[1], x)
+    leaves, structure = jax.tree.flatten(made)
+    backward = jax.jit(lambda leaves, bar: jax.tree.unflatten(structure, leaves)(bar))
+    program = backward.trace(leaves, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("fa4_jax_launch") == 3
+
+
 @pytest.mark.parametrize("derivative", [jvp, jvp_of_grad, grad_of_grad, grad_of_jvp])
 def test_memory_does_not_grow_with_the_scores(derivative: Any) -> None:
     """What a derivative needs beside its arguments and results, twice as long: at most double."""
