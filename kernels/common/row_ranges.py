@@ -178,10 +178,10 @@ LANES = 32
 
 def bits_between(low: Int32, high: Int32, first: Int32) -> Uint32:
     """Returns a bit for each of 32 keys from `first` on: whether low <= key < high."""
-    return _bits_below(high - first) & ~_bits_below(low - first)
+    return bits_below(high - first) & ~bits_below(low - first)
 
 
-def _bits_below(count: Int32) -> Uint32:
+def bits_below(count: Int32) -> Uint32:
     """Returns a word whose first `count` bits are 1; `count` may lie outside of 0 to 32."""
     count = cutlass.max(count, 0)
     # A shift by 32 gives 0 on a GPU, but need not in the language of the compiler.

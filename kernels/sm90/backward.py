@@ -43,7 +43,13 @@ from kernels.common.state import Exponents, Rows, make_exponents, make_rows
 from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import backward_mask, softmax, wgmma
-from kernels.sm90.backward_data import KeyGradients, Products, Step, make_products
+from kernels.sm90.backward_data import (
+    KeyGradients,
+    KeySlices,
+    Products,
+    Step,
+    make_products,
+)
 from kernels.sm90.backward_description import VISIT_WORDS, description
 from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
@@ -64,6 +70,7 @@ class Backward(BackwardHost):
         self.soft_cap = self.reads_cap = key.soft_cap
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
         self.shape = BackwardShape(
             m=self.tile.m,
@@ -231,18 +238,23 @@ class Backward(BackwardHost):
         dk_acc.fill(0.0)
         dv_acc.fill(0.0)
         grads_acc = KeyGradients(dk_acc, dv_acc)
+        slices = KeySlices(*(products.scores.make_slices(tile.n, x) for x in self.slices))
         steps = work.block_count()
         if steps > 0:
             shared.barriers.kv_full.wait(0)
             if work.padded_keys:
                 first_row = work.band.key_length - work.first_key
                 self.clear_padding(shared.k, shared.v, first_row, thread)
+            products.scores.load_slices(slices.k, shared.k, thread)
+            products.scores.load_slices(slices.v, shared.v, thread)
         for member in cutlass.range(work.group, unroll=1):
             for index in cutlass.range(steps, unroll=1):
                 block, hidden = self.visit(shared, work, member, index)
                 step = member * steps + index
                 place = Step(member, block, step, group, hidden)
-                self.step(shared, work, rows, grads_acc, exponents, place)
+                self.step(shared, work, rows, (grads_acc, slices), exponents, place)
+        if cutlass.const_expr(self.query_gradient.hands_over_late):
+            self.query_gradient.hand_over(shared, steps * work.group)
         for element in cutlass.range_constexpr(cute.size(dk_acc)):
             dk_acc[element] = dk_acc[element] * scalars.scale
         # Both warpgroups have read all of K (dQ) and V: their memory can stage the results.
@@ -271,12 +283,15 @@ class Backward(BackwardHost):
         shared: Shared,
         work: Work,
         rows: Rows,
-        grads: KeyGradients,
+        own: tuple[KeyGradients, KeySlices],
         exponents: Exponents,
         place: Step,
     ):
-        """Issues the products of one query block of one head, and computes P and dS."""
-        tile, d = self.tile, self.head_dim
+        """Issues the products of one query block of one head, and computes P and dS.
+
+        own: what registers hold of the warpgroup's keys.
+        """
+        tile, d, (grads, slices) = self.tile, self.head_dim, own
         block, step, group = place.block, place.index, place.group
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
@@ -304,12 +319,17 @@ class Backward(BackwardHost):
             q_tile, do_tile = shared.q[None, None, slot], shared.do[None, None, slot]
             first_row = work.band.query_length - block * tile.m
             self.clear_padding(q_tile, do_tile, first_row, thread)
-        products.scores.issue(scores, k, q, accumulate=False)
+        products.scores.issue_with(slices.k, scores, k, q)
         lse_log2 = self.statistics(shared.lse_log2, slot)
         shared.barriers.do_full.wait(use)
-        products.scores.issue(dp, v, do, accumulate=False)
-        delta = self.statistics(shared.delta, slot)
+        products.scores.issue_with(slices.v, dp, v, do)
+        if cutlass.const_expr(not tile.delta_after_scores):
+            delta = self.statistics(shared.delta, slot)
+        if cutlass.const_expr(self.query_gradient.hands_over_late):
+            self.query_gradient.hand_over(shared, step)
         warpgroup.wait_group(1)
+        if cutlass.const_expr(tile.delta_after_scores):
+            delta = self.statistics(shared.delta, slot)
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
         self.mask(work, scores, place)

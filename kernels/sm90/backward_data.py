@@ -37,6 +37,14 @@ class KeyGradients:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeySlices:
+    """What a warpgroup's registers hold of its keys, or None: operands of S^T and dP^T."""
+
+    k: cute.Tensor | None
+    v: cute.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Products:
     """The five matrix products, transposed scores first."""
 

@@ -125,8 +125,8 @@ def _barriers(tile: BackwardTile, staged: bool, deterministic: bool) -> tuple[Ba
     loaded, released = (copied("load"),), tuple(warps(role) for role in users)
     q_stages, do_stages = tile.stages, tile.do_stages
     staging = (
-        Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory"),
-        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read"),
+        Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory", tile.dq_buffers),
+        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read", tile.dq_buffers),
     )
     order = (
         Barrier("dq_turn", (one("order"),), users, "step: dQ may be added"),
@@ -159,7 +159,10 @@ def _regions(
     (d, dv), m, n, span = head_dims, tile.m, tile.n, tile.span_bytes
     ring, do_ring, of_keys = tile.stages, tile.do_stages, tile.key_span_bytes
     ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
-    dq = Region("dq", (m * d,), "dQ of a step; backward_dq, Note [dq_acc]", "f32", alignment=128)
+    dq = Region(
+        *("dq", (m * d, tile.dq_buffers), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
+        alignment=128,
+    )
     return (
         *([ticket] if deterministic else []),
         Region("lse_log2", (m, ring), "LSE, in units of log2", "f32", alignment=1024),

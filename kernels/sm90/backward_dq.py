@@ -7,6 +7,10 @@ bwd_post undoes it with the same accumulator layout. Where dQ is staged in share
 BackwardTile.stages_dq), it has the same layout there, so that one bulk copy adds a step's tile;
 otherwise each thread adds its registers by vectors.
 
+Note [late]: with two buffers of dQ a step does not wait until its stores to shared memory are
+visible to the copy. The next one does, when it has issued its scores. So use n of `dq_full` stands
+for dQ of step n - 1: the first one completes without any, the last one after the last step.
+
 Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
 to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
 before its own, adds, and increments. A CTA draws a ticket from a counter when it starts, and the
@@ -34,6 +38,7 @@ from cutlass import Int32
 from kernels.common import backward_ranges, ptx
 from kernels.common.backward_schedule import Work, earlier_tiles
 from kernels.common.resources import Shared
+from kernels.common.ring import Use
 from kernels.common.schedule import await_count
 from kernels.common.state import Rows
 from kernels.sm90.backward_data import Step
@@ -56,6 +61,11 @@ class QueryGradient:
     band: bool
     deterministic: bool
     staged: bool
+
+    @property
+    def hands_over_late(self) -> bool:
+        """Whether a step hands over the dQ of the step before: Note [late]."""
+        return self.staged and self.tile.dq_buffers > 1
 
     @property
     def has_warp(self) -> bool:
@@ -109,15 +119,17 @@ class QueryGradient:
     ):
         """Adds a step's dQ, which lies in shared memory."""
         size = self.tile.m * self.head_dim
-        shared.barriers.dq_full.wait(step)
+        use = shared.barriers.dq_empty.use(step)
+        shared.barriers.dq_full.wait(step + 1 if self.hands_over_late else use)
+        staging = shared.dq[None, use.slot].iterator
         with cute.arch.elect_one():
             if cutlass.const_expr(self.deterministic):
                 self.await_turn(work, rows, block, query_tile)
                 cute.arch.fence_proxy("async.global")
-            ptx.bulk_reduce_add(rows.dq_acc + query_tile * size, shared.dq.iterator, size * 4)
+            ptx.bulk_reduce_add(rows.dq_acc + query_tile * size, staging, size * 4)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.mbarrier_arrive(shared.barriers.dq_empty.at(step))
+            cute.arch.mbarrier_arrive(shared.barriers.dq_empty.at(use))
             if cutlass.const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async.global")
@@ -135,14 +147,17 @@ class QueryGradient:
             offset = (work.rank * WARPGROUP + thread % WARPGROUP) * 4
             offset = offset + place.group * (chunks * stride)
         if cutlass.const_expr(self.staged):
-            shared.barriers.dq_empty.wait_free(place.index)
+            use = shared.barriers.dq_empty.use(place.index)
+            shared.barriers.dq_empty.wait_free(use)
             staging = cute.make_tensor(
-                shared.dq.iterator + offset, cute.make_layout((4, chunks), stride=(1, stride))
+                shared.dq[None, use.slot].iterator + cute.assume(offset, divby=4),
+                cute.make_layout((4, chunks), stride=(1, stride)),
             )
             registers = cute.make_tensor(dq.iterator, cute.make_layout((4, chunks)))
             for chunk in cutlass.range_constexpr(chunks):
                 cute.autovec_copy(registers[None, chunk], staging[None, chunk])
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(not self.hands_over_late):
+                self.hand_over(shared, use)
         else:
             head = work.kv_head * work.group + place.member
             query_tile = rows.tile(work.batch, work.heads, head, place.block)
@@ -152,8 +167,15 @@ class QueryGradient:
             for chunk in cutlass.range_constexpr(chunks):
                 values = [dq[4 * chunk + i] for i in range(4)]
                 ptx.reduce_add_v4(target + chunk * stride, values)
-        if cutlass.const_expr(self.has_warp):
+        if cutlass.const_expr(self.deterministic and not self.staged):
             cute.arch.sync_warp()
-            arrived = shared.barriers.dq_full if self.staged else shared.barriers.dq_added
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(arrived.at(place.index))
+                cute.arch.mbarrier_arrive(shared.barriers.dq_added.at(place.index))
+
+    @cute.jit
+    def hand_over(self, shared: Shared, use: Use | Int32):
+        """MMA warp: arrives on `dq_full`, so that the reduce warp adds what the warp has stored."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.barriers.dq_full.at(use))

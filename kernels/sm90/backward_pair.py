@@ -149,10 +149,12 @@ class PairBackward(Backward):
         dv = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.value_dim)), Float32)
         dv.fill(0.0)
         own = dataclasses.replace(work, first_key=work.first_key + work.rank * tile.n)
+        slices = products.scores.make_slices(tile.n, self.slices[0])
         steps = work.steps()
         if steps > 0:
+            products.scores.load_slices(slices, shared.k, thread)
             self.receive_queries(shared, work, Int32(0), thread)
-            self.issue_scores(scores, k, shared.q[None, None, 0])
+            self.issue_scores(scores, (slices, k), shared.q[None, None, 0])
             warpgroup.wait_group(0)
         for step in cutlass.range(steps, unroll=1):
             place, (use, do_use) = self.place(shared, work, step, 0), self.uses(shared, step)
@@ -183,7 +185,7 @@ class PairBackward(Backward):
                 self.receive_queries(shared, work, step + 1, thread)
             # The last step computes its scores once more, which spares a branch.
             following = barriers.q_full.use(cutlass.min(step + 1, steps - 1)).slot
-            self.issue_scores(scores, k, shared.q[None, None, following])
+            self.issue_scores(scores, (slices, k), shared.q[None, None, following])
             warpgroup.wait_group(1)
             self.release(barriers.do_empty.at(do_use))
             resources.meet(self.ds_ready)
@@ -209,10 +211,12 @@ class PairBackward(Backward):
         dp = cute.make_rmem_tensor(scores_mma.partition_shape_C((tile.n, tile.m)), Float32)
         dk = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
         dk.fill(0.0)
+        slices = products.scores.make_slices(tile.n, self.slices[1])
         steps = work.steps()
         if steps > 0:
+            products.scores.load_slices(slices, shared.v, thread)
             self.receive_gradients(shared, work, Int32(0), thread)
-            self.issue_scores(dp, v, shared.do[None, None, 0])
+            self.issue_scores(dp, (slices, v), shared.do[None, None, 0])
             warpgroup.wait_group(0)
         for step in cutlass.range(steps, unroll=1):
             place, (use, do_use) = self.place(shared, work, step, 1), self.uses(shared, step)
@@ -236,7 +240,7 @@ class PairBackward(Backward):
             if step + 1 < steps:
                 self.receive_gradients(shared, work, step + 1, thread)
             following = barriers.do_full.use(cutlass.min(step + 1, steps - 1)).slot
-            self.issue_scores(dp, v, shared.do[None, None, following])
+            self.issue_scores(dp, (slices, v), shared.do[None, None, following])
             warpgroup.wait_group(1)
             self.release_dq(shared, work, step)
             self.query_gradient.add(shared, work, rows, dq, place)
@@ -249,12 +253,21 @@ class PairBackward(Backward):
         for last in range(SCORE_BUFFERS):
             barriers.ds_empty.wait_free(steps + last)
 
-    def issue_scores(self, scores: cute.Tensor, keys: cute.Tensor, rows: cute.Tensor):
-        """Issues S^T or dP^T: (n, m), of operand A, made of K or V, and a step's rows (m, d)."""
+    def issue_scores(
+        self,
+        scores: cute.Tensor,
+        keys: tuple[cute.Tensor | None, cute.Tensor],
+        rows: cute.Tensor,
+    ):
+        """Issues S^T or dP^T: (n, m), of K or V and a step's rows (m, d).
+
+        keys: slices of operand A that registers hold, and operand A in shared memory.
+        """
+        slices, a = keys
         product = self.products().scores
         mma = product.tiled()
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
-        product.issue(scores, keys, b, accumulate=False)
+        product.issue_with(slices, scores, a, b)
 
     def issue_gradient(
         self, product: wgmma.Wgmma, acc: cute.Tensor, scores: cute.Tensor, rows: cute.Tensor

@@ -6,11 +6,13 @@ pairs of adjacent columns every 8 columns:
 Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
 """
 
+import itertools
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
-from kernels.common.row_ranges import Tags
+from kernels.common.row_ranges import Tags, bits_below
 from kernels.common.softmax import (
     TANH_NEAR,
     exp2,
@@ -73,13 +75,21 @@ def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cut
       low, high: i32 key bounds of the thread's two rows.
     """
     for row in range(ROWS):
-        first = low[row] - first_column
-        last = high[row] - first_column
-        for pair, column in fragment_columns(acc):
+        inside = _columns_below(high[row] - first_column)
+        inside = inside & ~_columns_below(low[row] - first_column)
+        for bit, (pair, column) in enumerate(fragment_columns(acc)):
             index = fragment_index(pair, row, column)
-            offset = pair * 8 + column
-            inside = (offset >= first) & (offset < last)
-            acc[index] = select(inside, acc[index], -Float32.inf)
+            acc[index] = select((inside & (1 << bit)) != 0, acc[index], -Float32.inf)
+
+
+def _columns_below(limit: Int32) -> Uint32:
+    """Returns a bit for each of a thread's columns, at most 32: whether it is below the limit.
+
+    The compiler moves bits of a word to predicates, seven at once; comparisons cost it three
+    instructions a score.
+    """
+    limit = cutlass.max(limit, 0)
+    return bits_below((limit // 8) * 2 + cutlass.min(limit % 8, 2))
 
 
 def mask_tags(acc: cute.Tensor, first_column: Int32, tags: Tags):
@@ -112,6 +122,26 @@ def new_reference(
     return select(maximum - reference <= lag_limit, reference, maximum), maximum
 
 
+def new_references(
+    scores: cute.Tensor, references: list[Float32], lag_limit: Float32
+) -> tuple[list[Float32], list[Float32]]:
+    """Returns what `new_reference` does for both rows, computed side by side.
+
+    Each row has two chains of maxima, so that none waits for the one before.
+    """
+    chains = [[reference, -Float32.inf] for reference in references]
+    for pair, column in fragment_columns(scores):
+        for row in range(ROWS):
+            score = scores[fragment_index(pair, row, column)]
+            chains[row][column] = fmax(chains[row][column], score)
+    maxima = [quad_reduce(fmax(*chain), fmax) for chain in chains]
+    moved = [
+        select(maximum - reference <= lag_limit, reference, maximum)
+        for maximum, reference in zip(maxima, references, strict=True)
+    ]
+    return moved, maxima
+
+
 def exponentiate_row(
     scores: cute.Tensor, row: int, reference: Float32, scale_log2: Float32
 ) -> Float32:
@@ -126,6 +156,23 @@ def exponentiate_row(
         scores[index] = exp2(scores[index] * scale_log2 - shift)
         total[column] = total[column] + scores[index]
     return total[0] + total[1]
+
+
+def exponentiate_rows(
+    scores: cute.Tensor, references: list[Float32], scale_log2: Float32, sums: cute.Tensor
+):
+    """Does what `exponentiate_row` does for both rows, side by side; adds to the thread's sums."""
+    shifts = [finite_reference(reference) * scale_log2 for reference in references]
+    totals = [[sums[row], Float32(0.0)] for row in range(ROWS)]
+    for pair in range(cute.size(scores.shape[0][2])):
+        indices = [[fragment_index(pair, row, x) for x in range(2)] for row in range(ROWS)]
+        for row, column in itertools.product(range(ROWS), range(2)):
+            index = indices[row][column]
+            scores[index] = exp2(scores[index] * scale_log2 - shifts[row])
+        for row, column in itertools.product(range(ROWS), range(2)):
+            totals[row][column] = totals[row][column] + scores[indices[row][column]]
+    for row in range(ROWS):
+        sums[row] = totals[row][0] + totals[row][1]
 
 
 def scale_rows(acc: cute.Tensor, factors: list[Float32]):

@@ -53,8 +53,8 @@ class ForwardTile:
       own_output: the output tile has memory of its own; otherwise it goes through V's ring when the
         tile's last product is complete.
       skips_rescaling: a warp in which no row's reference moved does not multiply its output by the
-        factors, which are 1; otherwise it always multiplies. The branch keeps the compiler from
-        rounding P while exponentials are computed: which costs more was measured.
+        factors, which are 1; otherwise it always multiplies, while exponentials are computed
+        (`Forward.softmax_side_by_side`). Which costs more was measured.
     """
 
     m: int
@@ -77,8 +77,8 @@ class ForwardTile:
 FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
     # (head_dim, KernelKey.short)
     (64, False): ForwardTile(m=192, n=128, kv_stages=2),
-    (64, True): ForwardTile(m=128, n=128, kv_stages=4),
-    (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64),
+    (64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
+    (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
     (128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
     (192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
     (256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
@@ -97,6 +97,14 @@ class BackwardTile:
       span_bytes: swizzle span of all operand tiles but K's.
       key_span_bytes: of K's tiles, which the columns of a warpgroup's dQ divide.
       ctas: 2 for a pair whose CTAs exchange dS: each then adds half of dQ's columns.
+      k_slices, v_slices: slices of 16 columns of K and V that registers hold, as operands of S and
+        dP; products then read less shared memory, whose port binds. As many as fit and pay.
+      masked_v_slices: v_slices of kernels with ranges, and of those with a soft cap, too, where
+        these leave fewer registers.
+      dq_buffers: steps of dQ that shared memory holds, where it is staged. With two of them a step
+        hands over the dQ of the step before, while its own scores are computed.
+      delta_after_scores: a step loads delta when its scores are there, not before it waits for
+        them, which would hold up the next product; it takes a few more registers.
     """
 
     m: int
@@ -106,6 +114,11 @@ class BackwardTile:
     span_bytes: int = 128
     key_span_bytes: int = 128
     ctas: int = 1
+    k_slices: int = 0
+    v_slices: int = 0
+    masked_v_slices: tuple[int, int] | None = None
+    dq_buffers: int = 1
+    delta_after_scores: bool = False
 
     mma_warpgroups = 2
 
@@ -124,6 +137,12 @@ class BackwardTile:
         """Scores of a thread that a soft cap asks about together: all, where registers allow."""
         return 16 if self.m == 128 else 32
 
+    def slices(self, ranges: bool, soft_cap: bool) -> tuple[int, int]:
+        """The slices of K and of V that registers of a kernel hold."""
+        if ranges and self.masked_v_slices is not None:
+            return self.k_slices, self.masked_v_slices[soft_cap]
+        return self.k_slices, self.v_slices
+
     @property
     def l2_budget_bytes(self) -> int:
         """Share of the L2 that Q, dO and dQ of the heads in flight may fill."""
@@ -141,11 +160,24 @@ class BackwardTile:
 
 BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
     # (head_dim, value_dim)
-    (64, 64): BackwardTile(m=128, n=128, stages=2),
-    (96, 96): BackwardTile(m=64, n=128, stages=2, span_bytes=32, key_span_bytes=32),
-    (128, 128): BackwardTile(m=64, n=128, stages=2),
-    (192, 128): BackwardTile(m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2),
-    (192, 192): BackwardTile(m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2),
+    (64, 64): BackwardTile(m=128, n=128, stages=2, dq_buffers=2, delta_after_scores=True),
+    (96, 96): BackwardTile(
+        m=64,
+        n=128,
+        stages=2,
+        span_bytes=32,
+        key_span_bytes=32,
+        v_slices=6,
+        dq_buffers=2,
+        delta_after_scores=True,
+    ),
+    (128, 128): BackwardTile(m=64, n=128, stages=2, v_slices=4, masked_v_slices=(3, 1)),
+    (192, 128): BackwardTile(
+        m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2, k_slices=8, v_slices=4
+    ),
+    (192, 192): BackwardTile(
+        m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2, k_slices=12, v_slices=12
+    ),
     (256, 256): BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
 }
 

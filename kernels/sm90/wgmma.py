@@ -1,17 +1,22 @@
 """Products of warpgroups, and fragments of registers that are their operands and results."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
 from kernels.common import ptx
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+SLICE = 16
+"""Columns of operand A, and rows of B, that one instruction multiplies."""
+
 SHARED, REGISTERS = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
@@ -60,3 +65,37 @@ class Wgmma:
             mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
         warpgroup.commit_group()
+
+    def from_registers(self) -> Wgmma:
+        """The same product of an operand A in registers."""
+        return dataclasses.replace(self, a_source=REGISTERS)
+
+    def issue_with(
+        self, slices: cute.Tensor | None, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor
+    ):
+        """Issues acc = a b as `issue` does; the first slices of a come from `slices`."""
+        first, rest = self.from_registers().tiled(), self.tiled()
+        count = 0 if slices is None else cute.size(slices, mode=[2])
+        warpgroup.fence()
+        for k in range(cute.size(b, mode=[2])):
+            mma, source = (first, slices) if slices is not None and k < count else (rest, a)
+            mma.set(warpgroup.Field.ACCUMULATE, k > 0)
+            cute.gemm(mma, acc, source[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    def make_slices(self, rows: int, count: int) -> cute.Tensor | None:
+        """Makes registers for `count` slices of operand A, SLICE columns each; None for none."""
+        if count == 0:
+            return None
+        shape = self.from_registers().tiled().partition_shape_A((rows, count * SLICE))
+        return cute.make_rmem_tensor(shape, self.dtype)
+
+    @cute.jit
+    def load_slices(self, slices: cute.Tensor | None, tile: cute.Tensor, thread: Int32):
+        """Loads the first slices of operand A, a tile in shared memory."""
+        if cutlass.const_expr(slices is not None):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            copy = cute.make_tiled_copy_A(atom, self.from_registers().tiled()).get_slice(thread)
+            source, target = copy.partition_S(tile), copy.retile(slices)
+            for k in cutlass.range_constexpr(cute.size(slices, mode=[2])):
+                cute.copy(atom, source[None, None, k], target[None, None, k])
