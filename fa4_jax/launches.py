@@ -60,13 +60,16 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     """
     if not in_memory(problem, Pass.FORWARD):
         return {}
-    rows = _whole(problem) if operands.rows is None else operands.rows
     tile = _tile_size(kernel)
+    if (rows := operands.rows) is None:
+        rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
+    else:
+        tiles = order.of_queries(rows, problem.window, operands.extents, tile)
     sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
         **range_buffers(rows),
-        "query_order": order.of_queries(rows, problem.window, operands.extents, tile),
+        "query_order": tiles,
         "sinks": sinks.astype(jnp.float32),
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
     }
@@ -106,13 +109,12 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     """
     if not in_memory(problem, Pass.BACKWARD):
         return {}
-    rows = _whole(problem) if operands.rows is None else operands.rows
-    buffers = {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap)}
-    if kernel.key.deterministic:
-        return buffers
-    sizes = _tile_size(kernel), problem.key_length
-    keys = order.of_keys(rows, problem.window, operands.extents, *sizes)
-    return {**buffers, "key_order": keys}
+    tile, keys = _tile_size(kernel), problem.key_length
+    if (rows := operands.rows) is None:
+        rows, tiles = _whole(problem), order.ascending(keys, tile)
+    else:
+        tiles = order.of_keys(rows, problem.window, operands.extents, tile, keys)
+    return {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap), "key_order": tiles}
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:

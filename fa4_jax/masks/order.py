@@ -12,14 +12,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax.bands import Window
+from fa4_jax.bands import LIMIT, Window
 from fa4_jax.masks import table
 from fa4_jax.operands import RowRanges
 
 Array = jax.Array
 
 
-def of_queries(rows: RowRanges, window: Window, extents: Array, size: Any) -> Array:
+def ascending(length: Any, size: int) -> Array:
+    """Tiles of `size` rows or keys as they lie, [1, ceil(length / size)]."""
+    return lax.broadcasted_iota(jnp.int32, (1, table.tiles(length, size)), 1)
+
+
+def descending(length: Any, size: int) -> Array:
+    """The same from the last one to the first: of causal rows the last see most."""
+    return table.tiles(length, size) - 1 - ascending(length, size)
+
+
+def of_queries(rows: RowRanges, window: Window, extents: Array, size: int) -> Array:
     """Tiles of `size` query rows, by the keys between the first and the last that each visits.
 
     Args:
@@ -31,45 +41,35 @@ def of_queries(rows: RowRanges, window: Window, extents: Array, size: Any) -> Ar
     Returns:
       int32 [B|1, ceil(T / size)], as many as `rows` has batch elements.
     """
-    seen = rows.low < rows.high
     length = rows.low.shape[1]
     row = lax.broadcasted_iota(jnp.int32, (1, length), 1)
     queries, keys, offset = (extents[:, i, None] for i in range(3))
     low = jnp.maximum(rows.low, row + offset - window[0])
     high = jnp.minimum(jnp.minimum(rows.high, keys), row + offset + window[1] + 1)
     seen = (low < high) & (row < queries)
-    first = _tiled(jnp.where(seen, low, keys), size).min(-1)
-    last = _tiled(jnp.where(seen, high, 0), size).max(-1)
-    return _descending(rows, jnp.maximum(last - first, 0))
+    first = table.tiled(jnp.where(seen, low, LIMIT), LIMIT, size).min(-1)
+    last = table.tiled(jnp.where(seen, high, 0), 0, size).max(-1)
+    return _most_first(rows, jnp.maximum(last - first, 0))
 
 
-def of_keys(rows: RowRanges, window: Window, extents: Array, size: Any, key_length: Any) -> Array:
+def of_keys(rows: RowRanges, window: Window, extents: Array, size: int, key_length: Any) -> Array:
     """Tiles of `size` keys, by the entries of the tile table that see a key of each.
 
     Returns:
       int32 [B|1, ceil(S / size)], as `of_queries`.
     """
-    tiles = -(-key_length // size)
-    first_key = lax.broadcasted_iota(jnp.int32, (1, tiles, 1), 1) * size
+    first_key = ascending(key_length, size)[..., None] * size
     past_key = first_key + size
-    first_row = lax.broadcasted_iota(jnp.int32, (1, 1, rows.table.shape[1]), 2) * table.TILE_ROWS
+    first_row = ascending(rows.low.shape[1], table.TILE_ROWS)[:, None] * table.TILE_ROWS
     queries, keys, offset = (extents[:, i, None, None] for i in range(3))
     last_row = jnp.minimum(first_row + table.TILE_ROWS, queries) - 1
     low = jnp.maximum(rows.table[:, None, :, 0], first_row + offset - window[0])
     high = jnp.minimum(rows.table[:, None, :, 1], last_row + offset + window[1] + 1)
     meets = (low < past_key) & (high > first_key) & (first_row < queries) & (first_key < keys)
-    return _descending(rows, jnp.sum(meets, axis=-1, dtype=jnp.int32))
+    return _most_first(rows, jnp.sum(meets, axis=-1, dtype=jnp.int32))
 
 
-def _tiled(x: Array, size: Any) -> Array:
-    """[B, T] -> [B, ceil(T / size), size], the last tile filled up with its last row."""
-    batch, length = x.shape
-    count = -(-length // size)
-    x = jnp.pad(x, ((0, 0), (0, count * size - length)), mode="edge")
-    return x.reshape(batch, count, size)
-
-
-def _descending(rows: RowRanges, visits: Array) -> Array:
+def _most_first(rows: RowRanges, visits: Array) -> Array:
     """Indices [B|1, tiles] by descending visits [B, tiles]; rows that all share one order sum."""
     if rows.low.shape[0] == 1:
         visits = visits.sum(0, keepdims=True)
