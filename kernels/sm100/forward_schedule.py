@@ -118,11 +118,10 @@ def assign(
     section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * (group // pack)
     tiles = _tiles(sizes.query_length, pack, shape.m)
     tile, packed_head = nth_tile(index, section, heads // pack * sizes.batch, tiles)
+    tile = tiles - 1 - tile if shape.band and ranges is None else tile
     batch_index, packed_head = _divide(packed_head, heads // pack)
     if ranges is not None:
         tile = _in_order(tile, tiles, pack, batch_index, ranges)
-    elif shape.band:
-        tile = tiles - 1 - tile
     head = packed_head * pack
     band = batch_band(schedule.extents, batch_index, schedule.window if shape.band else None)
     first_unit = tile * (shape.m // UNIT)

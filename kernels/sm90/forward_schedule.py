@@ -55,11 +55,10 @@ def assign(
     section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
     tiles = (sizes.query_length + shape.m - 1) // shape.m
     tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
+    tile = tiles - 1 - tile if shape.band and ranges is None else tile
     batch_index = head_and_batch // sizes.heads
     if ranges is not None:
         tile = ordered_tile(ranges.query_order, ranges.batch, batch_index, tile, tiles)
-    elif shape.band:
-        tile = tiles - 1 - tile
     head = head_and_batch - batch_index * sizes.heads
     window = schedule.window if shape.band else None
     band = batch_band(schedule.extents, batch_index, window)
