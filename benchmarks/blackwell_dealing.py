@@ -4,11 +4,13 @@
     python -m benchmarks.blackwell_dealing    # prints a Markdown table; a minute, no GPU
 
 As built, tile i of a round goes to multiprocessor i, every other round in reverse
-(`Schedule.tile`). Launch control (clusterlaunchcontrol.try_cancel) would let a CTA that is done
-take the next tile of the grid, asked for one tile ahead; nothing is charged for that. `sorted`
-deals tiles as built, but in the order of the blocks that they visit, the longest first. L2 and DRAM
-are shared (`grid_model`); a multiprocessor's speed does not vary, which on a GPU is one more reason
-to deal by demand.
+(`Schedule.tile`). `by row` is what kernels with ranges in memory do: within a row of the batch the
+tiles that visit most come first (`fa4_jax.masks.order`). Launch control
+(clusterlaunchcontrol.try_cancel) would let a CTA that is done take the next tile of the grid, asked
+for one tile ahead; nothing is charged for that. `sorted` deals tiles as built, but in the order of
+the blocks that they visit, the longest of the whole call first. L2 and DRAM are shared
+(`grid_model`); a multiprocessor's speed does not vary, which on a GPU is one more reason to deal by
+demand.
 """
 
 from __future__ import annotations
@@ -65,17 +67,34 @@ CASES = (
 )
 
 
-def tiles_of(case: Case, code: Code, step: Step) -> list[list[Work]]:
-    """Returns the tiles in the order of the kernel: by `nth_tile`, the last rows first."""
+def tiles_of(case: Case, code: Code, step: Step, by_row: bool) -> list[list[Work]]:
+    """Returns the tiles in the order of a kernel: by `nth_tile`, the last rows first.
+
+    by_row: those that visit most first, within each row of the batch.
+    """
     m, n, row_bytes = code.tile["m"], code.tile["n"], 2 * HEAD_DIM
     batch, length = case.starts.shape
     heads, count = batch * HEADS, -(-length // m)
     section = max(L2_BUDGET_BYTES // (2 * row_bytes) // length, 1)
+
+    def blocks(batch_row: int, tile: int) -> tuple[int, int]:
+        first = tile * m
+        rows = case.starts[batch_row, first : first + m]
+        return int(rows.min()) // n, -(-min(first + m, length) // n)
+
+    def visits(batch_row: int, tile: int) -> int:
+        begin, end = blocks(batch_row, tile)
+        return end - begin
+
+    last_first = list(reversed(range(count)))
+    orders = [
+        sorted(last_first, key=lambda tile: -visits(x, tile)) if by_row else last_first
+        for x in range(batch)
+    ]
     tiles: list[list[Work]] = []
-    for index, head in by_tile(heads, count, section):
-        first = (count - 1 - index) * m
-        rows = case.starts[head // HEADS, first : first + m]
-        begin, end = int(rows.min()) // n, -(-min(first + m, length) // n)
+    for place, head in by_tile(heads, count, section):
+        index = orders[head // HEADS][place]
+        begin, end = blocks(head // HEADS, index)
         steps = [
             Work(step.cycles, reads=(Access(("kv", head, block), 2 * n * row_bytes),))
             for block in range(end - 1, begin - 1, -1)
@@ -91,14 +110,21 @@ def tiles_of(case: Case, code: Code, step: Step) -> list[list[Work]]:
 
 def row(case: Case, code: Code, step: Step) -> str:
     """Returns a row of the table: cycles of each way to deal, over an even share."""
-    tiles = tiles_of(case, code, step)
+    tiles = tiles_of(case, code, step, by_row=False)
+    in_rows = tiles_of(case, code, step, by_row=True)
     even = sum(work.cycles for tile in tiles for work in tile) / BLACKWELL.multiprocessors
     longest = sorted(tiles, key=len, reverse=True)
     stages = code.tile["kv_stages"]
     takers = min(BLACKWELL.multiprocessors, len(tiles))
     found = [
         Grid(BLACKWELL, stages).run(dealt) / even
-        for dealt in (to_and_fro(tiles, takers), tiles, to_and_fro(longest, takers), longest)
+        for dealt in (
+            to_and_fro(tiles, takers),
+            to_and_fro(in_rows, takers),
+            tiles,
+            to_and_fro(longest, takers),
+            longest,
+        )
     ]
     ratios = " | ".join(f"{value:.3f}" for value in found)
     return f"| {case.name} | {ratios} |"
@@ -113,8 +139,8 @@ def main() -> None:
     )
     code = built(key)
     step = step_of(code)
-    print("| rows | as built | launch control | sorted | sorted, launch control |")
-    print("|---|---|---|---|---|")
+    print("| rows | as built | by row | launch control | sorted | sorted, launch control |")
+    print("|---|---|---|---|---|---|")
     for case in CASES:
         print(row(case, code, step), flush=True)
 

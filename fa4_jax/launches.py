@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from fa4_jax import ffi_call, mesh_types
 from fa4_jax.group_split import group_split
 from fa4_jax.key import Pass
-from fa4_jax.masks import table
+from fa4_jax.masks import order, table
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges, Tags
 from fa4_jax.plan import Kernel, Plan, in_memory, scalars
 from fa4_jax.problem import Problem
@@ -48,17 +48,28 @@ def range_buffers(rows: RowRanges) -> dict[str, jax.Array]:
     }
 
 
-def forward_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
+def _tile_size(kernel: Kernel) -> int:
+    """Query rows of a forward's tile, keys of a backward's: the grid counts these tiles."""
+    return kernel.launch.grid[0][0].divisor
+
+
+def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dict[str, jax.Array]:
     """What a forward takes beside q, k, v and extents, where it reads anything else from memory.
 
     `max_logit` is raised by the kernel; where nobody wants it, it is empty.
     """
     if not in_memory(problem, Pass.FORWARD):
         return {}
+    tile = _tile_size(kernel)
+    if (rows := operands.rows) is None:
+        rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
+    else:
+        tiles = order.of_queries(rows, problem.window, operands.extents, tile)
     sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
-        **range_buffers(_whole(problem) if operands.rows is None else operands.rows),
+        **range_buffers(rows),
+        "query_order": tiles,
         "sinks": sinks.astype(jnp.float32),
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
     }
@@ -84,19 +95,26 @@ def forward(plan: Plan, operands: Operands) -> Results:
         "k": operands.key,
         "v": operands.value,
         "extents": operands.extents,
-        **forward_buffers(plan.problem, operands),
+        **forward_buffers(plan.problem, operands, plan.forward[0]),
     }
     results = _run(plan.forward, plan.problem, buffers)
     largest = results["max_logit"] if plan.problem.returns_max_logit else None
     return Results(results["o"], results["lse"], largest)
 
 
-def backward_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
-    """What a backward takes beside the buffers of every call, where it reads ranges."""
+def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dict[str, jax.Array]:
+    """What a backward takes beside the buffers of every call, where it reads ranges.
+
+    kernel: the main one.
+    """
     if not in_memory(problem, Pass.BACKWARD):
         return {}
-    rows = _whole(problem) if operands.rows is None else operands.rows
-    return {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap)}
+    tile, keys = _tile_size(kernel), problem.key_length
+    if (rows := operands.rows) is None:
+        rows, tiles = _whole(problem), order.ascending(keys, tile)
+    else:
+        tiles = order.of_keys(rows, problem.window, operands.extents, tile, keys)
+    return {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap), "key_order": tiles}
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:
@@ -123,6 +141,7 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         "do": cotangents.output_bar,
         "dlse": cotangents.lse_bar,
     }
-    buffers |= _varying(backward_buffers(split.plan.problem, operands), operands)
+    main = plan.backward[1]
+    buffers |= _varying(backward_buffers(split.plan.problem, operands, main), operands)
     results = _run(plan.backward, split.plan.problem, buffers)
     return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), None)

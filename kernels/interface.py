@@ -122,7 +122,10 @@ class ForwardBuffers:
 
 @dataclasses.dataclass(frozen=True)
 class RangeBuffers:
-    """Keys of each row, int32; kernels/common/row_ranges.py. One batch element or all."""
+    """Keys of each row, int32; kernels/common/row_ranges.py. One batch element or all.
+
+    query_order only for the forward, key_order only for a backward without a fixed order.
+    """
 
     batch: Annotated[Any, Dim(0, "row_low")]
     row_low: Pointer
@@ -132,6 +135,8 @@ class RangeBuffers:
     tag_high: Pointer
     tag_key: Pointer
     tag_tiles: Pointer
+    query_order: Pointer
+    key_order: Pointer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,10 @@ def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
 
 
 def ranges(problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
-    """Makes ranges that every row has alike, tags that all match, and no sinks; see `Sizes`."""
+    """Makes ranges that every row has alike, tags that all match, and no sinks; see `Sizes`.
+
+    Orders of tiles are as long as if these had one row; no kernel reads past its tiles.
+    """
     tiles, low = -(-problem.query_length // TILE_ROWS), int(sizes.hidden == "limits")
     entry = [low, problem.key_length, low, problem.key_length]
     rows = (1, problem.query_length)
@@ -105,6 +108,8 @@ def ranges(problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
         "tag_high": np.zeros(rows, np.int32),
         "tag_key": np.zeros((1, problem.key_length), np.int32),
         "tag_tiles": np.full((1, tiles), int(sizes.hidden == "tags"), np.int32),
+        "query_order": np.arange(problem.query_length, dtype=np.int32)[None],
+        "key_order": np.arange(problem.key_length, dtype=np.int32)[None],
         "sinks": np.full(problem.query_heads, -np.inf, np.float32),
         "max_logit": np.zeros((1, 0), np.float32),
         "soft_cap": np.full(1, sizes.soft_cap, np.float32),

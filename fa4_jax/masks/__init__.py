@@ -4,6 +4,7 @@ values     what users write
 resolve    from a call's masks to one range of keys a row (`RowRanges`)
 tags       ids that are compared, where ranges cannot say it
 table      min and max of the ranges, tile by tile
+order      the order in which kernels take tiles
 """
 
 from fa4_jax.masks.prepared import tile_table

@@ -16,17 +16,17 @@ TILE_ROWS = 128
 _INT32 = np.iinfo(np.int32)
 
 
-def tiles(length: Any) -> Any:
+def tiles(length: Any, size: int = TILE_ROWS) -> Any:
     """The number of tiles of so many rows."""
-    return -(-length // TILE_ROWS)
+    return -(-length // size)
 
 
-def _tiled(x: Array, fill: int) -> Array:
-    """[B, T] -> [B, ceil(T / 128), 128], the last tile filled up."""
+def tiled(x: Array, fill: int, size: int = TILE_ROWS) -> Array:
+    """[B, T] -> [B, ceil(T / size), size], the last tile filled up."""
     batch, length = x.shape
-    count = tiles(length)
-    x = jnp.pad(x, ((0, 0), (0, count * TILE_ROWS - length)), constant_values=fill)
-    return x.reshape(batch, count, TILE_ROWS)
+    count = tiles(length, size)
+    x = jnp.pad(x, ((0, 0), (0, count * size - length)), constant_values=fill)
+    return x.reshape(batch, count, size)
 
 
 def limits(low: Array, high: Array) -> Array:
@@ -36,7 +36,7 @@ def limits(low: Array, high: Array) -> Array:
       int32 [B, ceil(T / 128), 4] of low, high [B, T]; four zeros where no row sees any. Keys in
       [min low, max high) are visited, those in [max low, min high) are seen by all of these rows.
     """
-    low, high = (_tiled(x, 0) for x in (low, high))
+    low, high = (tiled(x, 0) for x in (low, high))
     seen = low < high
 
     def least(x: Array) -> Array:
@@ -51,4 +51,4 @@ def limits(low: Array, high: Array) -> Array:
 
 def any_of(rows: Array) -> Array:
     """Whether the tile has a row of which it is true: int32 [B, ceil(T / 128)] of bool [B, T]."""
-    return _tiled(rows.astype(jnp.int32), 0).max(-1)
+    return tiled(rows.astype(jnp.int32), 0).max(-1)

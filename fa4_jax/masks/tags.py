@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from fa4_jax import mesh_types
 from fa4_jax.bands import LIMIT
 
 Array = jax.Array
+
+SLOT_BITS = 12
+"""Tags are told apart by this many bits, of a hash, where they are looked up among the keys."""
+
+_NONE = np.iinfo(np.int32).max
 
 
 class Ids(NamedTuple):
@@ -95,18 +102,83 @@ def _any_changed(columns: list[Array]) -> Array:
 
 def hull(found: Intervals) -> Hull:
     """Between which keys the matches of each row lie; low == high == 0 without any."""
+    return _hull_of_one(found) if found.start is None else _hull_of_several(found, found.start)
+
+
+def _hull_of_one(found: Intervals) -> Hull:
+    """`hull` where a row sees keys with one tag.
+
+    Runs are keys with the same tag, one after the other. Each tag has a slot by a hash, which
+    knows where its first run begins, and where its last one begins and ends. A slot of one run says
+    all of its tag. In any other, a tag comes back, or two tags share it: all of its runs lie
+    between the ends, and tags have to be compared. O(T + S), and two operations of a GPU.
+    """
+    first, last, end, tag = (x.squeeze(-1) for x in jnp.split(_found(found), 4, axis=-1))
+    last, end = -last, -end
+    one_run = first == last
+    seen = (found.high >= 0) & (first < _NONE) & (~one_run | (tag == found.high))
+    return Hull(jnp.where(seen, first, 0), jnp.where(seen, end, 0), one_run | ~seen)
+
+
+def _found(found: Intervals) -> Array:
+    """What the slot of a row's tag knows, [B|1, T, 4]: see `_slots`."""
+    bits = min(_bits(found.tag.shape[1]), SLOT_BITS)
+    slots, index = _slots(found.tag, bits), _hash(found.high, bits)
+    batch = max(slots.shape[0], index.shape[0], key=lambda size: size != 1)
+    slots = jnp.broadcast_to(slots, (batch, *slots.shape[1:]))
+    index = jnp.broadcast_to(index, (batch, index.shape[1]))
+    return jax.vmap(lambda slots, index: slots.at[index].get(mode="promise_in_bounds"))(
+        slots, index
+    )
+
+
+def _slots(tags: Array, bits: int) -> Array:
+    """Where runs of tags lie, by the tags' hashes.
+
+    Returns:
+      int32 [B|1, 2^bits, 4]: the first key of the first run, minus that of the last one, minus one
+      past its last key, the least tag; the greatest int32 in a slot of no tag.
+    """
+    place = lax.broadcasted_iota(jnp.int32, tags.shape, 1)
+    inside = tags[:, 1:] == tags[:, :-1]
+    begins = jnp.pad(~inside, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(~inside, ((0, 0), (0, 1)), constant_values=True)
+    known = jnp.stack(
+        (
+            jnp.where(begins, place, _NONE),
+            jnp.where(begins, -place, _NONE),
+            jnp.where(ends, -place - 1, _NONE),
+            tags,
+        ),
+        axis=-1,
+    )
+    # Only the ends of runs are written: many writes to one slot would wait for each other.
+    slot = jnp.where((tags >= 0) & (begins | ends), _hash(tags, bits), 1 << bits)
+    empty = jnp.full((tags.shape[0], 1 << bits, 4), _NONE, jnp.int32)
+    empty = mesh_types.cast_varying(empty, mesh_types.varying(tags))
+    return jax.vmap(lambda slots, slot, known: slots.at[slot].min(known, mode="drop"))(
+        empty, slot, known
+    )
+
+
+def _hash(tags: Array, bits: int) -> Array:
+    """A number below 2^bits; tags below it have their own."""
+    high = lax.shift_right_logical(tags, jnp.full_like(tags, bits))
+    mixed = high * np.int32(-1640531535)  # 2^32 over the golden ratio
+    mixed = lax.shift_right_logical(mixed, jnp.full_like(tags, 32 - bits))
+    return (tags ^ mixed) & ((1 << bits) - 1)
+
+
+def _hull_of_several(found: Intervals, start: Array) -> Hull:
+    """`hull` where a row sees keys with tags of an interval, which begins at `start`."""
     keys = found.tag.shape[1]
     place = lax.broadcasted_iota(jnp.int32, found.tag.shape, 1)
-    if found.start is None:
-        tags, order = lax.sort((found.tag, place), dimension=1, num_keys=1)
-        least = greatest = order
-    else:
-        tags, order, start = lax.sort((found.tag, place, found.start), dimension=1, num_keys=1)
-        least, greatest = _extremes(order, start)
+    tags, order, start = lax.sort((found.tag, place, start), dimension=1, num_keys=1)
+    least, greatest = _extremes(order, start)
     begin = _count(tags, found.low, inclusive=False)
     end = _count(tags, found.high, inclusive=True)
     seen = begin < end
-    first = _take(least, jnp.minimum(begin if found.start is None else end - 1, keys - 1))
+    first = _take(least, jnp.minimum(end - 1, keys - 1))
     last = _take(greatest, jnp.maximum(end - 1, 0))
     complete = end - begin == last + 1 - first
     return Hull(jnp.where(seen, first, 0), jnp.where(seen, last + 1, 0), complete | ~seen)

@@ -18,7 +18,7 @@ from kernels.common.backward_ranges import (
     next_block,
 )
 from kernels.common.row_ranges import RangesInMemory
-from kernels.common.schedule import batch_band, nth_tile, turn
+from kernels.common.schedule import batch_band, nth_tile, ordered_tile, turn
 from kernels.interface import RangeBuffers, Sizes, Window
 
 
@@ -139,11 +139,12 @@ def assign(
     sizes: Sizes,
     window: Window,
     start: Callable[[], StartIndex],
+    ranges: RangeBuffers | None = None,
 ) -> Work:
     """Returns the key tile of the CTA, or pair, whose place in the order of work `start` finds.
 
     Heads form sections whose Q, dO and dQ fill the L2. Key tiles of a causal band shrink with their
-    index, so the longest start first.
+    index, so the longest start first; where rows have ranges in memory, their order is there, too.
     """
     group = sizes.heads // sizes.kv_heads
     rows_in_l2 = shape.l2_bytes // shape.row_bytes
@@ -154,6 +155,8 @@ def assign(
     tile, head_and_batch = nth_tile(at.index, section, sizes.kv_heads * sizes.batch, tiles)
     batch_index = head_and_batch // sizes.kv_heads
     kv_head = head_and_batch - batch_index * sizes.kv_heads
+    if ranges is not None and ranges.key_order is not None:
+        tile = ordered_tile(ranges.key_order, ranges.batch, batch_index, tile, tiles)
     band = batch_band(extents, batch_index, window if shape.band else None)
     first_key = tile * shape.n
     blocks = bands.visited_blocks(band.transposed(), first_key, shape.n, shape.m, tensors.INT32)

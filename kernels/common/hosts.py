@@ -127,6 +127,8 @@ class ForwardHost:
         if cutlass.const_expr(description.division.by_ticket):
             counters = (buffers.tile_ticket,)
         if cutlass.const_expr(self.ranges):
+            absent = launches.absent_orders(forward=True, deterministic=False)
+            ranges = dataclasses.replace(ranges, **dict.fromkeys(absent))
             if cutlass.const_expr(not self.reads_cap):
                 logits = dataclasses.replace(logits, soft_cap=None)
             counters = (*counters, ranges, logits)
@@ -176,6 +178,8 @@ class BackwardHost:
         tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas
         more = ()
         if cutlass.const_expr(self.ranges):
+            absent = launches.absent_orders(forward=False, deterministic=self.deterministic)
+            ranges = dataclasses.replace(ranges, **dict.fromkeys(absent))
             more = (ranges, cap) if self.reads_cap else (ranges,)
         self.kernel(maps, rows, sizes, scalars, *more).launch(
             grid=[tiles * sizes.kv_heads * sizes.batch, 1, 1],

@@ -151,7 +151,18 @@ def _pointers(*buffers: str) -> tuple[Param, ...]:
 
 def _ranges(key: KernelKey) -> tuple[Param, ...]:
     """Lists the parameters of ranges in memory, where a key has them."""
-    return interface.params(interface.RangeBuffers) if key.ranges else ()
+    if not key.ranges:
+        return ()
+    skipped = absent_orders(forward=key.kernel is Pass.FORWARD, deterministic=key.deterministic)
+    return tuple(p for p in interface.params(interface.RangeBuffers) if p.name not in skipped)
+
+
+def absent_orders(*, forward: bool, deterministic: bool) -> tuple[str, ...]:
+    """Names the orders of tiles that a kernel with ranges does not read."""
+    if forward:
+        return ("key_order",)
+    # Tiles that add in a fixed order start in that order: kernels/sm90/backward_dq.py.
+    return ("query_order", "key_order") if deterministic else ("query_order",)
 
 
 def _dims(buffer: str, axes: tuple[int, ...]) -> tuple[Size, ...]:

@@ -80,6 +80,18 @@ def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[
     return tile, first_head + in_section - tile * section
 
 
+def ordered_tile(
+    order: cute.Pointer, orders: Int32, batch: Int32, place: Int32, tiles: Int32
+) -> Int32:
+    """Returns the tile at a place of a batch element's order, longest first (fa4_jax.masks.order).
+
+    Args:
+      order: [orders, tiles] in global memory; one for all batch elements, or one each.
+    """
+    first = cutlass.select_(orders == 1, Int32(0), batch) * tiles
+    return cute.make_tensor(order + first + place, cute.make_layout(1))[0]
+
+
 def batch_band(extents: cute.Pointer, batch: Int32, window: Window | None) -> bands.Band:
     """Returns the band of a batch element; a dense kernel gives no window."""
     limits = cute.make_tensor(extents + batch * 4, cute.make_layout(4))

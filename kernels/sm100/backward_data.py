@@ -129,7 +129,9 @@ def assign(config: BackwardConfig, shared: Shared, call: Call) -> Work:
         rank = cta % config.tile.ctas
         return StartIndex(start_index(config, shared), rank)
 
-    work = backward_schedule.assign(config.shape, call.extents, call.sizes, call.window, start)
+    work = backward_schedule.assign(
+        config.shape, call.extents, call.sizes, call.window, start, call.ranges
+    )
     if not config.ranges:
         return work
     work = backward_schedule.by_table(work, call.ranges, call.sizes, config.shape)

@@ -151,7 +151,7 @@ class Forward(ForwardHost):
     ):
         """Schedule warp: finds every tile's work while the other roles work on the tile before."""
         for round_index in cutlass.range(rounds, unroll=1):
-            work = assign(schedule.tile(round_index), schedule, self.config.shape)
+            work = assign(schedule.tile(round_index), schedule, self.config.shape, ranges)
             if cutlass.const_expr(self.ranges):
                 work = by_table(work, ranges, schedule.sizes, self.config.shape)
             work = of_cta(work, schedule, self.config.shape)

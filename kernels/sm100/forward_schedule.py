@@ -21,6 +21,7 @@ from kernels.common.schedule import (
     from_mask_words,
     mask_words,
     nth_tile,
+    ordered_tile,
 )
 from kernels.interface import RangeBuffers, Sizes, Window
 from kernels.sm100.forward_description import UNIT
@@ -103,7 +104,9 @@ def make_schedule(
     return Schedule(extents, sizes, window, tiles, (tiles + takers - 1) // takers, tile.ctas)
 
 
-def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
+def assign(
+    index: Int32, schedule: Schedule, shape: ForwardShape, ranges: RangeBuffers | None = None
+) -> Work:
     """Returns a tile's work, in a pair all of the pair's.
 
     The longest tiles come first in sections of heads that fill the L2.
@@ -115,8 +118,10 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * (group // pack)
     tiles = _tiles(sizes.query_length, pack, shape.m)
     tile, packed_head = nth_tile(index, section, heads // pack * sizes.batch, tiles)
-    tile = tiles - 1 - tile if shape.band else tile
+    tile = tiles - 1 - tile if shape.band and ranges is None else tile
     batch_index, packed_head = _divide(packed_head, heads // pack)
+    if ranges is not None:
+        tile = _in_order(tile, tiles, pack, batch_index, ranges)
     head = packed_head * pack
     band = batch_band(schedule.extents, batch_index, schedule.window if shape.band else None)
     first_unit = tile * (shape.m // UNIT)
@@ -125,6 +130,14 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
     padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
     return Work(first_unit, pack, head, head // group, batch_index, band, blocks, padded)
+
+
+def _in_order(place: Int32, tiles: Int32, pack: Int32, batch: Int32, ranges: RangeBuffers) -> Int32:
+    """Returns the tile at a place of a batch element's order; tiles of packed heads have none."""
+    alone = pack == 1
+    known = cutlass.select_(alone, place, Int32(0)), cutlass.select_(alone, tiles, Int32(1))
+    ordered = ordered_tile(ranges.query_order, ranges.batch, batch, *known)
+    return Int32(cutlass.select_(alone, ordered, tiles - 1 - place))
 
 
 def _pack(sizes: Sizes, rows: int) -> Int32:

@@ -55,6 +55,7 @@ from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
+    LONGEST_FIRST_SECTIONS,
     REGISTER_BUDGETS,
     WARPGROUP,
 )
@@ -69,6 +70,7 @@ class Backward(BackwardHost):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.deterministic = key.deterministic
+        by_order = key.ranges and not key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
@@ -76,7 +78,7 @@ class Backward(BackwardHost):
             m=self.tile.m,
             n=self.tile.keys,
             row_bytes=key.head_dim * (2 + 4) + key.value_dim * 2,
-            l2_bytes=self.tile.l2_budget_bytes,
+            l2_bytes=self.tile.l2_budget_bytes * (LONGEST_FIRST_SECTIONS if by_order else 1),
             least_heads=DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1,
             band=key.band,
         )
@@ -108,7 +110,7 @@ class Backward(BackwardHost):
         shared = resources.allocate(self.description, self.dtype)
         call = (self.shape, buffers.extents, sizes, scalars.window)
         if cutlass.const_expr(self.is_assigned_early):
-            work = assign(*call, lambda: self.start(shared))
+            work = assign(*call, lambda: self.start(shared), ranges)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             resources.prefetch(maps, self.description)
@@ -124,7 +126,7 @@ class Backward(BackwardHost):
         synchronise(self.tile.ctas)
 
         if cutlass.const_expr(not self.is_assigned_early):
-            work = assign(*call, lambda: self.start(shared))
+            work = assign(*call, lambda: self.start(shared), ranges)
         if cutlass.const_expr(self.ranges):
             work = by_table(work, ranges, sizes, self.shape)
         rows = make_rows(buffers, sizes.query_length, self.tile.m)

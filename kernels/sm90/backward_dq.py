@@ -21,6 +21,8 @@ starts them (CUDA promises none). All CTAs walk the query blocks from last to fi
 band, too, neighbours then start together and follow one another at a distance of one addition. If
 they started at the diagonal, a CTA would first wait for all lower ones to reach its first block.
 With ranges in memory the key tiles that visit a query tile are consecutive, too (backward_ranges).
+Their order of the longest first is therefore not for this kernel: in it a tile may start before one
+that it waits for, which then finds no room on the GPU.
 
 One warp waits and increments, so that the products hide the latency. Where dQ is staged, the reduce
 warp adds it, too, and releases the counter when the addition is complete. Otherwise the order warp

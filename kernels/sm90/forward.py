@@ -137,7 +137,7 @@ class Forward(ForwardHost):
         index = schedule.tile(Int32(0))
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
-            work = assign(index, schedule, self.shape)
+            work = assign(index, schedule, self.shape, ranges)
             if cutlass.const_expr(self.ranges):
                 work = by_table(work, ranges, schedule.sizes, self.shape)
             shared.barriers.q_empty.wait_free(tiles_done)

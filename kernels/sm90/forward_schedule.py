@@ -19,6 +19,7 @@ from kernels.common.schedule import (
     from_mask_words,
     mask_words,
     nth_tile,
+    ordered_tile,
 )
 from kernels.interface import RangeBuffers, Sizes, Window
 
@@ -44,7 +45,9 @@ def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int
     return Schedule(extents, sizes, window, tiles, (tiles + ctas - 1) // ctas)
 
 
-def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
+def assign(
+    index: Int32, schedule: Schedule, shape: ForwardShape, ranges: RangeBuffers | None = None
+) -> Work:
     """Returns a tile's work; the longest tiles come first in sections of heads that fill the L2."""
     sizes = schedule.sizes
     group = sizes.heads // sizes.kv_heads
@@ -52,8 +55,10 @@ def assign(index: Int32, schedule: Schedule, shape: ForwardShape) -> Work:
     section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
     tiles = (sizes.query_length + shape.m - 1) // shape.m
     tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
-    tile = tiles - 1 - tile if shape.band else tile
+    tile = tiles - 1 - tile if shape.band and ranges is None else tile
     batch_index = head_and_batch // sizes.heads
+    if ranges is not None:
+        tile = ordered_tile(ranges.query_order, ranges.batch, batch_index, tile, tiles)
     head = head_and_batch - batch_index * sizes.heads
     window = schedule.window if shape.band else None
     band = batch_band(schedule.extents, batch_index, window)

@@ -188,3 +188,10 @@ Under a causal band a section's last CTAs are its shortest, so the CTAs of the n
 almost together and queue for their turns: the fewer of them belong to one head, the shorter the
 queue. 8 beat 1 (L2 alone), 16 and 32 (H200, 2026-11-20): docs/hopper.md.
 """
+
+LONGEST_FIRST_SECTIONS = 2
+"""How many sections of heads are one where key tiles start in the order of their visits.
+
+The tiles of a section that the L2 holds (2 heads of 64 tiles at d = 128, S = 8192) are fewer than
+the multiprocessors, so its order alone shortens nothing: docs/hopper.md.
+"""

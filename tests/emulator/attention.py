@@ -17,10 +17,11 @@ from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.plan import in_memory, kernel_keys, scalars
+from fa4_jax.plan import Kernel, in_memory, kernel_keys, scalars
 from kernels import emulator
 from kernels.build import cache, compile
 from kernels.build.compile import Ptx
+from kernels.common.launches import launch
 from kernels.descriptions import describe, names_of_barriers, warps_of_roles
 from kernels.emulator import Names, Policy
 from kernels.emulator.driver import arguments
@@ -137,8 +138,9 @@ def attention(
     forward, backward = kernel_keys(case.problem, arch, design=design)
     if not case.has_kernels(arch, Pass.BACKWARD):
         backward = ()
+    keys = forward + backward if gradients else forward
     return Attention(
-        arrays=_forward_buffers(case, inputs)
+        arrays=_forward_buffers(case, inputs, keys)
         | {
             "q": inputs.query,
             "k": inputs.key,
@@ -148,24 +150,32 @@ def attention(
             "extents": np.array(case.extents, np.int32),
         },
         attributes=scalars(case.problem),
-        keys=forward + backward if gradients else forward,
+        keys=keys,
     )
 
 
-def _forward_buffers(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+def _forward_buffers(
+    case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]
+) -> dict[str, np.ndarray]:
     """The arrays that the library makes of a case's row masks and sinks.
 
     JAX makes them in a process of its own, since it does not survive a fork.
     """
     if not in_memory(case.problem, Pass.FORWARD):
         return {}
-    return _resolver(os.getpid()).submit(_resolved, case, inputs).result()
+    return _resolver(os.getpid()).submit(_resolved, case, inputs, keys).result()
 
 
-def _resolved(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+def kernel(key: KernelKey) -> Kernel:
+    """A kernel of the catalogue, built or not."""
+    return Kernel(key, launch(key, describe(key)))
+
+
+def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
     operands, problem = api.canonicalise(runner.call(case, inputs))
-    buffers = launches.backward_buffers(problem, operands)
-    buffers |= launches.forward_buffers(problem, operands)
+    forward, *backward = map(kernel, keys)
+    buffers = launches.backward_buffers(problem, operands, backward[1]) if backward else {}
+    buffers |= launches.forward_buffers(problem, operands, forward)
     return {name: np.asarray(x) for name, x in buffers.items()}
 
 

@@ -11,11 +11,13 @@ PROGRAM = """
 import multiprocessing
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.plan import kernel_keys
 from tests.emulator import attention
 
 def resolve():
     case = Case(batch=1, heads=(1, 1), query_length=9, key_length=9, masks=("segments",))
-    assert "row_low" in attention._forward_buffers(case, make_inputs(case, 0))
+    keys, _ = kernel_keys(case.problem, "sm_90a")
+    assert "row_low" in attention._forward_buffers(case, make_inputs(case, 0), keys)
 
 if __name__ == "__main__":
     process = multiprocessing.get_context("fork").Process(target=resolve)

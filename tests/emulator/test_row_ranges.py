@@ -125,7 +125,7 @@ def test_any_int32_gives_a_defined_result(arch: str, design: str) -> None:
     mask = masks.ranges(low, high) & masks.segments(query_ids, key_ids)
     operands, problem = api.canonicalise(dataclasses.replace(call, mask=mask))
     launch = attention.attention(case, inputs, True, arch, design)
-    buffers = launches.forward_buffers(problem, operands)
+    buffers = launches.forward_buffers(problem, operands, attention.kernel(launch.keys[0]))
     arrays = launch.arrays | {name: np.asarray(x) for name, x in buffers.items()}
     results = dataclasses.replace(launch, arrays=arrays).run(POLICIES[0], 0)
 

@@ -201,6 +201,8 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
             "row_table": Array("i32", (p.batch, tiles, 4)),
             "tag_key": Array("i32", (p.batch, p.key_length)),
             "tag_tiles": of_tiles,
+            "query_order": of_tiles,
+            "key_order": Array("i32", (p.batch, p.key_length)),
             "soft_cap": Array("f32", (1,)),
             "sinks": Array("f32", (p.heads,)),
             "max_logit": Array("f32", (p.batch, p.heads if p.batch % 2 else 0)),

@@ -260,7 +260,7 @@ def given_to_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str,
     given: list[dict[str, Any]] = []
 
     def launch(plan: Any, operands: Any) -> Any:
-        buffers = launches.forward_buffers(plan.problem, operands)
+        buffers = launches.forward_buffers(plan.problem, operands, plan.forward[0])
         given.append({name: x.shape for name, x in buffers.items()})
         return xla.forward(plan.problem, operands)
 
