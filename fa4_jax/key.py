@@ -12,9 +12,15 @@ import enum
 
 
 class Pass(enum.StrEnum):
-    """The kernels of one attention call. The backward runs its three in this order."""
+    """The kernels of one attention call. The backward runs its three in this order.
+
+    The forward of a call with few query rows is two kernels: one for parts of the keys, and one that
+    joins their results.
+    """
 
     FORWARD = "fwd"
+    FORWARD_SPLIT = "fwd_split"
+    FORWARD_JOIN = "fwd_join"
     BACKWARD_PRE = "bwd_pre"
     BACKWARD = "bwd"
     BACKWARD_POST = "bwd_post"
@@ -50,6 +56,16 @@ no registers for them.
 """
 
 
+SPLIT_ROWS = 64
+"""Packed rows, (token, head of a group), of a CTA of the split forward."""
+
+SPLIT_KEYS = 64
+"""Keys of a block of the split forward: its CTAs take the blocks of a sequence in turn."""
+
+SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
+"""CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
+
+
 CAPPED_APART = frozenset({"sm_90a"})
 """Architectures on which soft caps have kernels of their own; elsewhere kernels with ranges read a
 cap, for which a branch in every block costs nothing that can be noticed.
@@ -66,7 +82,7 @@ class KernelKey:
 
     Attributes:
       arch: "sm_90a" or "sm_100f".
-      kernel: which of the four passes.
+      kernel: which pass.
       dtype: "bf16" or "fp16": storage of q, k, v, o and of their gradients.
       head_dim: tile head dim, one of HEAD_DIM_TILES.
       band: keys are limited per row, lo(i) <= j <= hi(i) (causal and window); False is dense.
