@@ -1,4 +1,4 @@
-"""Attention by kernel launches: one for the forward, three for the backward."""
+"""Attention by kernel launches: one or two for the forward, three for the backward."""
 
 from __future__ import annotations
 
@@ -86,6 +86,8 @@ def forward(plan: Plan, operands: Operands) -> Results:
         "extents": operands.extents,
         **forward_buffers(plan.problem, operands),
     }
+    if plan.parts is not None:
+        buffers |= _varying({"parts": jnp.zeros(plan.parts, jnp.int32)}, operands)
     results = _run(plan.forward, plan.problem, buffers)
     largest = results["max_logit"] if plan.problem.returns_max_logit else None
     return Results(results["o"], results["lse"], largest)

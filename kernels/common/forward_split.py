@@ -18,7 +18,7 @@ The time is that of loading K and V once. All rows of a group share a load, and 
 
 Note [warps]: 16 rows have four warps, each for a quarter of the keys; 32 rows have two warps for
 either 16, and a warp half of the keys; else a warp has its own 16 rows and all keys. So each warp
-has row tile `warp % row_tiles` and, of every `key_groups` steps of 32 keys, one.
+has row tile `warp % row_tiles` and, of every `key_groups` steps of a step's keys, one.
 
 Rows that see no key of a part leave its output unwritten and its LSE -inf.
 """
@@ -38,7 +38,7 @@ from kernels.common.schedule import batch_band
 from kernels.common.softmax import exp2, finite_reference, fmax, rescale_factor, select
 from kernels.common.split_description import (
     MMA_WARPS,
-    STEP_KEYS,
+    SPLIT_TILES,
     VECTOR,
     WARP_ROWS,
     split,
@@ -105,7 +105,7 @@ class Rows:
     """The rows of a warp: registers of a thread, for rows lane // 4 and 8 more of the warp's 16.
 
     Attributes:
-      query: 4 x head_dim / 16 registers, A of mma.sync.
+      query: 4 x head_dim / 16 words, A of mma.sync: registers, or the thread's in shared memory.
       low, high: keys that a row sees.
       maximum, row_sum: of its scores, and of this thread's exponentials.
       acc: 4 x head_dim / 8, output.
@@ -140,7 +140,8 @@ class ForwardSplit(SplitHost):
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.description = split(key.head_dim)
+        self.description = split(key.arch, key.head_dim)
+        self.tile = SPLIT_TILES[key.arch, key.head_dim]
         self.ctas = SPLIT_CTAS[key.head_dim]
         self.parts_barrier = self.description.named_barrier("parts")
         self.span_bytes = self.description.maps[0].span_bytes
@@ -203,9 +204,9 @@ class ForwardSplit(SplitHost):
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiles = (work.rows + WARP_ROWS - 1) // WARP_ROWS
         row_tiles = Int32(cutlass.select_(tiles > 2, Int32(4), tiles))  # noqa: PLR2004
-        rows = self.make_rows(work, buffers.q, sizes, dims, warp, row_tiles)
+        rows = self.make_rows(shared, work, buffers.q, sizes, dims, row_tiles)
         addresses = self.make_addresses(shared)
-        steps = SPLIT_KEYS // STEP_KEYS
+        steps = SPLIT_KEYS // self.tile.step_keys
         for i in cutlass.range(work.count, unroll=1):
             use = shared.barriers.kv_full.use(i)
             shared.barriers.kv_full.wait(use)
@@ -222,20 +223,24 @@ class ForwardSplit(SplitHost):
     @cute.jit
     def make_rows(
         self,
+        shared: Shared,
         work: Work,
         q: cute.Pointer,
         sizes: Sizes,
         dims: HeadDims,
-        warp: Int32,
         row_tiles: Int32,
     ) -> Rows:
         """Loads the queries of a warp's rows from global memory; rows past the last are 0."""
         d = self.head_dim
-        lane = cute.arch.lane_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         key_group = warp // row_tiles
         first = work.first_row + (warp - key_group * row_tiles) * WARP_ROWS + lane // 4
+        query = cute.make_rmem_tensor((4, d // _DEPTH), Int32)
+        if cutlass.const_expr(self.tile.query_in_shared):
+            query = shared.query[None, thread, None]
         rows = Rows(
-            query=cute.make_rmem_tensor((4, d // _DEPTH), Int32),
+            query=query,
             low=cute.make_rmem_tensor((_HALVES,), Int32),
             high=cute.make_rmem_tensor((_HALVES,), Int32),
             maximum=cute.make_rmem_tensor((_HALVES,), Float32),
@@ -303,7 +308,7 @@ class ForwardSplit(SplitHost):
         work: Work,
         scale_log2: Float32,
     ):
-        """Adds 32 keys of a block to a warp's output.
+        """Adds a step's keys to a warp's output.
 
         Args:
           stage: first byte of the block in K's and V's memory.
@@ -311,7 +316,7 @@ class ForwardSplit(SplitHost):
           first_key: of the block.
         """
         lane = cute.arch.lane_idx()
-        first = step * STEP_KEYS
+        first = step * self.tile.step_keys
         own_key = first_key + first + (lane % 4) * 2
         k, v = addresses.k + stage, addresses.v + stage
         scores = self.scores(rows, k, first)
@@ -319,16 +324,19 @@ class ForwardSplit(SplitHost):
         self.multiply_values(rows, scores, v, first, self.present(own_key, work.band.key_length))
 
     def scores(self, rows: Rows, k: Int32, first: int) -> list[list[Float32]]:
-        """Returns S of 32 keys: for each 8 of them four values."""
-        tiles = [[Float32(0.0)] * 4 for _ in range(STEP_KEYS // _TILE_KEYS)]
+        """Returns S of a step's keys: for each 8 of them four values."""
+        tiles = [[Float32(0.0)] * 4 for _ in range(self.tile.step_keys // _TILE_KEYS)]
         for depth in range(self.head_dim // _DEPTH):
-            a = [rows.query[i, depth] for i in range(4)]
-            for pair in range(STEP_KEYS // 16):
+            a = cute.make_rmem_tensor((4,), Int32)
+            cute.autovec_copy(rows.query[None, depth], a)
+            for pair in range(self.tile.step_keys // 16):
                 bits, offset = self.place(first + 16 * pair, depth * _DEPTH)
                 b = ptx.load_matrices(k ^ bits, offset)
                 for i in range(2):
                     tile, own = 2 * pair + i, b[2 * i : 2 * i + 2]
-                    tiles[tile] = ptx.multiply_m16n8k16(self.dtype, tiles[tile], a, own)
+                    tiles[tile] = ptx.multiply_m16n8k16(
+                        self.dtype, tiles[tile], [a[j] for j in range(4)], own
+                    )
         return [list(tile) for tile in tiles]
 
     def softmax(
@@ -367,7 +375,7 @@ class ForwardSplit(SplitHost):
         Values past the length may be anything, and 0 * NaN is NaN.
         """
         masks = []
-        for tile in range(STEP_KEYS // _TILE_KEYS):
+        for tile in range(self.tile.step_keys // _TILE_KEYS):
             left = key_length - own_key - _TILE_KEYS * tile
             one = cutlass.select_(left == 1, Int32(0xFFFF), Int32(-1))
             masks.append(Int32(cutlass.select_(left > 0, one, Int32(0))))
@@ -381,8 +389,8 @@ class ForwardSplit(SplitHost):
         first: int,
         present: list[Int32],
     ):
-        """Adds P V of 32 keys to the output."""
-        for pair in range(STEP_KEYS // _DEPTH):
+        """Adds P V of a step's keys to the output."""
+        for pair in range(self.tile.step_keys // _DEPTH):
             left, right = scores[2 * pair], scores[2 * pair + 1]
             pairs = ((left[0], left[1]), (left[2], left[3]), (right[0], right[1]))
             pairs = (*pairs, (right[2], right[3]))

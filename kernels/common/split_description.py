@@ -24,9 +24,6 @@ MMA_WARPS = 4
 WARP_ROWS = 16
 """Packed rows of a warp, those of one mma.sync."""
 
-STEP_KEYS = 32
-"""Keys that a warp works on at a time."""
-
 JOIN_WARPS = 8
 VECTOR = 4  # fp32 values of one 16-byte access
 
@@ -38,18 +35,27 @@ class SplitTile:
     Attributes:
       stages: blocks of K and V that are there or on their way.
       span_bytes: swizzle span of K and V.
+      step_keys: keys that a warp works on at a time.
+      query_in_shared: the threads keep their queries in shared memory, where registers are too few.
     """
 
     stages: int
     span_bytes: int = 128
+    step_keys: int = 32
+    query_in_shared: bool = False
 
 
 SPLIT_TILES = {
-    64: SplitTile(stages=6),
-    96: SplitTile(stages=4, span_bytes=64),
-    128: SplitTile(stages=3),
-    192: SplitTile(stages=4),
-    256: SplitTile(stages=3),
+    ("sm_90a", 64): SplitTile(stages=6),
+    ("sm_90a", 96): SplitTile(stages=4, span_bytes=64),
+    ("sm_90a", 128): SplitTile(stages=3),
+    ("sm_90a", 192): SplitTile(stages=4),
+    ("sm_90a", 256): SplitTile(stages=3),
+    ("sm_100f", 64): SplitTile(stages=6),
+    ("sm_100f", 96): SplitTile(stages=4, span_bytes=64),
+    ("sm_100f", 128): SplitTile(stages=3, step_keys=16),
+    ("sm_100f", 192): SplitTile(stages=4),
+    ("sm_100f", 256): SplitTile(stages=3, query_in_shared=True),
 }
 """By head dim; a multiprocessor then has 192 KiB of K and V on their way."""
 
@@ -60,11 +66,13 @@ def padded_columns(head_dim: int) -> int:
 
 
 @functools.cache
-def split(head_dim: int) -> Description:
+def split(arch: str, head_dim: int) -> Description:
     """Describes the split forward of a head dim."""
-    tile, n = SPLIT_TILES[head_dim], SPLIT_KEYS
+    tile, n = SPLIT_TILES[arch, head_dim], SPLIT_KEYS
     rows = MMA_WARPS * WARP_ROWS
     padded = padded_columns(head_dim)
+    words = (4, MMA_WARPS * LANES, head_dim // 16)
+    query = Region("query", words, "each thread's queries, packed", "i32", alignment=16)
     return Description(
         roles=(
             Role("mma", 0, MMA_WARPS, "S, softmax and O of 16 packed rows and some of the keys"),
@@ -87,6 +95,7 @@ def split(head_dim: int) -> Description:
             Region("sums", (2, rows), "each row's largest score and sum, of each warp", "f32"),
             operand("k", (n, head_dim, tile.stages), tile.span_bytes, "K blocks"),
             operand("v", (n, head_dim, tile.stages), tile.span_bytes, "V blocks"),
+            *([query] if tile.query_in_shared else []),
             Region("outputs", (padded, rows), "each warp's output", "f32", shares="k"),
         ),
         division=Division(SPLIT_ROWS, keys=n),
