@@ -215,6 +215,7 @@ class ForwardSplit(SplitHost):
                 if ((steps * i + step) & (rows.key_groups - 1)) == rows.key_group:
                     stage = use.slot * self.block_bytes
                     self.step(rows, addresses, stage, step, first_key, work, scalars.scale_log2)
+            cute.arch.sync_warp()  # One lane says for all that they have read the block.
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
         self.leave(shared, rows, warp, scalars.scale_log2)
