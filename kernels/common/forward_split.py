@@ -76,9 +76,7 @@ class Work:
 
 
 @cute.jit
-def assign(
-    extents: cute.Pointer, sizes: Sizes, parts: SplitShape, scalars: SplitScalars
-) -> Work:
+def assign(extents: cute.Pointer, sizes: Sizes, parts: SplitShape, scalars: SplitScalars) -> Work:
     """Returns this CTA's work; KV heads, which are neighbours in memory, run fastest."""
     index, _, _ = cute.arch.block_idx()
     rest = index // sizes.kv_heads
@@ -203,7 +201,7 @@ class ForwardSplit(SplitHost):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiles = (work.rows + WARP_ROWS - 1) // WARP_ROWS
-        row_tiles = Int32(cutlass.select_(tiles > 2, Int32(4), tiles))  # noqa: PLR2004
+        row_tiles = Int32(cutlass.select_(tiles > 2, Int32(4), tiles))
         rows = self.make_rows(shared, work, buffers.q, sizes, dims, row_tiles)
         addresses = self.make_addresses(shared)
         steps = SPLIT_KEYS // self.tile.step_keys
@@ -340,9 +338,7 @@ class ForwardSplit(SplitHost):
                     )
         return [list(tile) for tile in tiles]
 
-    def softmax(
-        self, rows: Rows, scores: list[list[Float32]], own_key: Int32, scale_log2: Float32
-    ):
+    def softmax(self, rows: Rows, scores: list[list[Float32]], own_key: Int32, scale_log2: Float32):
         """Replaces scores by P, and moves maximum, sum and output of the rows to the new maximum."""
         for half in range(_HALVES):
             first, last = rows.low[half] - own_key, rows.high[half] - own_key
@@ -487,5 +483,3 @@ class ForwardSplit(SplitHost):
 def source(key: KernelKey) -> KernelSource:
     """Returns the split forward of a key, with its launch."""
     return split_source(ForwardSplit(key), key)
-
-

@@ -125,7 +125,9 @@ class ForwardHost:
         stream: cuda.CUstream,
     ):
         description = self.description
-        maps = tensor_maps(description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims))
+        maps = tensor_maps(
+            description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims)
+        )
         rows = description.division.rows
         tiles = cute.ceil_div(sizes.query_length, rows) * sizes.heads * sizes.batch
         if cutlass.const_expr(description.division.persistent):
@@ -177,7 +179,9 @@ class BackwardHost:
         stream: cuda.CUstream,
     ):
         description = self.description
-        maps = tensor_maps(description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims))
+        maps = tensor_maps(
+            description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims)
+        )
         if cutlass.const_expr(not self.deterministic):
             rows = dataclasses.replace(rows, dq_order=None, dq_ticket=None)
         tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas

@@ -126,6 +126,8 @@ def join(head_dim: int) -> Description:
         roles=(Role("join", 0, JOIN_WARPS, "O and LSE of a row from those of its parts"),),
         barriers=(),
         named_barriers=(),
-        regions=(Region("sums", (columns, groups), "each group's share of O", "f32", alignment=16),),
+        regions=(
+            Region("sums", (columns, groups), "each group's share of O", "f32", alignment=16),
+        ),
         division=Division(1),
     )

@@ -39,7 +39,6 @@ from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
 from tests.emulator.survivors import MOVED_SURVIVORS, SURVIVORS, write_moved
 
-
 FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
 
 

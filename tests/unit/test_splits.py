@@ -67,4 +67,6 @@ def test_a_plan_follows_the_sizes_of_a_device() -> None:
     assert plan.parts == splits.parts(DECODE, "sm_90a") == (4, 1, 0)
     assert plan.resized(batch=1).parts == (32, 1, 0)
     assert plan.resized(query_heads=8 * 70).parts == (2, 2, 0)
-    assert make_plan(dataclasses.replace(DECODE, query_length=512), fake_target(), None).parts is None
+    assert (
+        make_plan(dataclasses.replace(DECODE, query_length=512), fake_target(), None).parts is None
+    )
