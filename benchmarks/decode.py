@@ -1,9 +1,10 @@
 """Prints a table of the decode cases: microseconds of a call, and how fast K and V are read.
 
-    python -m benchmarks.decode             # a minute on a GPU
+    python -m benchmarks.decode             # two minutes on a GPU
     python -m benchmarks.decode --loops 9   # more bursts
 
-It measures as `python -m benchmarks.attention --group decode` does, and writes no file.
+It measures as `python -m benchmarks.attention --group decode` does, beside it our kernel on the
+same keys in pages of 64 tokens in random order, and writes no file.
 """
 
 from __future__ import annotations
@@ -12,15 +13,24 @@ import argparse
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from benchmarks import shapes
+from benchmarks import measure, shapes
 from benchmarks.attention import measure_safely
 from benchmarks.peers import CUDNN, OURS, XLA
 from benchmarks.shapes import Case
-from benchmarks.timing import Protocol
+from benchmarks.timing import Protocol, Timing, interleave
+from fa4_jax import extents, launches
+from fa4_jax.operands import Operands
+from fa4_jax.plan import make_plan
+from fa4_jax.problem import Problem, default_scale
+from fa4_jax.target import current_target
 
 MEMORY_BYTES_PER_S = 4.6e12
 """Of an H200, measured."""
+
+PAGE = 64
 
 
 def floor_s(case: Case) -> float:
@@ -29,7 +39,33 @@ def floor_s(case: Case) -> float:
     return 2 * elements * case.batch * case.key_length * case.heads[1] / MEMORY_BYTES_PER_S
 
 
-def row(case: Case, record: dict[str, Any]) -> str:
+def paged_s(case: Case, protocol: Protocol) -> float:
+    """Returns the seconds of a call whose keys are in pages, all of its lengths full."""
+    sizes = (case.batch, case.query_length, case.key_length, *case.heads, case.head_dim)
+    problem = Problem(*sizes, "bf16", default_scale(case.head_dim), page_length=PAGE)
+    plan = make_plan(problem, current_target(), "kernel")
+    query, key, value, _ = measure.make_inputs(case)
+    count = case.batch * case.key_length // PAGE
+    pages = [x.reshape(count, PAGE, *x.shape[2:]) for x in (key, value)]
+    table = np.random.default_rng(0).permutation(count).reshape(case.batch, -1)
+    lengths = jnp.full(case.batch, case.query_length), jnp.full(case.batch, case.key_length)
+
+    @jax.jit
+    def run(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array) -> jax.Array:
+        for _ in range(case.chained):
+            operands = Operands(query, keys, values, extents.stacked(*lengths))
+            query = launches.forward(plan, operands, table).output
+        return query
+
+    compiled = run.lower(query, *pages, jnp.asarray(table, jnp.int32)).compile()
+    arguments = (query, *pages, jnp.asarray(table, jnp.int32))
+    timing = interleave({"paged": lambda: compiled(*arguments)}, protocol)["paged"]
+    if not isinstance(timing, Timing):
+        raise timing
+    return timing.median / case.chained
+
+
+def row(case: Case, record: dict[str, Any], paged: str) -> str:
     """Returns a case's line of the table."""
     sizes = f"{case.batch}, {case.query_length}, {case.key_length}, "
     cells = [sizes + "/".join(map(str, case.heads)) + f", {case.head_dim}"]
@@ -38,7 +74,7 @@ def row(case: Case, record: dict[str, Any]) -> str:
         failed = result.get("error", result.get("absent", "none"))[:60]
         cells.append(f"{result['median_s'] * 1e6:.1f}" if "median_s" in result else failed)
     ours = record["forward"]["results"].get(OURS, {})
-    cells.append(f"{floor_s(case) * 1e6:.1f}")
+    cells += [paged, f"{floor_s(case) * 1e6:.1f}"]
     cells.append(f"{floor_s(case) / ours['median_s']:.2f}" if "median_s" in ours else "")
     differences = [
         f"{result['difference']:.1e}"
@@ -48,16 +84,26 @@ def row(case: Case, record: dict[str, Any]) -> str:
     return "| " + " | ".join([*cells, " ".join(differences)]) + " |"
 
 
+def paged_cell(case: Case, protocol: Protocol) -> str:
+    """Returns microseconds of a call with pages, or why there are none."""
+    try:
+        return f"{paged_s(case, protocol) * 1e6:.1f}"
+    except Exception as error:  # One case must not end the table.
+        return measure.describe(error)[:60]
+
+
 def main() -> None:
     """Measures case by case and prints the table as it grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
     parser.add_argument("--loops", type=int, default=5, help="bursts of each contender (5)")
     options = parser.parse_args()
-    head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "floor", "share", "differences")
+    head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "ours, pages", "floor", "share", "differences")
     print(jax.devices()[0].device_kind)
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
+    protocol = Protocol(options.loops, 0.03)
     for case in shapes.DECODE:
-        print(row(case, measure_safely(case, Protocol(options.loops, 0.03))), flush=True)
+        record = measure_safely(case, protocol)
+        print(row(case, record, paged_cell(case, protocol)), flush=True)
         jax.clear_caches()
 
 

@@ -14,8 +14,8 @@ import enum
 class Pass(enum.StrEnum):
     """The kernels of one attention call. The backward runs its three in this order.
 
-    The forward of a call with few query rows is two kernels: one for parts of the keys, and one that
-    joins their results.
+    The forward of a call with few query rows is two kernels: one for parts of the keys, and one
+    that joins their results.
     """
 
     FORWARD = "fwd"
@@ -62,6 +62,9 @@ SPLIT_ROWS = 64
 SPLIT_KEYS = 64
 """Keys of a block of the split forward: its CTAs take the blocks of a sequence in turn."""
 
+PAGE_KEYS = 16
+"""Keys that the split forward loads of a page at a time: pages have a multiple of so many."""
+
 SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 """CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
 
@@ -72,7 +75,10 @@ cap, for which a branch in every block costs nothing that can be noticed.
 """
 
 
-_FLAGS = ("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short")
+_FLAGS = (
+    *("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short"),
+    "paged",
+)
 """Flags of a key, in the order of its name."""
 
 
@@ -94,6 +100,7 @@ class KernelKey:
       soft_cap: scores are capped, by a number in memory; only with ranges, and on CAPPED_APART.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
+      paged: K and V lie in pages, which a table names (split forward only).
     """
 
     arch: str
@@ -108,6 +115,7 @@ class KernelKey:
     soft_cap: bool = False
     pair: bool = False
     short: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)

@@ -14,6 +14,7 @@ from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
+    PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     KernelKey,
     Pass,
@@ -136,8 +137,9 @@ def kernel_keys(
         ),
         key(Pass.BACKWARD_POST, value_tile),
     )
-    if splits.takes(problem) and not in_memory(problem, Pass.FORWARD):
-        return (key(Pass.FORWARD_SPLIT), key(Pass.FORWARD_JOIN)), backward
+    paged = problem.page_length is not None
+    if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
+        return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
     flags = {"polynomial_exp2": polynomial, "short": short}
     return (key(Pass.FORWARD, **limits(Pass.FORWARD), **flags),), backward
@@ -220,7 +222,12 @@ def unsupported(problem: Problem) -> str | None:
             return f"{name} {head_dim}: the kernels take multiples of 8"
         if head_dim_tile(head_dim) is None:
             return f"{name} {head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
-    return None
+    if problem.page_length is None:
+        return None
+    if problem.page_length % PAGE_KEYS:
+        return f"pages of {problem.page_length} tokens: the kernels take multiples of {PAGE_KEYS}"
+    asked = in_memory(problem, Pass.FORWARD)
+    return f"{asked[0]} with pages: no kernel takes both" if asked else None
 
 
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def describe(key: KernelKey) -> Description:
     if key.arch not in ("sm_90a", "sm_100f"):
         raise NotImplementedError(f"no kernel description for {key.name}")
     if key.kernel is Pass.FORWARD_SPLIT:
-        return split_description.split(key.arch, key.head_dim)
+        return split_description.split(key.arch, key.head_dim, key.paged)
     if key.kernel is Pass.FORWARD_JOIN:
         return split_description.join(key.head_dim)
     hopper = key.arch == "sm_90a"

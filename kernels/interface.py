@@ -159,6 +159,19 @@ class SplitShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class PageBuffers:
+    """Where keys are whose k and v are pages [pages, page_length, kv_heads, ...].
+
+    Key j of a batch entry is row j % page_length of the page that page_table i32 [batch,
+    table_width] has at j // page_length.
+    """
+
+    pages: Annotated[Any, Dim(0, "k")]
+    table_width: Annotated[Any, Dim(1, "page_table")]
+    page_table: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
 class JoinBuffers:
     """Operands and results of the kernel that joins the parts of a split forward."""
 

@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax import bands
-from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, SPLIT_ROWS, KernelKey
+from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, SPLIT_ROWS, KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band
@@ -44,7 +44,7 @@ from kernels.common.split_description import (
     split,
 )
 from kernels.common.split_hosts import SplitHost, split_source
-from kernels.interface import HeadDims, Sizes, SplitBuffers, SplitScalars, SplitShape
+from kernels.interface import HeadDims, PageBuffers, Sizes, SplitBuffers, SplitScalars, SplitShape
 from kernels.kernel_source import KernelSource
 
 _HALVES = 2  # rows of a thread: lane // 4 and 8 more
@@ -138,7 +138,8 @@ class ForwardSplit(SplitHost):
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.description = split(key.arch, key.head_dim)
+        self.paged = key.paged
+        self.description = split(key.arch, key.head_dim, key.paged)
         self.tile = SPLIT_TILES[key.arch, key.head_dim]
         self.ctas = SPLIT_CTAS[key.head_dim]
         self.parts_barrier = self.description.named_barrier("parts")
@@ -154,6 +155,7 @@ class ForwardSplit(SplitHost):
         dims: HeadDims,
         parts: SplitShape,
         scalars: SplitScalars,
+        pages: PageBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -167,7 +169,16 @@ class ForwardSplit(SplitHost):
 
         work = assign(buffers.extents, sizes, parts, scalars)
         if warp_index == load.first_warp:
-            self.load(maps, shared, work, parts.splits)
+            if cutlass.const_expr(not self.paged):
+                self.load(maps, shared, work, parts.splits)
+            elif sizes.key_length % SPLIT_KEYS == 0:
+                self.load_pages(
+                    maps, shared, work, parts.splits, sizes.key_length, pages, SPLIT_KEYS
+                )
+            else:
+                self.load_pages(
+                    maps, shared, work, parts.splits, sizes.key_length, pages, PAGE_KEYS
+                )
         else:
             self.mma(shared, work, buffers, sizes, dims, parts, scalars)
 
@@ -185,6 +196,78 @@ class ForwardSplit(SplitHost):
             block = tiles[None, None, work.first_block + i * splits]
             tensors.tma_load(maps.k, block, shared.k[None, None, use.slot], full)
             tensors.tma_load(maps.v, block, shared.v[None, None, use.slot], full)
+
+    @cute.jit
+    def load_pages(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        splits: Int32,
+        page_length: Int32,
+        pages: PageBuffers,
+        rows: cutlass.Constexpr[int],
+    ):
+        """Load warp: loads K and V of this CTA's blocks from pages, `rows` keys at a time.
+
+        A lane reads the place of a copy in the table, a block ahead. Past the length the last page
+        is loaded again, and page numbers past the last count as the last one, or below 0 as 0.
+        """
+        lane = cute.arch.lane_idx()
+        copies = SPLIT_KEYS // rows
+        last = (work.band.key_length - 1) // page_length
+        last = cutlass.min(last, pages.table_width - 1)
+        entries = cute.make_tensor(
+            pages.page_table + Int64(work.batch) * pages.table_width,
+            cute.make_layout(pages.table_width),
+        )
+        own = work.first_block * SPLIT_KEYS + lane % copies * rows
+        number = Int32(0)
+        if work.count > 0:
+            number = entries[cutlass.min(own // page_length, last)]
+        for i in cutlass.range(work.count, unroll=1):
+            number = cutlass.max(cutlass.min(number, pages.pages - 1), 0)
+            row = own % page_length
+            use = shared.barriers.kv_full.use(i)
+            full = shared.barriers.kv_full.at(use)
+            shared.barriers.kv_empty.wait_free(use)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.block_bytes)
+            for copy in cutlass.range_constexpr(copies):
+                page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, copy))
+                first = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(row, copy))
+                source = tensors.bthd_coordinates()[None, None, work.kv_head, page]
+                source = cute.domain_offset((first, 0), source)
+                self.load_rows(maps, source, shared, use.slot, copy, rows, full)
+            own += splits * SPLIT_KEYS
+            if i + 1 < work.count:
+                number = entries[cutlass.min(own // page_length, last)]
+
+    @cute.jit
+    def load_rows(
+        self,
+        maps: Maps,
+        source: cute.Tensor,
+        shared: Shared,
+        slot: Int32,
+        copy: cutlass.Constexpr[int],
+        rows: cutlass.Constexpr[int],
+        full: cute.Pointer,
+    ):
+        """Loads the copy-th `rows` keys of a block, all columns at once or a span at a time."""
+        whole = rows == SPLIT_KEYS
+        loads = (maps.k, maps.v) if cutlass.const_expr(whole) else (maps.k_short, maps.v_short)
+        columns = self.head_dim if cutlass.const_expr(whole) else self.span_bytes // 2
+        box = (rows, columns)
+        for operand in cutlass.range_constexpr(2):
+            target = (shared.k, shared.v)[operand][None, None, slot]
+            for column in cutlass.range_constexpr(self.head_dim // columns):
+                tensors.tma_load(
+                    loads[operand],
+                    cute.local_tile(source, box, (0, column)),
+                    cute.local_tile(target, box, (copy, column)),
+                    full,
+                )
 
     @cute.jit
     def mma(
@@ -339,7 +422,7 @@ class ForwardSplit(SplitHost):
         return [list(tile) for tile in tiles]
 
     def softmax(self, rows: Rows, scores: list[list[Float32]], own_key: Int32, scale_log2: Float32):
-        """Replaces scores by P, and moves maximum, sum and output of the rows to the new maximum."""
+        """Replaces scores by P, and moves sum and output of the rows to the new maximum."""
         for half in range(_HALVES):
             first, last = rows.low[half] - own_key, rows.high[half] - own_key
             old = rows.maximum[half]
@@ -434,7 +517,7 @@ class ForwardSplit(SplitHost):
         parts: SplitShape,
         row_tiles: Int32,
     ):
-        """Joins what the warps of the same rows have left, and stores it; a thread has 4 columns."""
+        """Joins what the warps of the same rows have left, and stores it."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.head_dim // VECTOR
         part = Int64(work.batch) * parts.splits + work.part

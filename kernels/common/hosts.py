@@ -40,7 +40,7 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 
-_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket")
+_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "page_table")
 _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))[1:]
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (

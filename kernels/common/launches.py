@@ -59,9 +59,13 @@ def _forward(key: KernelKey, description: Description) -> Launch:
 
 
 def _forward_split(key: KernelKey, description: Description) -> Launch:
-    parts = (_dims("q", (0,))[0], _dims("parts", (0,))[0], *_dims("q", (1, 2)))
+    parts = (*_dims("q", (0,)), *_dims("parts", (0,)), *_dims("q", (1, 2)))
+    pages = interface.params(interface.PageBuffers) if key.paged else ()
     return Launch(
-        operands=("q", "k", "v", "extents", "parts"),
+        operands=(
+            *("q", "k", "v", "extents", "parts"),
+            *(param.buffer for param in pages if param.kind == "pointer"),
+        ),
         results=(
             Result("o_parts", "f32", (*parts, *_dims("v", (3,)))),
             Result("lse_parts", "f32", parts),
@@ -73,11 +77,12 @@ def _forward_split(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.HeadDims),
             *interface.params(interface.SplitShape),
             *interface.params(interface.SplitScalars),
+            *pages,
         ),
         grid=(
             (
                 *(Factor(buffer="parts", axis=axis) for axis in (0, 1)),
-                *(Factor(buffer="k", axis=axis) for axis in (0, 2)),
+                *(Factor(buffer=buffer, axis=axis) for buffer, axis in (("q", 0), ("k", 2))),
             ),
             _ONE,
             _ONE,

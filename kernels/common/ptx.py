@@ -180,9 +180,9 @@ def multiply_m16n8k16(
 ) -> tuple[Float32, Float32, Float32, Float32]:
     """mma.sync: sums + A B of a warp, where A is 16 x 16, B 16 x 8, the sums fp32.
 
-    Lane 4 g + t has, of the sums, columns 2 t and 2 t + 1 of row g, then of row g + 8; of A the same
-    columns of rows g and g + 8, then columns 8 + 2 t and 8 + 2 t + 1 of both; of B rows 2 t and
-    2 t + 1, then 8 + 2 t and 8 + 2 t + 1, of column g.
+    Lane 4 g + t has, of the sums, columns 2 t and 2 t + 1 of row g, then of row g + 8; of A the
+    same columns of rows g and g + 8, then columns 8 + 2 t and 8 + 2 t + 1 of both; of B rows 2 t
+    and 2 t + 1, then 8 + 2 t and 8 + 2 t + 1, of column g.
     """
     name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
     return cute.arch.inline_ptx(

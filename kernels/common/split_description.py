@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, SPLIT_ROWS
+from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, SPLIT_ROWS
 from kernels.description import (
     LANES,
     Barrier,
@@ -66,11 +66,18 @@ def padded_columns(head_dim: int) -> int:
 
 
 @functools.cache
-def split(arch: str, head_dim: int) -> Description:
-    """Describes the split forward of a head dim."""
+def split(arch: str, head_dim: int, paged: bool = False) -> Description:
+    """Describes the split forward of a head dim.
+
+    paged: K and V lie in pages; short ones are copied by their own tensor maps.
+    """
     tile, n = SPLIT_TILES[arch, head_dim], SPLIT_KEYS
     rows = MMA_WARPS * WARP_ROWS
     padded = padded_columns(head_dim)
+    short_pages = tuple(
+        TensorMap(f"{of}_short", of, PAGE_KEYS, tile.span_bytes // 2, tile.span_bytes)
+        for of in ("k", "v")
+    )
     words = (4, MMA_WARPS * LANES, head_dim // 16)
     query = Region("query", words, "each thread's queries, packed", "i32", alignment=16)
     return Description(
@@ -102,6 +109,7 @@ def split(arch: str, head_dim: int) -> Description:
         maps=(
             TensorMap("k", "k", n, head_dim, tile.span_bytes),
             TensorMap("v", "v", n, head_dim, tile.span_bytes),
+            *(short_pages if paged else ()),
         ),
     )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 
 from fa4_jax.key import SPLIT_CTAS, KernelKey, Pass
@@ -12,6 +13,7 @@ from kernels.interface import (
     HeadDims,
     JoinBuffers,
     JoinShape,
+    PageBuffers,
     Sizes,
     SplitBuffers,
     SplitLoads,
@@ -28,11 +30,13 @@ class SplitHost:
       description: of the kernel.
       dtype: storage type.
       ctas: that a multiprocessor holds at a time.
+      paged: K and V lie in pages.
     """
 
     description: Description
     dtype: Any
     ctas: int
+    paged: bool
     kernel: Any
 
     @cute.jit
@@ -44,12 +48,17 @@ class SplitHost:
         dims: HeadDims,
         parts: SplitShape,
         scalars: SplitScalars,
+        pages: PageBuffers,
         stream: cuda.CUstream,
     ):
         shapes = hosts.buffer_shapes(sizes, dims)
+        if cutlass.const_expr(self.paged):
+            of_pages = (pages.pages, sizes.key_length, sizes.kv_heads)
+            shapes |= {"k": (*of_pages, dims.head_dim), "v": (*of_pages, dims.value_dim)}
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
         ctas = parts.splits * parts.row_blocks * sizes.batch * sizes.kv_heads
-        self.kernel(maps, buffers, sizes, dims, parts, scalars).launch(
+        more = (pages,) if self.paged else ()
+        self.kernel(maps, buffers, sizes, dims, parts, scalars, *more).launch(
             grid=[ctas, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
@@ -83,7 +92,10 @@ def split_source(host: SplitHost, key: KernelKey) -> KernelSource:
     division = host.description.division
     stages = host.description.barrier("kv_full").count
     tile = {"m": division.rows, "n": division.keys, "kv_stages": stages}
-    takes = (SplitLoads, SplitBuffers, Sizes, HeadDims, SplitShape, SplitScalars)
+    takes = (
+        *(SplitLoads, SplitBuffers, Sizes, HeadDims, SplitShape, SplitScalars),
+        PageBuffers,
+    )
     return hosts.make_source(host, key, takes, tile | {"ctas": SPLIT_CTAS[key.head_dim]})
 
 

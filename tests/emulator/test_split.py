@@ -95,6 +95,61 @@ def test_agrees_with_oracle(arch: str, case: Case, parts: int, policy: Policy, s
         assert not compare(name, case.dtype, results[name], expected[name], others).failure
 
 
+PAGED = (
+    (Case(batch=2, heads=(4, 1), query_length=1, key_length=320, head_dim=128), 64),
+    (Case(batch=2, heads=(8, 2), query_length=3, key_length=640, dtype="fp16"), 128),
+    (Case(batch=3, heads=(4, 1), query_length=2, key_length=240, head_dim=96), 48),
+    (Case(batch=2, heads=(6, 2), query_length=5, key_length=288, head_dim=256, value_dim=192), 16),
+)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("case", "page", "policy"),
+    [(*pair, policy) for pair, policy in zip(PAGED, itertools.cycle(POLICIES), strict=False)],
+    ids=lambda value: value.id if isinstance(value, Case) else "",
+)
+def test_pages_give_the_bits_of_the_same_keys_in_order(
+    arch: str, case: Case, page: int, policy: Policy, seed: int
+) -> None:
+    """Pages in any order; what lies past the lengths may be anything, as may the table there."""
+    rng = np.random.default_rng(seed)
+    last = case.key_length - page // 2
+    lengths = tuple(int(x) for x in rng.integers(case.query_length, last, case.batch))
+    offsets = tuple(length - case.query_length for length in lengths)
+    case = dataclasses.replace(
+        case, key_lengths=lengths, is_causal=True, query_offset=offsets, poison=True
+    )
+    launches = in_parts(attention(case, make_inputs(case, seed), False, arch), case, 2)
+    expected = launches.run(Policy(), seed)
+    paged = in_pages(launches, lengths, page, rng)
+    split, join = paged.keys
+    paged = dataclasses.replace(paged, keys=(dataclasses.replace(split, paged=True), join))
+    results = paged.run(policy, seed)
+    assert all(np.array_equal(results[name], expected[name]) for name in ("output", "lse"))
+
+
+def in_pages(
+    launches: Attention, lengths: tuple[int, ...], page: int, rng: np.random.Generator
+) -> Attention:
+    """The launches whose keys and values lie in pages, in random order, poison past the lengths."""
+    batch, length = launches.arrays["k"].shape[:2]
+    width = length // page
+    numbers = 1 + rng.permutation(batch * width).reshape(batch, width)
+    pools = {}
+    for name in ("k", "v"):
+        x = launches.arrays[name]
+        pages = x.reshape(batch * width, page, *x.shape[2:])
+        pool = np.full((batch * width + 2, *pages.shape[1:]), np.nan, x.dtype)
+        pool[numbers.ravel()] = pages
+        pools[name] = pool
+    table = numbers.astype(np.int32)
+    for row, entries in zip(lengths, table, strict=True):
+        entries[-(-row // page) :] = rng.choice([0, batch * width + 1, -5, 1 << 30])
+    arrays = launches.arrays | pools | {"page_table": table}
+    return dataclasses.replace(launches, arrays=arrays)
+
+
 def test_neither_timing_nor_neighbours_change_bits(seed: int) -> None:
     """A batch entry's bits are those that it has alone; other keys in its padding change none."""
     case = Case(

@@ -207,6 +207,7 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
         }
     parts = 1 + p.key_length % 40, -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS), 0
     arrays |= {"parts": Array("i32", parts)}
+    arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
     if key.kernel is Pass.FORWARD_JOIN:
         arrays |= results(earlier(key, Pass.FORWARD_SPLIT), arrays)
     if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):

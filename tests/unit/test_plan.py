@@ -148,7 +148,9 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
                 value_dim=value_dim,
                 **asks,
             )
-            for some in (problem, dataclasses.replace(problem, query_length=1)):
+            short = dataclasses.replace(problem, query_length=1)
+            paged = dataclasses.replace(problem, page_length=64)
+            for some in (problem, short, *([] if asks else [paged])):
                 forward, backward = kernel_keys(some, arch, design=design)
                 used.update(forward + backward)
     assert used == set(catalogue.keys(arch))  # and no kernel is built in vain
