@@ -50,7 +50,7 @@ SPLIT_TILES = {
     ("sm_90a", 96): SplitTile(stages=4, span_bytes=64),
     ("sm_90a", 128): SplitTile(stages=3),
     ("sm_90a", 192): SplitTile(stages=4),
-    ("sm_90a", 256): SplitTile(stages=3),
+    ("sm_90a", 256): SplitTile(stages=3, query_in_shared=True),
     ("sm_100f", 64): SplitTile(stages=6),
     ("sm_100f", 96): SplitTile(stages=4, span_bytes=64),
     ("sm_100f", 128): SplitTile(stages=3, step_keys=16),
