@@ -62,6 +62,9 @@ SPLIT_ROWS = 64
 SPLIT_KEYS = 64
 """Keys of a block of the split forward: its CTAs take the blocks of a sequence in turn."""
 
+SPLIT_MOST_PARTS = 512
+"""Parts that the keys are divided into at most."""
+
 PAGE_KEYS = 16
 """Keys that the split forward loads of a page at a time: pages have a multiple of so many."""
 

@@ -11,7 +11,7 @@ its neighbours in the batch are, and a program serves all lengths.
 
 from __future__ import annotations
 
-from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, SPLIT_ROWS, head_dim_tile
+from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, SPLIT_MOST_PARTS, SPLIT_ROWS, head_dim_tile
 from fa4_jax.problem import Problem
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148}
@@ -54,4 +54,4 @@ def parts(problem: Problem, arch: str) -> Parts:
     def cost(splits: int) -> int:
         return -(-each * splits // slots) * (-(-blocks // splits) + COST_BLOCKS)
 
-    return min(range(1, min(blocks, slots) + 1), key=cost), row_blocks, 0
+    return min(range(1, min(blocks, slots, SPLIT_MOST_PARTS) + 1), key=cost), row_blocks, 0

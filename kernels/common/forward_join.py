@@ -1,16 +1,19 @@
 """Joins the parts of a split forward: O and LSE of every row from those of parts of its keys.
 
-    lse = log2(sum over parts of 2^lse_s) * ln(2),  o = sum over parts of 2^(lse_s - lse) o_s
+    w_s = 2^(lse_s - largest),  lse = (largest + log2(sum of w_s)) * ln(2),
+    o = sum of w_s o_s / sum of w_s
 
-A CTA has one row of one head. Groups of threads share the parts, a thread 4 columns of a part; then
-the groups' sums are added, always in the same order. Parts whose LSE is -inf have no output.
+A CTA has one row of one head. Each thread has a part's weight, or several; then groups of threads
+share the parts, a thread 4 columns, and at last the groups' sums are added. All of it is in one
+order, whatever runs beside it. Parts whose LSE is -inf have no output: what is read there is
+dropped.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa4_jax.key import KernelKey
+from fa4_jax.key import SPLIT_MOST_PARTS, KernelKey
 from kernels.common import resources, tensors
 from kernels.common.softmax import LN_2, exp2, finite_reference, fmax, select
 from kernels.common.split_description import JOIN_WARPS, VECTOR, join, join_lanes
@@ -19,6 +22,8 @@ from kernels.interface import JoinBuffers
 from kernels.kernel_source import KernelSource
 
 _LANES = 32
+_THREADS = JOIN_WARPS * _LANES
+_IN_FLIGHT = 8  # loads of a thread
 
 
 class ForwardJoin(JoinHost):
@@ -28,7 +33,7 @@ class ForwardJoin(JoinHost):
         self.dtype = tensors.TYPES[key.dtype]
         self.description = join(key.head_dim)
         self.lanes = join_lanes(key.head_dim)
-        self.groups = JOIN_WARPS * _LANES // self.lanes
+        self.groups = _THREADS // self.lanes
 
     @cute.kernel
     def kernel(
@@ -46,57 +51,76 @@ class ForwardJoin(JoinHost):
         batch = row // rows
         in_batch = row - batch * rows
         first = Int64(batch) * splits * rows + in_batch
+        cute.arch.griddepcontrol_wait()
         lse_parts = cute.make_tensor(
             buffers.lse_parts + first, cute.make_layout(splits, stride=Int64(rows))
         )
-        lse = self.join_lse(lse_parts, splits)
-        self.add_parts(shared, buffers, first, lse_parts, lse, rows, value_dim)
+        largest, total = self.weigh(shared, lse_parts, splits)
+        self.add_parts(shared, buffers.o_parts, first, rows, splits, value_dim)
         cute.arch.sync_threads()
         if thread == 0:
             token = in_batch // heads
             head = in_batch - token * heads
             place = (Int64(batch) * heads + head) * query_length + token
-            cute.make_tensor(buffers.lse + place, cute.make_layout(1))[0] = lse * LN_2
+            lse = (largest + cute.math.log2(total, fastmath=True)) * LN_2
+            lse = select(total == 0.0, -Float32.inf, lse)
+            cute.make_tensor(buffers.lse + place, cute.make_layout(1))[0] = lse
         if thread * VECTOR < value_dim:
-            total = cute.make_rmem_tensor((VECTOR,), Float32)
-            total.fill(0.0)
-            for group in cutlass.range_constexpr(self.groups):
-                for j in cutlass.range_constexpr(VECTOR):
-                    total[j] = total[j] + shared.sums[thread * VECTOR + j, group]
+            inverse = select(total == 0.0, Float32(0.0), 1.0 / total)
             output = cute.make_rmem_tensor((VECTOR,), self.dtype)
             for j in cutlass.range_constexpr(VECTOR):
-                output[j] = total[j].to(self.dtype)
+                value = Float32(0.0)
+                for group in cutlass.range_constexpr(self.groups):
+                    value = value + shared.sums[thread * VECTOR + j, group]
+                output[j] = (value * inverse).to(self.dtype)
             offset = cute.assume(Int64(row) * value_dim + thread * VECTOR, divby=VECTOR)
             target = cute.make_tensor(buffers.o + offset, cute.make_layout(VECTOR))
             cute.autovec_copy(output, target)
 
     @cute.jit
-    def join_lse(self, lse_parts: cute.Tensor, splits: Int32) -> Float32:
-        """Returns a row's LSE, in units of log2; every warp computes it."""
-        lane = cute.arch.lane_idx()
+    def weigh(
+        self, shared: resources.Shared, lse_parts: cute.Tensor, splits: Int32
+    ) -> tuple[Float32, Float32]:
+        """Leaves the weights of a row's parts in shared memory; returns `largest` and their sum."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = thread // _LANES
+        own = [-Float32.inf] * (SPLIT_MOST_PARTS // _THREADS)
+        for i in cutlass.range_constexpr(len(own)):
+            part = thread + i * _THREADS
+            lse = lse_parts[cutlass.min(part, splits - 1)]
+            own[i] = select(part < splits, lse, -Float32.inf)
         largest = -Float32.inf
-        for part in cutlass.range(lane, splits, _LANES, unroll=1):
-            largest = fmax(largest, lse_parts[part])
+        for lse in own:
+            largest = fmax(largest, lse)
         for step in cutlass.range_constexpr(5):
             largest = fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+        shared.of_warps[warp, 0] = largest
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(JOIN_WARPS):
+            largest = fmax(largest, shared.of_warps[i, 0])
         safe = finite_reference(largest)
         total = Float32(0.0)
-        for part in cutlass.range(lane, splits, _LANES, unroll=1):
-            total = total + exp2(lse_parts[part] - safe)
+        for i in cutlass.range_constexpr(len(own)):
+            weight = exp2(own[i] - safe)
+            shared.weights[thread + i * _THREADS] = weight
+            total = total + weight
         for step in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        lse = safe + cute.math.log2(total, fastmath=True)
-        return select(total == 0.0, -Float32.inf, lse)
+        shared.of_warps[warp, 1] = total
+        cute.arch.sync_threads()
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(JOIN_WARPS):
+            total = total + shared.of_warps[i, 1]
+        return largest, total
 
     @cute.jit
     def add_parts(
         self,
         shared: resources.Shared,
-        buffers: JoinBuffers,
+        o_parts: cute.Pointer,
         first: Int64,
-        lse_parts: cute.Tensor,
-        lse: Float32,
         rows: Int32,
+        splits: Int32,
         value_dim: Int32,
     ):
         """Leaves each group's share of a row's output in shared memory.
@@ -108,19 +132,22 @@ class ForwardJoin(JoinHost):
         column = thread % self.lanes * VECTOR
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
-        safe = finite_reference(lse)
         if column < value_dim:
-            for part in cutlass.range(group, cute.size(lse_parts), self.groups, unroll=4):
-                lse_part = lse_parts[part]
-                if lse_part != -Float32.inf:
-                    weight = exp2(lse_part - safe)
+            values = cute.make_rmem_tensor((VECTOR, _IN_FLIGHT), Float32)
+            for begin in cutlass.range(group, splits, self.groups * _IN_FLIGHT, unroll=1):
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
+                    part = cutlass.min(begin + i * self.groups, splits - 1)
                     offset = (first + Int64(part) * rows) * value_dim + column
                     offset = cute.assume(offset, divby=VECTOR)
-                    source = cute.make_tensor(buffers.o_parts + offset, cute.make_layout(VECTOR))
-                    values = cute.make_rmem_tensor((VECTOR,), Float32)
-                    cute.autovec_copy(source, values)
+                    source = cute.make_tensor(o_parts + offset, cute.make_layout(VECTOR))
+                    cute.autovec_copy(source, values[None, i])
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
+                    part = begin + i * self.groups
+                    weight = shared.weights[cutlass.min(part, splits - 1)]
+                    counts = (part < splits) & (weight != 0.0)
                     for j in cutlass.range_constexpr(VECTOR):
-                        total[j] = total[j] + values[j] * weight
+                        share = select(counts, values[j, i] * weight, Float32(0.0))
+                        total[j] = total[j] + share
         for j in cutlass.range_constexpr(VECTOR):
             shared.sums[column + j, group] = total[j]
 

@@ -157,6 +157,7 @@ class ForwardSplit(SplitHost):
         scalars: SplitScalars,
         pages: PageBuffers | None = None,
     ):
+        cute.arch.griddepcontrol_launch_dependents()  # They wait until this kernel is over.
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         load = self.description.role("load")

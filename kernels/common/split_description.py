@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, SPLIT_ROWS
+from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, SPLIT_MOST_PARTS, SPLIT_ROWS
 from kernels.description import (
     LANES,
     Barrier,
@@ -136,6 +136,8 @@ def join(head_dim: int) -> Description:
         named_barriers=(),
         regions=(
             Region("sums", (columns, groups), "each group's share of O", "f32", alignment=16),
+            Region("weights", (SPLIT_MOST_PARTS,), "of the parts", "f32"),
+            Region("of_warps", (JOIN_WARPS, 2), "each warp's largest LSE, and its sum", "f32"),
         ),
         division=Division(1),
     )
