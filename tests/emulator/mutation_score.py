@@ -148,7 +148,7 @@ def _split_cases(common: dict[str, Any]) -> tuple[Case, ...]:
             key_lengths=(0, 70, 300),
             poison=True,
         ),
-        Case(**common, batch=1, heads=(4, 1), query_length=13, key_length=1200),
+        Case(**common, batch=1, heads=(4, 1), query_length=13, key_length=2000),
     )
 
 
