@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.contenders import Contender, Eager, Foreign, Inputs, Results
+from benchmarks.contenders import Attention, Contender, Eager, Foreign, Inputs, Results
 from benchmarks.flops import flops
 from benchmarks.peers import OURS, OWN, contenders
 from benchmarks.shapes import Case
@@ -93,7 +93,18 @@ def _eager(present: list[Contender], inputs: Inputs, direction: str) -> Passes:
     return outcomes
 
 
-def _forwards(present: list[Contender], inputs: Inputs) -> Passes:
+def _chain(attend: Attention, calls: int) -> Attention:
+    """Returns so many calls of an attention, each with the output before as its query."""
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        for _ in range(calls):
+            query = attend(query, key, value)
+        return query
+
+    return run
+
+
+def _forwards(present: list[Contender], inputs: Inputs, chained: int = 1) -> Passes:
     timed = [c for c in present if not c.backward_only]
     arguments: dict[str, tuple[Any, ...]] = {}
     jobs: dict[str, Lower] = {}
@@ -101,12 +112,12 @@ def _forwards(present: list[Contender], inputs: Inputs) -> Passes:
         attend = contender.attend
         if not isinstance(attend, Eager):
             arguments[contender.name] = contender.layout.enter(inputs)[:3]
-            jobs[contender.name] = _lowering(attend, arguments[contender.name])
+            jobs[contender.name] = _lowering(_chain(attend, chained), arguments[contender.name])
     outcomes: Passes = {
         name: x if isinstance(x, Exception) else _bound(x, arguments[name])
         for name, x in compile_all(jobs).items()
     }
-    return outcomes | _eager(timed, inputs, "forward")
+    return outcomes | (_eager(timed, inputs, "forward") if chained == 1 else {})
 
 
 def _backwards(present: list[Contender], inputs: Inputs) -> Passes:
@@ -196,14 +207,15 @@ def _check(
                 records[contender.name]["difference_error"] = describe(error)
 
 
-def _record(outcome: Timing | Exception, operations: int) -> dict[str, Any]:
+def _record(outcome: Timing | Exception, operations: int, chained: int) -> dict[str, Any]:
     if isinstance(outcome, Exception):
         return {"error": describe(outcome)}
+    median = outcome.median / chained
     return {
-        "seconds": list(outcome.seconds),
-        "median_s": outcome.median,
-        "calls": outcome.calls,
-        "tflops": operations / outcome.median / 1e12,
+        "seconds": [seconds / chained for seconds in outcome.seconds],
+        "median_s": median,
+        "calls": outcome.calls * chained,
+        "tflops": operations / median / 1e12,
     }
 
 
@@ -261,7 +273,14 @@ def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
             for contender in present:
                 if contender.no_backward is not None:
                     records[contender.name] = {"absent": contender.no_backward}
-        passes = _PREPARE[direction](present, inputs)
+        if case.chained > 1 and direction == "backward":
+            record[direction] = {"flops": operations, "results": {}, "ratios": {}}
+            continue
+        passes = (
+            _forwards(present, inputs, case.chained)
+            if direction == "forward"
+            else _backwards(present, inputs)
+        )
         _check(present, passes, records)
         ready = {name: x for name, x in passes.items() if isinstance(x, Pass)}
         timings: dict[str, Timing | Exception] = {
@@ -269,7 +288,7 @@ def measure(case: Case, protocol: Protocol) -> dict[str, Any]:
         }
         timings |= interleave({name: x.call for name, x in ready.items()}, protocol)
         for name, outcome in timings.items():
-            records[name] |= _record(outcome, operations)
+            records[name] |= _record(outcome, operations, case.chained)
             if name in ready:
                 records[name]["temp_bytes"] = ready[name].temp_bytes
         ratios = _ratios(records)

@@ -49,6 +49,7 @@ TITLES = {
     "fp16": "Self-attention, float16",
     "documents": "Documents packed into rows of 8192 tokens, bfloat16",
     "layers": "Soft caps and sinks, bfloat16",
+    "decode": "Few query rows, bfloat16; calls in a chain within one program",
 }
 """The report's part for each group of cases."""
 

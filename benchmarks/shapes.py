@@ -36,6 +36,8 @@ class Case:
       documents: lengths of the documents that fill each row of the batch, one after the other.
       sinks: each query head has a sink.
       soft_cap: of the scores.
+      chained: calls of a program, each with the output before as its query, where one call is
+        shorter than the host's time for it. Where it is not 1 the forward alone is timed.
     """
 
     group: str
@@ -53,6 +55,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    chained: int = 1
 
     @property
     def output_dim(self) -> int:
@@ -237,6 +240,25 @@ LAYERS = (
 )
 """Attention layers of models with soft caps or sinks."""
 
+CHAINED = 20
+
+DECODE = tuple(
+    Case("decode", batch, rows, keys, heads, head_dim, chained=CHAINED)
+    for batch, rows, keys, heads, head_dim in (
+        (1, 1, 8192, (32, 8), 128),
+        (1, 1, 65536, (32, 8), 128),
+        (8, 1, 8192, (32, 8), 128),
+        (32, 1, 8192, (32, 8), 128),
+        (64, 1, 4096, (64, 8), 128),
+        (1, 1, 131072, (16, 1), 128),
+        (8, 4, 16384, (32, 8), 128),
+        (128, 1, 2048, (32, 8), 64),
+        (16, 1, 32768, (32, 4), 128),
+        (32, 16, 8192, (32, 8), 128),
+    )
+)
+"""Few query rows, as in decoding: the time is that of reading K and V once."""
+
 GROUPS = {
     "grid": GRID,
     "gqa": GQA,
@@ -249,6 +271,7 @@ GROUPS = {
     "fp16": FP16,
     "documents": DOCUMENTS,
     "layers": LAYERS,
+    "decode": DECODE,
 }
 """The cases by group, in the order in which they are timed."""
 
@@ -267,6 +290,7 @@ QUICK = (
     Case("fp16", 1, 256, 256, (2, 2), 64, dtype="float16"),
     Case("documents", 2, 128, 128, (2, 2), 64, is_causal=True, documents=((100, 28), (128,))),
     Case("layers", 1, 128, 128, (2, 2), 64, is_causal=True, sinks=True, soft_cap=20.0),
+    Case("decode", 2, 1, 256, (4, 2), 64, chained=2),
 )
 """These show in seconds, also on a CPU, that everything runs; their times mean nothing."""
 

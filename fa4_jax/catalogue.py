@@ -36,6 +36,9 @@ def keys(arch: str) -> Iterator[KernelKey]:
     """The kernels of one architecture, in build order."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):
         yield from _forward(arch, dtype, head_dim)
+        for paged in (False, True):
+            yield KernelKey(arch, Pass.FORWARD_SPLIT, dtype, head_dim, paged=paged)
+        yield KernelKey(arch, Pass.FORWARD_JOIN, dtype, head_dim)
         yield from _backward(arch, dtype, head_dim, head_dim)
         if (arch, head_dim) in NARROW_VALUES:
             yield from _backward(arch, dtype, head_dim, NARROW_VALUES[arch, head_dim])

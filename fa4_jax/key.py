@@ -12,9 +12,15 @@ import enum
 
 
 class Pass(enum.StrEnum):
-    """The kernels of one attention call. The backward runs its three in this order."""
+    """The kernels of one attention call. The backward runs its three in this order.
+
+    The forward of a call with few query rows is two kernels: one for parts of the keys, and one
+    that joins their results.
+    """
 
     FORWARD = "fwd"
+    FORWARD_SPLIT = "fwd_split"
+    FORWARD_JOIN = "fwd_join"
     BACKWARD_PRE = "bwd_pre"
     BACKWARD = "bwd"
     BACKWARD_POST = "bwd_post"
@@ -50,13 +56,32 @@ no registers for them.
 """
 
 
+SPLIT_ROWS = 64
+"""Packed rows, (token, head of a group), of a CTA of the split forward."""
+
+SPLIT_KEYS = 64
+"""Keys of a block of the split forward: its CTAs take the blocks of a sequence in turn."""
+
+SPLIT_MOST_PARTS = 512
+"""Parts that the keys are divided into at most."""
+
+PAGE_KEYS = 16
+"""Keys that the split forward loads of a page at a time: pages have a multiple of so many."""
+
+SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
+"""CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
+
+
 CAPPED_APART = frozenset({"sm_90a"})
 """Architectures on which soft caps have kernels of their own; elsewhere kernels with ranges read a
 cap, for which a branch in every block costs nothing that can be noticed.
 """
 
 
-_FLAGS = ("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short")
+_FLAGS = (
+    *("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short"),
+    "paged",
+)
 """Flags of a key, in the order of its name."""
 
 
@@ -66,7 +91,7 @@ class KernelKey:
 
     Attributes:
       arch: "sm_90a" or "sm_100f".
-      kernel: which of the four passes.
+      kernel: which pass.
       dtype: "bf16" or "fp16": storage of q, k, v, o and of their gradients.
       head_dim: tile head dim, one of HEAD_DIM_TILES.
       band: keys are limited per row, lo(i) <= j <= hi(i) (causal and window); False is dense.
@@ -78,6 +103,7 @@ class KernelKey:
       soft_cap: scores are capped, by a number in memory; only with ranges, and on CAPPED_APART.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
+      paged: K and V lie in pages, which a table names (split forward only).
     """
 
     arch: str
@@ -92,6 +118,7 @@ class KernelKey:
     soft_cap: bool = False
     pair: bool = False
     short: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)

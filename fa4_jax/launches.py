@@ -1,4 +1,4 @@
-"""Attention by kernel launches: one for the forward, three for the backward."""
+"""Attention by kernel launches: one or two for the forward, three for the backward."""
 
 from __future__ import annotations
 
@@ -88,8 +88,13 @@ def _varying(buffers: dict[str, jax.Array], operands: Operands) -> dict[str, jax
     return {name: mesh_types.cast_varying(x, axes) for name, x in buffers.items()}
 
 
-def forward(plan: Plan, operands: Operands) -> Results:
-    """Output [B, T, N, H], log-sum-exp [B, N, T] f32, largest scores, as `xla.forward`."""
+def forward(plan: Plan, operands: Operands, page_table: jax.Array | None = None) -> Results:
+    """Output [B, T, N, H], log-sum-exp [B, N, T] f32, largest scores, as `xla.forward`.
+
+    page_table: int32 [B, M], where a problem has pages; key and value are then [P, page_length, K,
+    H]. Key j of entry b is row j % page_length of page page_table[b, j // page_length]. A number of
+    no page counts as the nearest one's; entries past the key length are not read.
+    """
     buffers = {
         "q": operands.query,
         "k": operands.key,
@@ -97,6 +102,10 @@ def forward(plan: Plan, operands: Operands) -> Results:
         "extents": operands.extents,
         **forward_buffers(plan.problem, operands, plan.forward[0]),
     }
+    if page_table is not None:
+        buffers["page_table"] = page_table
+    if plan.parts is not None:
+        buffers |= _varying({"parts": jnp.zeros(plan.parts, jnp.int32)}, operands)
     results = _run(plan.forward, plan.problem, buffers)
     largest = results["max_logit"] if plan.problem.returns_max_logit else None
     return Results(results["o"], results["lse"], largest)

@@ -9,11 +9,12 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from fa4_jax import designs
+from fa4_jax import designs, splits
 from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
+    PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     KernelKey,
     Pass,
@@ -81,6 +82,16 @@ class Plan:
     arch: str | None = None
     declined: bool = False
 
+    @property
+    def parts(self) -> splits.Parts | None:
+        """Shape of the split forward's buffer `parts`; None where another forward runs.
+
+        It follows the problem's sizes, which differ on the devices of a mesh and under vmap.
+        """
+        if not self.forward or self.forward[0].key.kernel is not Pass.FORWARD_SPLIT:
+            return None
+        return splits.parts(self.problem, self.forward[0].key.arch)
+
     def resized(self, **sizes: int) -> Plan:
         """The same launches on another batch size or number of heads, which no key depends on."""
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes))
@@ -116,9 +127,6 @@ def kernel_keys(
             "soft_cap": problem.has_soft_cap and arch in CAPPED_APART,
         }
 
-    short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
-    flags = {"polynomial_exp2": polynomial, "short": short}
-    forward = key(Pass.FORWARD, **limits(Pass.FORWARD), **flags)
     value_tile = backward_value_dim(arch, tile, problem.head_dims[1])
     backward = (
         key(Pass.BACKWARD_PRE, value_tile, deterministic=problem.deterministic),
@@ -129,7 +137,12 @@ def kernel_keys(
         ),
         key(Pass.BACKWARD_POST, value_tile),
     )
-    return (forward,), backward
+    paged = problem.page_length is not None
+    if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
+        return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
+    short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
+    flags = {"polynomial_exp2": polynomial, "short": short}
+    return (key(Pass.FORWARD, **limits(Pass.FORWARD), **flags),), backward
 
 
 def _mean_keys(problem: Problem) -> int:
@@ -178,10 +191,14 @@ def given_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def new_buffers(
-    problem: Problem, launches: Iterable[Launch]
+    problem: Problem, launches: Iterable[Launch], parts: splits.Parts | None = None
 ) -> dict[str, tuple[Result, tuple[int, ...]]]:
-    """Buffers that launches add to the given ones, in the order of their making, with shapes."""
+    """Buffers that launches add to the given ones, in the order of their making, with shapes.
+
+    parts: as in `Plan`.
+    """
     shapes, found = given_shapes(problem), dict[str, tuple[Result, tuple[int, ...]]]()
+    shapes |= {} if parts is None else {"parts": parts}
     for launch in launches:
         for result in launch.results:
             if result.name not in shapes:
@@ -205,7 +222,12 @@ def unsupported(problem: Problem) -> str | None:
             return f"{name} {head_dim}: the kernels take multiples of 8"
         if head_dim_tile(head_dim) is None:
             return f"{name} {head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
-    return None
+    if problem.page_length is None:
+        return None
+    if problem.page_length % PAGE_KEYS:
+        return f"pages of {problem.page_length} tokens: the kernels take multiples of {PAGE_KEYS}"
+    asked = in_memory(problem, Pass.FORWARD)
+    return f"{asked[0]} with pages: no kernel takes both" if asked else None
 
 
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:

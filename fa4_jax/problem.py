@@ -35,6 +35,8 @@ class Problem:
       deterministic: gradients must be bitwise reproducible.
       numerics: "fast" or "exact".
       value_dim: head dim of value and output, if it is not H.
+      page_length: tokens of a page, if key and value are pages [P, page_length, K, H]; S is then as
+        many as a row of the page table has room for.
     """
 
     batch: int
@@ -58,6 +60,7 @@ class Problem:
     deterministic: bool = False
     numerics: str = "fast"
     value_dim: int | None = None
+    page_length: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:

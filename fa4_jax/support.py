@@ -71,6 +71,7 @@ class Explanation:
       tiles: per kernel name, its tile sizes.
       designs: per kernel name, "single" (thread blocks work alone) or "pair" (two of a cluster
         share operands).
+      splits: parts that the forward divides the keys into; 1 divides nothing.
       workspaces: buffers beyond inputs and outputs, in a forward with its backward.
       forward_flops, backward_flops: multiplications and additions of visible pairs: 4 H and 10 H
         each. Lengths, offsets and masks that are traced count as if there were no limit.
@@ -81,6 +82,7 @@ class Explanation:
     backward: tuple[str, ...]
     tiles: dict[str, dict[str, int]]
     designs: dict[str, str]
+    splits: int
     workspaces: tuple[Workspace, ...]
     forward_flops: int
     backward_flops: int
@@ -98,6 +100,8 @@ class Explanation:
                 + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
                 for kernel in kernels
             ]
+        if self.splits > 1:
+            lines.append(f"keys: divided into {self.splits} parts")
         lines += [
             f"workspace {w.name}: {w.dtype}{list(w.shape)}, {w.num_bytes / 1e6:.3f} MB"
             for w in self.workspaces
@@ -176,6 +180,7 @@ def explain(*args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
         backward=tuple(kernel.key.name for kernel in plan.backward),
         tiles=_tiles(plan, target.manifest),
         designs=_designs(plan),
+        splits=1 if plan.parts is None else plan.parts[0],
         workspaces=_workspaces(plan),
         forward_flops=2 * (head_dim + value_dim) * pairs,
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs,
@@ -204,7 +209,7 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     problem = plan.problem
     found = [
         Workspace(name, result.dtype, shape)
-        for name, (result, shape) in new_buffers(problem, launches).items()
+        for name, (result, shape) in new_buffers(problem, launches, plan.parts).items()
         if name not in _OUTPUTS
     ]
     split = group_split(plan)

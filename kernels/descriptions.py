@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fa4_jax.key import KernelKey, Pass
+from kernels.common import split_description
 from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
 from kernels.sm90 import forward_description as sm90_forward
@@ -18,6 +19,10 @@ def describe(key: KernelKey) -> Description:
     """
     if key.arch not in ("sm_90a", "sm_100f"):
         raise NotImplementedError(f"no kernel description for {key.name}")
+    if key.kernel is Pass.FORWARD_SPLIT:
+        return split_description.split(key.arch, key.head_dim, key.paged)
+    if key.kernel is Pass.FORWARD_JOIN:
+        return split_description.join(key.head_dim)
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.BACKWARD_PRE and hopper:
         return sm90_backward.pre(key.head_dim, key.value_dim)

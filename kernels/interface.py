@@ -92,6 +92,14 @@ class ForwardScalars:
 
 
 @dataclasses.dataclass(frozen=True)
+class SplitScalars:
+    """Scalars of the split forward."""
+
+    scale_log2: F32
+    window: Window
+
+
+@dataclasses.dataclass(frozen=True)
 class BackwardScalars:
     """Scalars of the main backward kernel."""
 
@@ -118,6 +126,70 @@ class ForwardBuffers:
     o: Pointer
     lse: Pointer
     tile_ticket: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitLoads:
+    """What the split forward loads by tensor maps."""
+
+    k: Pointer
+    v: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitBuffers:
+    """What the split forward reads and writes by pointers.
+
+    o_parts f32 [batch, splits, query_length, heads, value_dim] and lse_parts f32 [batch, splits,
+    query_length, heads], in units of log2: the results of parts of the keys.
+    """
+
+    q: Pointer
+    extents: Pointer
+    o_parts: Pointer
+    lse_parts: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitShape:
+    """How many parts the keys have, and the packed rows: `parts` is an array without elements."""
+
+    splits: Annotated[Any, Dim(0, "parts")]
+    row_blocks: Annotated[Any, Dim(1, "parts")]
+
+
+@dataclasses.dataclass(frozen=True)
+class PageBuffers:
+    """Where keys are whose k and v are pages [pages, page_length, kv_heads, ...].
+
+    Key j of a batch entry is row j % page_length of the page that page_table i32 [batch,
+    table_width] has at j // page_length.
+    """
+
+    pages: Annotated[Any, Dim(0, "k")]
+    table_width: Annotated[Any, Dim(1, "page_table")]
+    page_table: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinBuffers:
+    """Operands and results of the kernel that joins the parts of a split forward."""
+
+    o_parts: Pointer
+    lse_parts: Pointer
+    o: Pointer
+    lse: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinShape:
+    """Shape of o_parts."""
+
+    batch: Annotated[Any, Dim(0, "o_parts")]
+    splits: Annotated[Any, Dim(1, "o_parts")]
+    query_length: Annotated[Any, Dim(2, "o_parts")]
+    heads: Annotated[Any, Dim(3, "o_parts")]
+    value_dim: Annotated[Any, Dim(4, "o_parts")]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,8 @@ from kernels.kernel_source import KernelSource
 
 _PLACES = {
     Pass.FORWARD: ("forward", "source"),
+    Pass.FORWARD_SPLIT: ("forward_split", "source"),
+    Pass.FORWARD_JOIN: ("forward_join", "source"),
     Pass.BACKWARD_PRE: ("backward_ends", "pre_source"),
     Pass.BACKWARD: ("backward", "source"),
     Pass.BACKWARD_POST: ("backward_ends", "post_source"),
@@ -27,6 +29,8 @@ def module(key: KernelKey) -> str:
     if key.arch not in _PACKAGES:
         raise NotImplementedError(f"no kernel source for {key.name}")
     name = _PLACES[key.kernel][0]
+    if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
+        return f"kernels.common.{name}"
     if key.arch == "sm_100f" and key.kernel is Pass.BACKWARD:
         from kernels.sm100 import tiles
 

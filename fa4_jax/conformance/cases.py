@@ -77,7 +77,8 @@ class Case:
         if unsupported(self.problem) is not None or (self.masks and self.poison):
             return False
         forward, backward = kernel_keys(self.problem, arch)
-        needed = forward if kernel is Pass.FORWARD else forward + backward
+        of_forward = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
+        needed = forward if kernel in of_forward else forward + backward
         return set(needed) <= _built()
 
     @property
@@ -299,6 +300,30 @@ def _scores() -> list[Case]:
     ]
 
 
+def _short() -> list[Case]:
+    """Few query rows over many keys: decoding, draft tokens, groups and lengths of all kinds."""
+    sized = functools.partial(Case, query_length=1, key_length=391)
+    draft = functools.partial(sized, query_length=4, is_causal=True)
+    many = functools.partial(Case, heads=(50, 50), batch=3, key_length=1200)
+    return [
+        sized(heads=(8, 1)),
+        sized(heads=(8, 1), head_dim=128, key_lengths=(0, 1), poison=True),
+        sized(heads=(5, 5), head_dim=96, key_lengths=(391, 130), poison=True, dtype="fp16"),
+        sized(heads=(3, 1), head_dim=128, batch=1, key_length=1999, growing=True),
+        # So many heads fill a GPU: all keys are in one part.
+        many(query_length=1, head_dim=128, key_lengths=(1200, 0, 300), growing=True),
+        many(query_length=33, is_causal=True, query_offset=1167),
+        sized(heads=(6, 2), window=(0, 0), query_offset=(390, 17), head_dim=128),
+        draft(heads=(8, 2), query_offset=387, head_dim=128),
+        draft(heads=(16, 1), query_offset=(250, 56), key_lengths=(254, 60), poison=True),
+        draft(heads=(8, 1), window=(100, 0), query_offset=387, head_dim=256, numerics="exact"),
+        draft(heads=(4, 1), query_offset=-2, head_dim=72, value_dim=40, magnitude=30.0),
+        sized(heads=(2, 1), query_length=16, window=(70, 3), head_dim=192, value_dim=128),
+        sized(heads=(4, 1), query_length=16, query_lengths=(16, 5), key_lengths=(200, 391)),
+        sized(heads=(6, 2), query_length=13, is_causal=True, query_offset=(378, -5), dtype="fp16"),
+    ]
+
+
 def _default_only() -> list[Case]:
     """What no kernel takes: float32, any head dim, dense bias and mask."""
     sized = functools.partial(Case, query_length=90, key_length=130)
@@ -334,6 +359,7 @@ CASES: tuple[Case, ...] = tuple(
         + _numerics()
         + _row_masks()
         + _scores()
+        + _short()
         + _default_only()
     )
 )

@@ -40,20 +40,26 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 
-_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket")
+_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "page_table")
 _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))[1:]
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
-    ("lse", "dlse", "lse_log2", "delta", "dq_acc", "sinks", "max_logit", "soft_cap"), Float32
+    (
+        *("lse", "dlse", "lse_log2", "delta", "dq_acc", "sinks", "max_logit", "soft_cap"),
+        *("o_parts", "lse_parts"),
+    ),
+    Float32,
 )
 """Element types of the buffers that are not stored in the key's dtype."""
-_PREFIXES = {
+PREFIXES = {
     Pass.FORWARD: "fa4_fwd",
+    Pass.FORWARD_SPLIT: "fa4_fwd_split",
+    Pass.FORWARD_JOIN: "fa4_fwd_join",
     Pass.BACKWARD_PRE: "fa4_bwd_pre",
     Pass.BACKWARD: "fa4_bwd",
     Pass.BACKWARD_POST: "fa4_bwd_post",
 }
 """How the kernels' symbols begin."""
-_NAMED = {"remove_cutlass_symbol": True, "keep_mangled_name": False}
+NAMED = {"remove_cutlass_symbol": True, "keep_mangled_name": False}
 
 
 def tensor_maps(
@@ -74,7 +80,7 @@ def tensor_maps(
     return with_fields(Maps, tuple(maps))(**maps)
 
 
-def _shapes(sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
+def buffer_shapes(sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
     """Returns [batch, length, heads, columns] of operands, results and their gradients, by name."""
     rows, keys = (sizes.query_length, sizes.heads), (sizes.key_length, sizes.kv_heads)
     return {
@@ -85,7 +91,8 @@ def _shapes(sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
     }
 
 
-def _pointers(*buffers: Any) -> dict[str, Any]:
+def all_pointers(*buffers: Any) -> dict[str, Any]:
+    """Returns the pointers of dataclasses of buffers, by name."""
     return {name: value for some in buffers for name, value in vars(some).items()}
 
 
@@ -118,7 +125,9 @@ class ForwardHost:
         stream: cuda.CUstream,
     ):
         description = self.description
-        maps = tensor_maps(description, self.dtype, _pointers(buffers), _shapes(sizes, dims))
+        maps = tensor_maps(
+            description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims)
+        )
         rows = description.division.rows
         tiles = cute.ceil_div(sizes.query_length, rows) * sizes.heads * sizes.batch
         if cutlass.const_expr(description.division.persistent):
@@ -172,7 +181,9 @@ class BackwardHost:
         stream: cuda.CUstream,
     ):
         description = self.description
-        maps = tensor_maps(description, self.dtype, _pointers(buffers), _shapes(sizes, dims))
+        maps = tensor_maps(
+            description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims)
+        )
         if cutlass.const_expr(not self.deterministic):
             rows = dataclasses.replace(rows, dq_order=None, dq_ticket=None)
         tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas
@@ -237,7 +248,7 @@ class PostHost:
         stream: cuda.CUstream,
     ):
         shapes = {"dq": (shape.batch, shape.query_length, shape.heads, shape.head_dim)}
-        maps = tensor_maps(self.description, self.dtype, _pointers(buffers), shapes)
+        maps = tensor_maps(self.description, self.dtype, all_pointers(buffers), shapes)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         sizes = RowSizes(shape.query_length, shape.heads)
         self.kernel(maps, buffers.dq_acc, sizes, scalars).launch(
@@ -254,7 +265,7 @@ for _host, _pass in (
     (PreHost, Pass.BACKWARD_PRE),
     (PostHost, Pass.BACKWARD_POST),
 ):
-    _host.__call__.set_name_prefix(f"{_PREFIXES[_pass]}_host", **_NAMED)
+    _host.__call__.set_name_prefix(f"{PREFIXES[_pass]}_host", **NAMED)
 
 
 def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
@@ -263,7 +274,7 @@ def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> K
         *(ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount),
         *(RangeBuffers, LogitBuffers),
     )
-    return _source(host, key, takes, tile)
+    return make_source(host, key, takes, tile)
 
 
 def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) -> KernelSource:
@@ -273,37 +284,41 @@ def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) ->
     """
     buffers = (BackwardBuffers, RowBuffers)
     takes = (*buffers, Sizes, HeadDims, BackwardScalars, RangeBuffers, CapBuffer)
-    return _source(host, key, takes, tile)
+    return make_source(host, key, takes, tile)
 
 
 def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
     """Returns what the compiler needs of a kernel before the main one."""
     tile = {"m": host.description.division.rows}
-    return _source(host, key, (PreBuffers, RowShape), tile, of="do")
+    return make_source(host, key, (PreBuffers, RowShape), tile, of="do")
 
 
 def post_source(host: PostHost, key: KernelKey) -> KernelSource:
     """Returns what the compiler needs of a kernel after the main one."""
     tile = {"m": host.description.division.rows}
     takes = (PostBuffers, RowShape, PostScalars)
-    return _source(host, key, takes, tile, of="q")
+    return make_source(host, key, takes, tile, of="q")
 
 
-def _source(
+def make_source(
     host: Any,
     key: KernelKey,
     takes: tuple[type, ...],
     tile: dict[str, int],
     of: str = "",
 ) -> KernelSource:
-    type(host).kernel.set_name_prefix(_PREFIXES[key.kernel], **_NAMED)
+    """Returns what the compiler needs of a kernel.
+
+    takes: dataclasses of `interface`, the host function's arguments; of: as in `interface.params`.
+    """
+    type(host).kernel.set_name_prefix(PREFIXES[key.kernel], **NAMED)
     return KernelSource(
         host=host,
         arguments=(*(_example(some, key.dtype) for some in takes), make_fake_stream()),
         host_arguments=tuple(param for some in takes for param in interface.params(some, of)),
         launch=launches.launch(key, host.description),
         tile=tile,
-        symbol_prefix=_PREFIXES[key.kernel],
+        symbol_prefix=PREFIXES[key.kernel],
     )
 
 

@@ -17,6 +17,8 @@ def launch(key: KernelKey, description: Description) -> Launch:
     """Returns how the kernel of a key is launched; the description is that kernel's."""
     families = {
         Pass.FORWARD: _forward,
+        Pass.FORWARD_SPLIT: _forward_split,
+        Pass.FORWARD_JOIN: _forward_join,
         Pass.BACKWARD_PRE: _backward_pre,
         Pass.BACKWARD: _backward,
         Pass.BACKWARD_POST: _backward_post,
@@ -53,6 +55,57 @@ def _forward(key: KernelKey, description: Description) -> Launch:
         dynamic_smem_bytes=description.shared_bytes,
         cluster=(description.ctas, 1, 1),
         persistent=description.division.persistent,
+    )
+
+
+def _forward_split(key: KernelKey, description: Description) -> Launch:
+    parts = (*_dims("q", (0,)), *_dims("parts", (0,)), *_dims("q", (1, 2)))
+    pages = interface.params(interface.PageBuffers) if key.paged else ()
+    return Launch(
+        operands=(
+            *("q", "k", "v", "extents", "parts"),
+            *(param.buffer for param in pages if param.kind == "pointer"),
+        ),
+        results=(
+            Result("o_parts", "f32", (*parts, *_dims("v", (3,)))),
+            Result("lse_parts", "f32", parts),
+        ),
+        params=(
+            *_maps(description),
+            *interface.params(interface.SplitBuffers),
+            *interface.params(interface.Sizes),
+            *interface.params(interface.HeadDims),
+            *interface.params(interface.SplitShape),
+            *interface.params(interface.SplitScalars),
+            *pages,
+        ),
+        grid=(
+            (
+                *(Factor(buffer="parts", axis=axis) for axis in (0, 1)),
+                *(Factor(buffer=buffer, axis=axis) for buffer, axis in (("q", 0), ("k", 2))),
+            ),
+            _ONE,
+            _ONE,
+        ),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
+    )
+
+
+def _forward_join(key: KernelKey, description: Description) -> Launch:
+    return Launch(
+        operands=("o_parts", "lse_parts"),
+        results=(
+            Result("o", key.dtype, _dims("o_parts", (0, 2, 3, 4))),
+            Result("lse", "f32", _dims("o_parts", (0, 3, 2))),
+        ),
+        params=(
+            *interface.params(interface.JoinBuffers),
+            *interface.params(interface.JoinShape)[1:],
+        ),
+        grid=(tuple(Factor(buffer="o_parts", axis=axis) for axis in (2, 3, 0)), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
     )
 
 

@@ -158,6 +158,42 @@ def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int
     )
 
 
+def load_matrices(
+    address: Int32, offset: int = 0, transposed: bool = False
+) -> tuple[Int32, Int32, Int32, Int32]:
+    """ldmatrix.x4: loads four 8 x 8 matrices of 16-bit elements from shared memory.
+
+    Row r of matrix i lies at the address of lane 8 i + r. Of each matrix, lane 4 g + t gets columns
+    2 t and 2 t + 1 of row g, or of the transposed matrix.
+    """
+    trans = ".trans" if transposed else ""
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16"
+        f" {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}} + {offset}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def multiply_m16n8k16(
+    dtype: type[cutlass.Numeric], sums: list[Float32], a: list[Int32], b: list[Int32]
+) -> tuple[Float32, Float32, Float32, Float32]:
+    """mma.sync: sums + A B of a warp, where A is 16 x 16, B 16 x 8, the sums fp32.
+
+    Lane 4 g + t has, of the sums, columns 2 t and 2 t + 1 of row g, then of row g + 8; of A the
+    same columns of rows g and g + 8, then columns 8 + 2 t and 8 + 2 t + 1 of both; of B rows 2 t
+    and 2 t + 1, then 8 + 2 t and 8 + 2 t + 1, of column g.
+    """
+    name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
+        " {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}},"
+        " {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *sums],
+    )
+
+
 def await_launch_before():
     """Waits for the launch before this one, and lets the next one start; all threads call it.
 

@@ -91,7 +91,8 @@ def _tensor(region: Region, field: Any, dtype: Any) -> Any:
     if not region.shape:
         return field.ptr
     if not region.span_bytes:
-        return field.get_tensor(cute.make_layout(region.shape))
+        own = {"operand": dtype, "f32": Float32, "i32": Int32}[region.element]
+        return field.get_tensor(cute.make_layout(region.shape), dtype=own)
     rows, columns, *stages = region.shape
     if region.transposed:
         rows, columns = columns, rows

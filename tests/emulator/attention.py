@@ -12,7 +12,7 @@ from multiprocessing import util
 
 import numpy as np
 
-from fa4_jax import api, catalogue, launches
+from fa4_jax import api, catalogue, launches, splits
 from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
@@ -148,10 +148,17 @@ def attention(
             "do": inputs.output_bar,
             "dlse": inputs.lse_bar,
             "extents": np.array(case.extents, np.int32),
-        },
+        }
+        | _parts(case, forward),
         attributes=scalars(case.problem),
         keys=keys,
     )
+
+
+def _parts(case: Case, forward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
+    if forward[0].kernel is not Pass.FORWARD_SPLIT:
+        return {}
+    return {"parts": np.zeros(splits.parts(case.problem, forward[0].arch), np.int32)}
 
 
 def _forward_buffers(

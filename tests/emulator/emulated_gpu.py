@@ -77,6 +77,24 @@ def vmapped_and_looped(case: Case, seed: int) -> tuple[list[np.ndarray], list[np
     return [np.asarray(x) for x in together], [np.stack(x) for x in zip(*apart, strict=True)]
 
 
+def vmapped_over_queries(
+    case: Case, count: int, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Output and LSE of several queries of the same keys: by vmap, and one by one."""
+    inputs = make_inputs(case, seed)
+    queries = jnp.stack([jnp.asarray(make_inputs(case, seed + i).query) for i in range(count)])
+
+    def call(query: jax.Array) -> Any:
+        key, value = jnp.asarray(inputs.key), jnp.asarray(inputs.value)
+        return _forward(query, key, value, **arguments(case))
+
+    together = jax.jit(jax.vmap(call))(queries)
+    apart = zip(*(jax.jit(call)(query) for query in queries), strict=True)
+    return [np.asarray(x, np.float32) for x in together], [
+        np.stack([np.asarray(x, np.float32) for x in some]) for some in apart
+    ]
+
+
 def on_two_devices(scheme: Any, options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Results of context parallelism by kernels, each with the default path's on one device."""
     mesh, rng = jax.make_mesh((2,), scheme.axes), np.random.default_rng(0)

@@ -46,7 +46,14 @@ from tests.emulator import attention, mutation_score
 MOST_ROWS = 700
 MOST_SCORES = 200_000  # of all heads, of a case for a kernel that few cases reach
 PROCESSES = 2
-QUANTITIES = {Pass.FORWARD: ("output", "lse"), Pass.BACKWARD: ("dq", "dk", "dv")}
+QUANTITIES = {
+    Pass.FORWARD: ("output", "lse"),
+    Pass.FORWARD_SPLIT: ("output", "lse"),
+    Pass.BACKWARD: ("dq", "dk", "dv"),
+}
+"""What comes of a kernel, and of those that it needs before and after it."""
+
+FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
 
 POLICIES = tuple(
     Policy(schedule, asynchronous, resident_ctas, global_races=True, most_steps=2_000_000)
@@ -125,9 +132,11 @@ class Outcome:
 
 @functools.cache
 def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> KernelKey:
-    """The kernel that a case runs."""
-    keys = itertools.chain(*kernel_keys(case.problem, arch, design=design))
-    return next(key for key in keys if key.kernel == kernel)
+    """The main kernel that a case runs: that of its backward, or the first of its forward."""
+    forward, backward = kernel_keys(case.problem, arch, design=design)
+    if kernel is Pass.BACKWARD:
+        return next(key for key in backward if key.kernel is kernel)
+    return forward[0]
 
 
 def quantities(case: Case, kernel: Pass) -> tuple[str, ...]:
@@ -142,7 +151,7 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
     found = [
         (case, key)
         for arch in catalogue.ARCHITECTURES
-        for kernel in QUANTITIES
+        for kernel in (Pass.FORWARD, Pass.BACKWARD)
         for case in fitting
         if case.has_kernels(arch, kernel)
         for key in {key_of(case, kernel, arch, design): None for design in designs.DESIGNS}
@@ -222,10 +231,11 @@ def verdicts(problem: Problem, policy: Policy, seed: int) -> list[Verdict]:
 @functools.lru_cache(maxsize=256)
 def launches_of(problem: Problem) -> attention.Attention:
     """The launches of the forward, or those of the backward on what a forward has left."""
-    gradients = problem.kernel != Pass.FORWARD
+    gradients = problem.kernel is Pass.BACKWARD
     inputs = inputs_of(problem.case, problem.inputs_seed)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
-    return launches.after(Pass.FORWARD) if gradients else launches
+    last = next(key for key in reversed(launches.keys) if key.kernel in FORWARDS)
+    return launches.after(last.kernel) if gradients else launches
 
 
 def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:
@@ -355,7 +365,7 @@ def main() -> int:
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
     for case, main_key in {(run.case, run.key) for run in chosen}:
-        gradients, design = main_key.kernel != Pass.FORWARD, designs.design_of(main_key)
+        gradients, design = main_key.kernel is Pass.BACKWARD, designs.design_of(main_key)
         inputs = make_inputs(case, 0)
         for key in attention.attention(case, inputs, gradients, main_key.arch, design).keys:
             attention.ptx(key)  # The processes inherit the texts.

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -37,6 +38,8 @@ from tests.emulator import attention
 from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
 from tests.emulator.survivors import MOVED_SURVIVORS, SURVIVORS, write_moved
+
+FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ def policies(key: KernelKey) -> tuple[Policy, ...]:
         Policy(
             "random",
             "late",
-            global_races=key.kernel != Pass.FORWARD,
+            global_races=key.kernel not in FORWARDS,
             ordered_reductions=key.deterministic,
             most_steps=100_000,
         ),
@@ -82,6 +85,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     common["soft_cap"] = 9.0 if key.reads_cap else None
     if key.kernel == Pass.FORWARD and key.ranges:
         common |= {"sinks": True, "max_logit": True}
+    if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
+        return _split_cases(common | {"growing": True})
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -124,6 +129,26 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             window=(3 * block - 40, None) if key.band else None,
             query_offset=3 * block if key.band else 0,
         ),
+    )
+
+
+def _split_cases(common: dict[str, Any]) -> tuple[Case, ...]:
+    """Cases that take a split forward through its paths, with two parts of the keys.
+
+    One has four warps for the same rows, none and one block in some parts, and padded keys; one has
+    a warp for each 16 rows, and several rounds of the ring in a part.
+    """
+    return (
+        Case(
+            **common,
+            batch=3,
+            heads=(5, 1),
+            query_length=1,
+            key_length=300,
+            key_lengths=(0, 70, 300),
+            poison=True,
+        ),
+        Case(**common, batch=1, heads=(4, 1), query_length=13, key_length=2000),
     )
 
 
@@ -178,10 +203,13 @@ def problems(key: KernelKey) -> list[Attention]:
     made = []
     for case in cases(key):
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
-        backward = key.kernel != Pass.FORWARD
+        backward = key.kernel not in FORWARDS
         launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))
         launch = launch.only(key.kernel)
         assert launch.keys == (key,), launch.keys
+        if key.kernel is Pass.FORWARD_SPLIT:
+            arrays = launch.arrays | {"parts": np.zeros((2, 1, 0), np.int32)}
+            launch = dataclasses.replace(launch, arrays=arrays)
         made.append(dataclasses.replace(launch, multiprocessors=1))
     return made
 

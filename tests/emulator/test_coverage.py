@@ -50,6 +50,8 @@ def test_what_is_explained_is_claimed() -> None:
     [
         "sm_90a_fwd_bf16_d64",
         "sm_90a_fwd_bf16_d128_band",
+        "sm_90a_fwd_split_bf16_d128",
+        "sm_90a_fwd_join_bf16_d64",
         "sm_90a_bwd_bf16_d128",
         "sm_90a_bwd_bf16_d256_deterministic",
         "sm_90a_bwd_post_bf16_d64",

@@ -96,6 +96,7 @@ SMALL = (
         query_offset=50,
         deterministic=True,
     ),
+    case_of_list("bf16-d64-b2-h16over1-t4-s391-causal-qoffset250_56-klengths254_60-poison"),
     Case(batch=2, heads=(2, 1), query_length=150, key_length=150, masks=("segments",), sinks=True),
     Case(batch=1, heads=(2, 1), query_length=130, key_length=150, is_causal=True, soft_cap=4.0),
     Case(
@@ -164,6 +165,14 @@ def test_vmap(gpu: Gpu, seed: int) -> None:
     for one, other in zip(together, apart, strict=True):
         assert one.shape == other.shape
         assert np.array_equal(one, other)
+
+
+def test_vmap_of_short_queries_over_the_same_keys(gpu: Gpu, seed: int) -> None:
+    """The instances become heads of one group, which then fill two blocks of packed rows."""
+    case = Case(batch=1, heads=(20, 2), query_length=2, key_length=300, is_causal=True)
+    together, apart = gpu(emulated_gpu.vmapped_over_queries, case, 4, seed)
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,9 @@ def test_guarded_instructions_are_changed() -> None:
     assert [mutation.text for mutation in mutations(release)] == ["", relaxed]
 
 
-@pytest.mark.parametrize("name", ["sm_90a_fwd_bf16_d64", "sm_90a_bwd_post_bf16_d64"])
+@pytest.mark.parametrize(
+    "name", ["sm_90a_fwd_bf16_d64", "sm_90a_fwd_join_bf16_d64", "sm_90a_bwd_post_bf16_d64"]
+)
 def test_all_broken_kernels_are_noticed(name: str) -> None:
     broken = list(mutations(attention.ptx(KEYS[name]).text))
     left = surviving(KEYS[name], broken)

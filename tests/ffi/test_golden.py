@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from fa4_jax import runtime
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.key import SPLIT_ROWS, KernelKey, Pass
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from fa4_jax.masks.table import TILE_ROWS
 from kernels.build import cache, compile, cubin_info
@@ -207,6 +207,11 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
             "sinks": Array("f32", (p.heads,)),
             "max_logit": Array("f32", (p.batch, p.heads if p.batch % 2 else 0)),
         }
+    parts = 1 + p.key_length % 40, -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS), 0
+    arrays |= {"parts": Array("i32", parts)}
+    arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
+    if key.kernel is Pass.FORWARD_JOIN:
+        arrays |= results(earlier(key, Pass.FORWARD_SPLIT), arrays)
     if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):
         arrays |= results(earlier(key, Pass.BACKWARD_PRE), arrays)
     return arrays

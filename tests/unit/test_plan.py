@@ -79,7 +79,7 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
         ({"window": CAUSAL, "query_length": 1024, "key_length": 1024}, True),
         # Rows of a short query may all see a long key.
         ({"window": CAUSAL, "query_length": 64}, False),
-        ({"window": CAUSAL, "query_length": 8, "key_length": 600}, True),
+        ({"window": CAUSAL, "query_length": 80, "key_length": 600}, True),
         ({"window": (127, 0)}, True),
         ({"window": (127, 472)}, True),
         ({"window": (127, 473)}, False),
@@ -148,8 +148,11 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
                 value_dim=value_dim,
                 **asks,
             )
-            forward, backward = kernel_keys(problem, arch, design=design)
-            used.update(forward + backward)
+            short = dataclasses.replace(problem, query_length=1)
+            paged = dataclasses.replace(problem, page_length=64)
+            for some in (problem, short, *([] if asks else [paged])):
+                forward, backward = kernel_keys(some, arch, design=design)
+                used.update(forward + backward)
     assert used == set(catalogue.keys(arch))  # and no kernel is built in vain
 
 

@@ -1,0 +1,57 @@
+"""Short queries: when a forward divides the keys among thread blocks, and into how many parts.
+
+Decoding asks for few query rows and many keys. The ordinary forward then has a tile of 128 rows for
+one row, reads K and V once for every query head, and has too few tiles for all multiprocessors. The
+split forward packs the rows of a group, (token, head of the group), into tiles of 16 to 64 rows,
+and divides the keys; a second kernel joins the parts by their log-sum-exp.
+
+Both decisions depend on shapes alone, never on lengths: the same call gives the same bits whatever
+its neighbours in the batch are, and a program serves all lengths.
+"""
+
+from __future__ import annotations
+
+from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, SPLIT_MOST_PARTS, SPLIT_ROWS, head_dim_tile
+from fa4_jax.problem import Problem
+
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148}
+"""Of the GPUs that the number of parts is chosen for: H100 and H200, B200."""
+
+LEAST_KEYS = 256
+"""Fewer keys are not worth a second launch. Not measured yet."""
+
+COST_BLOCKS = 2
+"""A part's start and end take about as long as so many of its blocks do. Not measured yet."""
+
+Parts = tuple[int, int, int]
+"""Shape of the buffer `parts`, which has no elements: (parts of the keys, blocks of rows, 0)."""
+
+
+def takes(problem: Problem) -> bool:
+    """Whether a problem that reads nothing but q, k, v and extents runs on the split forward."""
+    sizes = (
+        *(problem.batch, problem.query_length, problem.key_length),
+        *(problem.query_heads, problem.kv_heads),
+    )
+    if not all(isinstance(size, int) for size in sizes) or 0 in sizes:
+        return False  # Of symbolic sizes nothing is known.
+    rows = problem.query_length * problem.group
+    return rows <= SPLIT_ROWS and problem.key_length >= LEAST_KEYS
+
+
+def parts(problem: Problem, arch: str) -> Parts:
+    """Shape of the buffer `parts` of a problem that the split forward takes.
+
+    The thread blocks run in waves, as many at a time as the GPU holds. The number of parts is the
+    least of those for which the waves take the shortest time, in blocks of keys.
+    """
+    row_blocks = -(-problem.query_length * problem.group // SPLIT_ROWS)
+    each = problem.batch * problem.kv_heads * row_blocks
+    tile = head_dim_tile(max(problem.head_dims))
+    slots = MULTIPROCESSORS[arch] * SPLIT_CTAS[tile or max(SPLIT_CTAS)]
+    blocks = -(-problem.key_length // SPLIT_KEYS)
+
+    def cost(splits: int) -> int:
+        return -(-each * splits // slots) * (-(-blocks // splits) + COST_BLOCKS)
+
+    return min(range(1, min(blocks, slots, SPLIT_MOST_PARTS) + 1), key=cost), row_blocks, 0

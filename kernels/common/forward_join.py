@@ -1,0 +1,157 @@
+"""Joins the parts of a split forward: O and LSE of every row from those of parts of its keys.
+
+    w_s = 2^(lse_s - largest),  lse = (largest + log2(sum of w_s)) * ln(2),
+    o = sum of w_s o_s / sum of w_s
+
+A CTA has one row of one head. Each thread has a part's weight, or several; then groups of threads
+share the parts, a thread 4 columns, and at last the groups' sums are added. All of it is in one
+order, whatever runs beside it. Parts whose LSE is -inf have no output: what is read there is
+dropped.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from fa4_jax.key import SPLIT_MOST_PARTS, KernelKey
+from kernels.common import resources, tensors
+from kernels.common.softmax import LN_2, exp2, finite_reference, fmax, select
+from kernels.common.split_description import JOIN_WARPS, VECTOR, join, join_lanes
+from kernels.common.split_hosts import JoinHost, join_source
+from kernels.interface import JoinBuffers
+from kernels.kernel_source import KernelSource
+
+_LANES = 32
+_THREADS = JOIN_WARPS * _LANES
+_IN_FLIGHT = 8  # loads of a thread
+
+
+class ForwardJoin(JoinHost):
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.description = join(key.head_dim)
+        self.lanes = join_lanes(key.head_dim)
+        self.groups = _THREADS // self.lanes
+
+    @cute.kernel
+    def kernel(
+        self,
+        buffers: JoinBuffers,
+        splits: Int32,
+        query_length: Int32,
+        heads: Int32,
+        value_dim: Int32,
+    ):
+        shared = resources.allocate(self.description, self.dtype)
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        rows = query_length * heads
+        batch = row // rows
+        in_batch = row - batch * rows
+        first = Int64(batch) * splits * rows + in_batch
+        cute.arch.griddepcontrol_wait()
+        lse_parts = cute.make_tensor(
+            buffers.lse_parts + first, cute.make_layout(splits, stride=Int64(rows))
+        )
+        largest, total = self.weigh(shared, lse_parts, splits)
+        self.add_parts(shared, buffers.o_parts, first, rows, splits, value_dim)
+        cute.arch.sync_threads()
+        if thread == 0:
+            token = in_batch // heads
+            head = in_batch - token * heads
+            place = (Int64(batch) * heads + head) * query_length + token
+            lse = (largest + cute.math.log2(total, fastmath=True)) * LN_2
+            lse = select(total == 0.0, -Float32.inf, lse)
+            cute.make_tensor(buffers.lse + place, cute.make_layout(1))[0] = lse
+        if thread * VECTOR < value_dim:
+            inverse = select(total == 0.0, Float32(0.0), 1.0 / total)
+            output = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            for j in cutlass.range_constexpr(VECTOR):
+                value = Float32(0.0)
+                for group in cutlass.range_constexpr(self.groups):
+                    value = value + shared.sums[thread * VECTOR + j, group]
+                output[j] = (value * inverse).to(self.dtype)
+            offset = cute.assume(Int64(row) * value_dim + thread * VECTOR, divby=VECTOR)
+            target = cute.make_tensor(buffers.o + offset, cute.make_layout(VECTOR))
+            cute.autovec_copy(output, target)
+
+    @cute.jit
+    def weigh(
+        self, shared: resources.Shared, lse_parts: cute.Tensor, splits: Int32
+    ) -> tuple[Float32, Float32]:
+        """Leaves the weights of a row's parts in shared memory; returns `largest` and their sum."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = thread // _LANES
+        own = [-Float32.inf] * (SPLIT_MOST_PARTS // _THREADS)
+        for i in cutlass.range_constexpr(len(own)):
+            part = thread + i * _THREADS
+            lse = lse_parts[cutlass.min(part, splits - 1)]
+            own[i] = select(part < splits, lse, -Float32.inf)
+        largest = -Float32.inf
+        for lse in own:
+            largest = fmax(largest, lse)
+        for step in cutlass.range_constexpr(5):
+            largest = fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+        shared.of_warps[warp, 0] = largest
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(JOIN_WARPS):
+            largest = fmax(largest, shared.of_warps[i, 0])
+        safe = finite_reference(largest)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(len(own)):
+            weight = exp2(own[i] - safe)
+            shared.weights[thread + i * _THREADS] = weight
+            total = total + weight
+        for step in cutlass.range_constexpr(5):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        shared.of_warps[warp, 1] = total
+        cute.arch.sync_threads()
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(JOIN_WARPS):
+            total = total + shared.of_warps[i, 1]
+        return largest, total
+
+    @cute.jit
+    def add_parts(
+        self,
+        shared: resources.Shared,
+        o_parts: cute.Pointer,
+        first: Int64,
+        rows: Int32,
+        splits: Int32,
+        value_dim: Int32,
+    ):
+        """Leaves each group's share of a row's output in shared memory.
+
+        first: the row of part 0, among all rows of o_parts; the next part's is `rows` later.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        group = thread // self.lanes
+        column = thread % self.lanes * VECTOR
+        total = cute.make_rmem_tensor((VECTOR,), Float32)
+        total.fill(0.0)
+        if column < value_dim:
+            values = cute.make_rmem_tensor((VECTOR, _IN_FLIGHT), Float32)
+            for begin in cutlass.range(group, splits, self.groups * _IN_FLIGHT, unroll=1):
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
+                    part = cutlass.min(begin + i * self.groups, splits - 1)
+                    offset = (first + Int64(part) * rows) * value_dim + column
+                    offset = cute.assume(offset, divby=VECTOR)
+                    source = cute.make_tensor(o_parts + offset, cute.make_layout(VECTOR))
+                    cute.autovec_copy(source, values[None, i])
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
+                    part = begin + i * self.groups
+                    weight = shared.weights[cutlass.min(part, splits - 1)]
+                    counts = (part < splits) & (weight != 0.0)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        share = select(counts, values[j, i] * weight, Float32(0.0))
+                        total[j] = total[j] + share
+        for j in cutlass.range_constexpr(VECTOR):
+            shared.sums[column + j, group] = total[j]
+
+
+def source(key: KernelKey) -> KernelSource:
+    """Returns the kernel of a key that joins parts, with its launch."""
+    return join_source(ForwardJoin(key), key)

@@ -1,0 +1,488 @@
+"""Split forward, for few query rows: O and LSE of a part of the keys; one source for all GPUs.
+
+A CTA has packed rows of one KV head, (token, head of the group): row r is token r // group. Its K
+and V blocks are every `splits`-th of a sequence, so that parts are equally long whatever the
+lengths are, and which part a block is in depends on shapes alone.
+
+    load warp  loads K_n and V_n of its blocks by TMA into a ring
+    MMA warps  have 16 rows each, and of the blocks each some 32 keys (Note [warps]); S, P, O are in
+               registers; per 32 keys a warp computes
+        S  = Q K^T      mma.sync, K by ldmatrix
+        P  = exp2(S * scale_log2 - maximum * scale_log2)
+        O += P V        mma.sync, V by ldmatrix
+    then the warps of the same rows join what they have, through shared memory, and store O / sum
+    and log2(sum) + maximum, fp32, of this part of the keys.
+
+The time is that of loading K and V once. All rows of a group share a load, and a multiprocessor has
+192 KiB on their way.
+
+Note [warps]: 16 rows have four warps, each for a quarter of the keys; 32 rows have two warps for
+either 16, and a warp half of the keys; else a warp has its own 16 rows and all keys. So each warp
+has row tile `warp % row_tiles` and, of every `key_groups` steps of a step's keys, one.
+
+Rows that see no key of a part leave its output unwritten and its LSE -inf.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from fa4_jax import bands
+from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, KernelKey
+from kernels.common import ptx, resources, tensors
+from kernels.common.resources import Maps, Shared
+from kernels.common.softmax import exp2, finite_reference, fmax, rescale_factor, select
+from kernels.common.split_data import Addresses, Rows, Work, assign
+from kernels.common.split_description import (
+    MMA_WARPS,
+    SPLIT_TILES,
+    VECTOR,
+    WARP_ROWS,
+    split,
+)
+from kernels.common.split_hosts import SplitHost, split_source
+from kernels.interface import HeadDims, PageBuffers, Sizes, SplitBuffers, SplitScalars, SplitShape
+from kernels.kernel_source import KernelSource
+
+_HALVES = 2  # rows of a thread: lane // 4 and 8 more
+_TILE_KEYS = 8  # columns of one mma.sync
+_DEPTH = 16  # of one mma.sync
+
+
+class ForwardSplit(SplitHost):
+    """The kernel of one key; attributes are compile-time constants."""
+
+    def __init__(self, key: KernelKey):
+        self.dtype = tensors.TYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.paged = key.paged
+        self.description = split(key.arch, key.head_dim, key.paged)
+        self.tile = SPLIT_TILES[key.arch, key.head_dim]
+        self.ctas = SPLIT_CTAS[key.head_dim]
+        self.parts_barrier = self.description.named_barrier("parts")
+        self.span_bytes = self.description.maps[0].span_bytes
+        self.block_bytes = SPLIT_KEYS * key.head_dim * 2
+
+    @cute.kernel
+    def kernel(
+        self,
+        maps: Maps,
+        buffers: SplitBuffers,
+        sizes: Sizes,
+        dims: HeadDims,
+        parts: SplitShape,
+        scalars: SplitScalars,
+        pages: PageBuffers | None = None,
+    ):
+        cute.arch.griddepcontrol_launch_dependents()  # They wait until this kernel is over.
+        shared = resources.allocate(self.description, self.dtype)
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        load = self.description.role("load")
+        if warp_index == load.first_warp:
+            resources.prefetch(maps, self.description)
+            with cute.arch.elect_one():
+                resources.initialise(self.description, shared.barriers)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        work = assign(buffers.extents, sizes, parts, scalars)
+        if warp_index == load.first_warp:
+            if cutlass.const_expr(not self.paged):
+                self.load(maps, shared, work, parts.splits)
+            elif sizes.key_length % SPLIT_KEYS == 0:
+                self.load_pages(
+                    maps, shared, work, parts.splits, sizes.key_length, pages, SPLIT_KEYS
+                )
+            else:
+                self.load_pages(
+                    maps, shared, work, parts.splits, sizes.key_length, pages, PAGE_KEYS
+                )
+        else:
+            self.mma(shared, work, buffers, sizes, dims, parts, scalars)
+
+    @cute.jit
+    def load(self, maps: Maps, shared: Shared, work: Work, splits: Int32):
+        """Load warp: loads K and V of this CTA's blocks."""
+        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+        tiles = cute.local_tile(kv, (SPLIT_KEYS, self.head_dim), (None, 0))
+        for i in cutlass.range(work.count, unroll=1):
+            use = shared.barriers.kv_full.use(i)
+            full = shared.barriers.kv_full.at(use)
+            shared.barriers.kv_empty.wait_free(use)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.block_bytes)
+            block = tiles[None, None, work.first_block + i * splits]
+            tensors.tma_load(maps.k, block, shared.k[None, None, use.slot], full)
+            tensors.tma_load(maps.v, block, shared.v[None, None, use.slot], full)
+
+    @cute.jit
+    def load_pages(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        splits: Int32,
+        page_length: Int32,
+        pages: PageBuffers,
+        rows: cutlass.Constexpr[int],
+    ):
+        """Load warp: loads K and V of this CTA's blocks from pages, `rows` keys at a time.
+
+        A lane reads the place of a copy in the table, a block ahead. Past the length the last page
+        is loaded again, and page numbers past the last count as the last one, or below 0 as 0.
+        """
+        lane = cute.arch.lane_idx()
+        copies = SPLIT_KEYS // rows
+        last = (work.band.key_length - 1) // page_length
+        last = cutlass.min(last, pages.table_width - 1)
+        entries = cute.make_tensor(
+            pages.page_table + Int64(work.batch) * pages.table_width,
+            cute.make_layout(pages.table_width),
+        )
+        own = work.first_block * SPLIT_KEYS + lane % copies * rows
+        number = Int32(0)
+        if work.count > 0:
+            number = entries[cutlass.min(own // page_length, last)]
+        for i in cutlass.range(work.count, unroll=1):
+            number = cutlass.max(cutlass.min(number, pages.pages - 1), 0)
+            row = own % page_length
+            use = shared.barriers.kv_full.use(i)
+            full = shared.barriers.kv_full.at(use)
+            shared.barriers.kv_empty.wait_free(use)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.block_bytes)
+            for copy in cutlass.range_constexpr(copies):
+                page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, copy))
+                first = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(row, copy))
+                source = tensors.bthd_coordinates()[None, None, work.kv_head, page]
+                source = cute.domain_offset((first, 0), source)
+                self.load_rows(maps, source, shared, use.slot, copy, rows, full)
+            own += splits * SPLIT_KEYS
+            if i + 1 < work.count:
+                number = entries[cutlass.min(own // page_length, last)]
+
+    @cute.jit
+    def load_rows(
+        self,
+        maps: Maps,
+        source: cute.Tensor,
+        shared: Shared,
+        slot: Int32,
+        copy: cutlass.Constexpr[int],
+        rows: cutlass.Constexpr[int],
+        full: cute.Pointer,
+    ):
+        """Loads the copy-th `rows` keys of a block, all columns at once or a span at a time."""
+        whole = rows == SPLIT_KEYS
+        loads = (maps.k, maps.v) if cutlass.const_expr(whole) else (maps.k_short, maps.v_short)
+        columns = self.head_dim if cutlass.const_expr(whole) else self.span_bytes // 2
+        box = (rows, columns)
+        for operand in cutlass.range_constexpr(2):
+            target = (shared.k, shared.v)[operand][None, None, slot]
+            for column in cutlass.range_constexpr(self.head_dim // columns):
+                tensors.tma_load(
+                    loads[operand],
+                    cute.local_tile(source, box, (0, column)),
+                    cute.local_tile(target, box, (copy, column)),
+                    full,
+                )
+
+    @cute.jit
+    def mma(
+        self,
+        shared: Shared,
+        work: Work,
+        buffers: SplitBuffers,
+        sizes: Sizes,
+        dims: HeadDims,
+        parts: SplitShape,
+        scalars: SplitScalars,
+    ):
+        """MMA warp: computes its rows' share of this part, joins it with others', stores it."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        tiles = (work.rows + WARP_ROWS - 1) // WARP_ROWS
+        row_tiles = Int32(cutlass.select_(tiles > 2, Int32(4), tiles))
+        rows = self.make_rows(shared, work, buffers.q, sizes, dims, row_tiles)
+        addresses = self.make_addresses(shared)
+        steps = SPLIT_KEYS // self.tile.step_keys
+        for i in cutlass.range(work.count, unroll=1):
+            use = shared.barriers.kv_full.use(i)
+            shared.barriers.kv_full.wait(use)
+            first_key = (work.first_block + i * parts.splits) * SPLIT_KEYS
+            for step in cutlass.range_constexpr(steps):
+                if ((steps * i + step) & (rows.key_groups - 1)) == rows.key_group:
+                    stage = use.slot * self.block_bytes
+                    self.step(rows, addresses, stage, step, first_key, work, scalars.scale_log2)
+            cute.arch.sync_warp()  # One lane says for all that they have read the block.
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
+        self.leave(shared, rows, warp, scalars.scale_log2)
+        self.store(shared, work, buffers, sizes, dims, parts, row_tiles)
+
+    @cute.jit
+    def make_rows(
+        self,
+        shared: Shared,
+        work: Work,
+        q: cute.Pointer,
+        sizes: Sizes,
+        dims: HeadDims,
+        row_tiles: Int32,
+    ) -> Rows:
+        """Loads the queries of a warp's rows from global memory; rows past the last are 0."""
+        d = self.head_dim
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        key_group = warp // row_tiles
+        first = work.first_row + (warp - key_group * row_tiles) * WARP_ROWS + lane // 4
+        query = cute.make_rmem_tensor((4, d // _DEPTH), Int32)
+        if cutlass.const_expr(self.tile.query_in_shared):
+            query = shared.query[None, thread, None]
+        rows = Rows(
+            query=query,
+            low=cute.make_rmem_tensor((_HALVES,), Int32),
+            high=cute.make_rmem_tensor((_HALVES,), Int32),
+            maximum=cute.make_rmem_tensor((_HALVES,), Float32),
+            row_sum=cute.make_rmem_tensor((_HALVES,), Float32),
+            acc=cute.make_rmem_tensor((4, d // _TILE_KEYS), Float32),
+            key_group=key_group,
+            key_groups=MMA_WARPS // row_tiles,
+        )
+        rows.maximum.fill(-Float32.inf)
+        rows.row_sum.fill(0.0)
+        rows.acc.fill(0.0)
+        for half in cutlass.range_constexpr(_HALVES):
+            row = first + 8 * half
+            is_row = row < work.first_row + work.rows
+            row = cutlass.min(row, work.first_row + work.rows - 1)
+            token = row // work.group
+            low, high = bands.row_limits(work.band, token, tensors.INT32)
+            sees = is_row & (token < work.band.query_length)
+            rows.low[half] = low
+            rows.high[half] = Int32(cutlass.select_(sees, high, low))
+            head = work.kv_head * work.group + row - token * work.group
+            vector = (Int64(work.batch) * sizes.query_length + token) * sizes.heads + head
+            source = q + vector * dims.head_dim
+            for part in cutlass.range_constexpr(2 * (d // _DEPTH)):
+                column = 8 * part + (lane % 4) * 2
+                there = is_row & (column < dims.head_dim)
+                column = Int32(cutlass.select_(there, column, Int32(0)))
+                pair = cute.recast_ptr(source + cute.assume(column, divby=2), dtype=Int32)
+                pair = cute.make_tensor(pair, cute.make_layout(1))[0]
+                place = (half + 2 * (part % 2), part // 2)
+                rows.query[place] = Int32(cutlass.select_(there, pair, Int32(0)))
+        return rows
+
+    def make_addresses(self, shared: Shared) -> Addresses:
+        """Returns where this lane's rows of matrices lie: ldmatrix of 16 keys and 16 columns.
+
+        Of K the first two matrices are columns 0 to 15 of eight keys; of V keys 0 to 15 of eight
+        columns. A chunk of 16 bytes of row r lies where chunk ^ (r // rows_of_span) is without
+        swizzle.
+        """
+        lane = cute.arch.lane_idx()
+        row, low, high = lane % 8, (lane // 8) % 2, lane // 16
+        chunks = self.span_bytes // 16
+        turn = (row // (8 // chunks)) % chunks
+        found = []
+        for tensor, row_bit, chunk_bit in ((shared.k, high, low), (shared.v, low, high)):
+            start = tensor.iterator.toint().to(Int32) + (8 * row_bit + row) * self.span_bytes
+            found.append(start + (chunk_bit ^ turn) * 16)
+        return Addresses(*found)
+
+    def place(self, key: int, column: int) -> tuple[int, int]:
+        """Returns of 16 keys and 16 columns what changes bits of their address, and the offset."""
+        span = self.span_bytes // 2
+        offset = column // span * (SPLIT_KEYS * self.span_bytes) + key * self.span_bytes
+        return 2 * (column % span), offset
+
+    @cute.jit
+    def step(
+        self,
+        rows: Rows,
+        addresses: Addresses,
+        stage: Int32,
+        step: cutlass.Constexpr[int],
+        first_key: Int32,
+        work: Work,
+        scale_log2: Float32,
+    ):
+        """Adds a step's keys to a warp's output.
+
+        Args:
+          stage: first byte of the block in K's and V's memory.
+          step: which 32 of the block's keys.
+          first_key: of the block.
+        """
+        lane = cute.arch.lane_idx()
+        first = step * self.tile.step_keys
+        own_key = first_key + first + (lane % 4) * 2
+        k, v = addresses.k + stage, addresses.v + stage
+        scores = self.scores(rows, k, first)
+        self.softmax(rows, scores, own_key, scale_log2)
+        self.multiply_values(rows, scores, v, first, self.present(own_key, work.band.key_length))
+
+    def scores(self, rows: Rows, k: Int32, first: int) -> list[list[Float32]]:
+        """Returns S of a step's keys: for each 8 of them four values."""
+        tiles = [[Float32(0.0)] * 4 for _ in range(self.tile.step_keys // _TILE_KEYS)]
+        for depth in range(self.head_dim // _DEPTH):
+            a = cute.make_rmem_tensor((4,), Int32)
+            cute.autovec_copy(rows.query[None, depth], a)
+            for pair in range(self.tile.step_keys // 16):
+                bits, offset = self.place(first + 16 * pair, depth * _DEPTH)
+                b = ptx.load_matrices(k ^ bits, offset)
+                for i in range(2):
+                    tile, own = 2 * pair + i, b[2 * i : 2 * i + 2]
+                    tiles[tile] = ptx.multiply_m16n8k16(
+                        self.dtype, tiles[tile], [a[j] for j in range(4)], own
+                    )
+        return [list(tile) for tile in tiles]
+
+    def softmax(self, rows: Rows, scores: list[list[Float32]], own_key: Int32, scale_log2: Float32):
+        """Replaces scores by P, and moves sum and output of the rows to the new maximum."""
+        for half in range(_HALVES):
+            first, last = rows.low[half] - own_key, rows.high[half] - own_key
+            old = rows.maximum[half]
+            maximum = old
+            places = [(tile, column) for tile in range(len(scores)) for column in range(2)]
+            for tile, column in places:
+                key, i = _TILE_KEYS * tile + column, 2 * half + column
+                inside = (key >= first) & (key < last)
+                scores[tile][i] = select(inside, scores[tile][i], -Float32.inf)
+                maximum = fmax(maximum, scores[tile][i])
+            maximum = fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1))
+            maximum = fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=2))
+            factor = rescale_factor(old, maximum, scale_log2)
+            shift = finite_reference(maximum) * scale_log2
+            total = Float32(0.0)
+            for tile, column in places:
+                i = 2 * half + column
+                scores[tile][i] = exp2(scores[tile][i] * scale_log2 - shift)
+                total = total + scores[tile][i]
+            rows.maximum[half] = maximum
+            rows.row_sum[half] = rows.row_sum[half] * factor + total
+            for tile in range(self.head_dim // _TILE_KEYS):
+                for column in range(2):
+                    place = (2 * half + column, tile)
+                    rows.acc[place] = rows.acc[place] * factor
+
+    def present(self, own_key: Int32, key_length: Int32) -> list[Int32]:
+        """Returns masks of the values that are there: two keys of each 8, as ldmatrix loads them.
+
+        Values past the length may be anything, and 0 * NaN is NaN.
+        """
+        masks = []
+        for tile in range(self.tile.step_keys // _TILE_KEYS):
+            left = key_length - own_key - _TILE_KEYS * tile
+            one = cutlass.select_(left == 1, Int32(0xFFFF), Int32(-1))
+            masks.append(Int32(cutlass.select_(left > 0, one, Int32(0))))
+        return masks
+
+    def multiply_values(
+        self,
+        rows: Rows,
+        scores: list[list[Float32]],
+        v: Int32,
+        first: int,
+        present: list[Int32],
+    ):
+        """Adds P V of a step's keys to the output."""
+        for pair in range(self.tile.step_keys // _DEPTH):
+            left, right = scores[2 * pair], scores[2 * pair + 1]
+            pairs = ((left[0], left[1]), (left[2], left[3]), (right[0], right[1]))
+            pairs = (*pairs, (right[2], right[3]))
+            a = [ptx.round_pair(self.dtype, low, high) for low, high in pairs]
+            for column in range(0, self.head_dim, _DEPTH):
+                bits, offset = self.place(first + 16 * pair, column)
+                b = ptx.load_matrices(v ^ bits, offset, transposed=True)
+                b = [value & present[2 * pair + i % 2] for i, value in enumerate(b)]
+                for i in range(2):
+                    tile = column // _TILE_KEYS + i
+                    before = [rows.acc[j, tile] for j in range(4)]
+                    own = b[2 * i : 2 * i + 2]
+                    after = ptx.multiply_m16n8k16(self.dtype, before, a, own)
+                    for j in range(4):
+                        rows.acc[j, tile] = after[j]
+
+    @cute.jit
+    def leave(self, shared: Shared, rows: Rows, warp: Int32, scale_log2: Float32):
+        """Leaves a warp's maxima, sums and output in shared memory, where all are when it ends."""
+        lane = cute.arch.lane_idx()
+        resources.meet(self.parts_barrier)
+        for half in cutlass.range_constexpr(_HALVES):
+            row = warp * WARP_ROWS + lane // 4 + 8 * half
+            total = rows.row_sum[half]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            if lane % 4 == 0:
+                shared.sums[0, row] = rows.maximum[half] * scale_log2
+                shared.sums[1, row] = total
+            for tile in cutlass.range_constexpr(self.head_dim // _TILE_KEYS):
+                for column in cutlass.range_constexpr(2):
+                    place = (_TILE_KEYS * tile + (lane % 4) * 2 + column, row)
+                    shared.outputs[place] = rows.acc[2 * half + column, tile]
+        resources.meet(self.parts_barrier)
+
+    @cute.jit
+    def store(
+        self,
+        shared: Shared,
+        work: Work,
+        buffers: SplitBuffers,
+        sizes: Sizes,
+        dims: HeadDims,
+        parts: SplitShape,
+        row_tiles: Int32,
+    ):
+        """Joins what the warps of the same rows have left, and stores it."""
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = self.head_dim // VECTOR
+        part = Int64(work.batch) * parts.splits + work.part
+        for i in cutlass.range(thread, work.rows * vectors, MMA_WARPS * 32, unroll=1):
+            row = i // vectors
+            column = (i - row * vectors) * VECTOR
+            packed = work.first_row + row
+            token = packed // work.group
+            head = work.kv_head * work.group + packed - token * work.group
+            result = (part * sizes.query_length + token) * sizes.heads + head
+            total, largest, values = self.joined(shared, row, column, row_tiles)
+            if column == 0:
+                lse = largest + cute.math.log2(total, fastmath=True)
+                lse = select(total == 0.0, -Float32.inf, lse)
+                cute.make_tensor(buffers.lse_parts + result, cute.make_layout(1))[0] = lse
+            if (total != 0.0) & (column < dims.value_dim):
+                inverse = 1.0 / total
+                output = cute.make_rmem_tensor((VECTOR,), Float32)
+                for j in cutlass.range_constexpr(VECTOR):
+                    output[j] = values[j] * inverse
+                offset = cute.assume(result * dims.value_dim + column, divby=VECTOR)
+                target = cute.make_tensor(buffers.o_parts + offset, cute.make_layout(VECTOR))
+                cute.autovec_copy(output, target)
+
+    @cute.jit
+    def joined(
+        self, shared: Shared, row: Int32, column: Int32, row_tiles: Int32
+    ) -> tuple[Float32, Float32, Any]:
+        """Returns a row's sum, its maximum, and four columns of its output, over its key groups."""
+        largest = -Float32.inf
+        step = row_tiles * WARP_ROWS
+        for at in cutlass.range(row, MMA_WARPS * WARP_ROWS, step, unroll=1):
+            largest = fmax(largest, shared.sums[0, at])
+        safe = finite_reference(largest)
+        total = Float32(0.0)
+        values = cute.make_rmem_tensor((VECTOR,), Float32)
+        values.fill(0.0)
+        for at in cutlass.range(row, MMA_WARPS * WARP_ROWS, step, unroll=1):
+            factor = exp2(shared.sums[0, at] - safe)
+            total = total + shared.sums[1, at] * factor
+            for j in cutlass.range_constexpr(VECTOR):
+                values[j] = values[j] + shared.outputs[column + j, at] * factor
+        return total, largest, values
+
+
+def source(key: KernelKey) -> KernelSource:
+    """Returns the split forward of a key, with its launch."""
+    return split_source(ForwardSplit(key), key)
