@@ -10,6 +10,7 @@ from fa4_jax import lse, masks, runtime
 from fa4_jax.api import attention
 from fa4_jax.autodiff import save_attention_policy
 from fa4_jax.export import export_checks
+from fa4_jax.paged import decode
 from fa4_jax.support import explain, supports
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "attention",
+    "decode",
     "explain",
     "export_checks",
     "flax",
