@@ -22,6 +22,7 @@ from fa4_jax import mesh_types
 from fa4_jax.bands import EVERYTHING, UNBOUNDED
 from fa4_jax.operands import Operands, Results, RowRanges
 from fa4_jax.paged.problem import PagedOperands, PagedProblem, Sums, without_keys
+from fa4_jax.paged.shard import WHOLE, Shard
 from fa4_jax.problem import Problem
 from fa4_jax.xla import tile as tiles
 from fa4_jax.xla.tile import Keys, Tile
@@ -37,16 +38,6 @@ of 2^15 to 2^22 these were the fastest for 1 to 8 entries of 512 to 8192 tokens.
 
 BLOCK_ROWS = 512
 """Most rows of an entry that one loop over the pages serves."""
-
-
-class Shard(NamedTuple):
-    """Which pages of a sequence this table holds: its entry i is page i * tables + index."""
-
-    index: Any = 0
-    tables: int = 1
-
-
-WHOLE = Shard()
 
 
 def forward(problem: PagedProblem, operands: PagedOperands) -> Results:
@@ -110,18 +101,9 @@ def _row_ranges(
     position = rows + extents[:, 2:3]  # of the row among all tokens of its sequence
     high = position + 1
     low = jnp.zeros_like(high) if left >= UNBOUNDED else position - left
-    low, high = (_own_tokens(jnp.maximum(x, 0), problem.page_size, shard) for x in (low, high))
+    low, high = (shard.tokens(jnp.maximum(x, 0), problem.page_size) for x in (low, high))
     seen = (low < high) & (rows < extents[:, 0:1])
     return jnp.where(seen, low, 0), jnp.where(seen, high, 0)
-
-
-def _own_tokens(tokens: Array, page_size: int, shard: Shard) -> Array:
-    """How many of the first `tokens` of a sequence lie in this table."""
-    if shard.tables == 1:
-        return tokens
-    page, within = tokens // page_size, tokens % page_size
-    pages = (page - shard.index + shard.tables - 1) // shard.tables
-    return pages * page_size + jnp.where(page % shard.tables == shard.index, within, 0)
 
 
 def _pages_per_block(problem: PagedProblem, shard: Shard, most_elements: int) -> tuple[int, int]:
@@ -132,7 +114,7 @@ def _pages_per_block(problem: PagedProblem, shard: Shard, most_elements: int) ->
     if left < UNBOUNDED:
         # The rows see left + T tokens together, which may begin at the end of a page.
         pages = (left + attention.query_length - 1 + page - 1) // page + 1
-        entries = min(entries, -(-pages // shard.tables))
+        entries = min(entries, -(-pages // shard.devices))
     scores = attention.batch * attention.query_heads * attention.query_length * page
     elements = attention.batch * attention.kv_heads * max(attention.head_dims) * page
     most = min(BLOCK_SCORES // scores, most_elements // elements)
@@ -165,7 +147,6 @@ def _sums_by_blocks(
     first = jnp.where(low < high, low, jnp.iinfo(jnp.int32).max).min(1)
     first = jnp.minimum(first, end) // page  # [B]: the first page that is read
     pages = -(-end // page) - first  # [B]
-    block = _Block(problem, operands, count)
     (b, t), width = low.shape, attention.head_dims[1]
     shape = (b, attention.kv_heads, attention.group, t)
     empty = Sums(
@@ -176,16 +157,20 @@ def _sums_by_blocks(
     axes = mesh_types.union_varying((operands, low))
     empty = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), empty)
 
-    def step(i: Any, found: Sums) -> Sums:
+    def step(operands: PagedOperands, i: Any, found: Sums) -> Sums:
+        block = _Block(problem, operands, count)
         return merged(found, block.sums(first + i * count, low, high))
 
     if blocks == 1:
-        return step(0, empty)
+        return step(operands, 0, empty)
     steps = mesh_types.cast_varying((-(-pages // count)).max(), axes)
     start = mesh_types.cast_varying(jnp.int32(0), axes)
 
     def body(carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
-        return carry[0] + 1, step(*carry)
+        # XLA's CPU gathers narrow numbers in float32, and would convert all pages before the loop.
+        *pages, i = lax.optimization_barrier((operands.key_pages, operands.value_pages, carry[0]))
+        own = operands._replace(key_pages=pages[0], value_pages=pages[1])
+        return i + 1, step(own, i, carry[1])
 
     return lax.while_loop(lambda carry: carry[0] < steps, body, (start, empty))[1]
 
@@ -245,38 +230,17 @@ class _Block(NamedTuple):
         page = jnp.take_along_axis(operands.page_table, at, 1, mode="promise_in_bounds")
         page = jnp.where(is_read, jnp.clip(page, 0, paged.num_pages - 1), 0)
         key, value = (
-            bits(x).at[page].get(mode="promise_in_bounds")
+            x.at[page].get(mode="promise_in_bounds")
             for x in (operands.key_pages, operands.value_pages)
         )
         # Scores of keys past the end are masked, but 0 times a value would be NaN for NaN.
         token = lax.iota(jnp.int32, self.pages * paged.page_size)[None, :]
         is_cached = (token < end[:, None]).reshape(*page.shape, paged.page_size, 1, 1)
         value = jnp.where(is_cached, value, jnp.zeros((), value.dtype))
-        key = _dequantised(
-            paged, as_numbers(key, operands.key_pages.dtype), operands.key_scale, page
-        )
-        value = _dequantised(
-            paged, as_numbers(value, operands.value_pages.dtype), operands.value_scale, page
-        )
+        key = _dequantised(paged, key, operands.key_scale, page)
+        value = _dequantised(paged, value, operands.value_scale, page)
         key, value = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (key, value))
         return key, value
-
-
-def bits(x: Array) -> Array:
-    """Narrow numbers as integers of their size, others as they are.
-
-    XLA's CPU gathers and scatters narrow floating types in float32: it would convert all pages,
-    not only those that are gathered.
-    """
-    width = x.dtype.itemsize
-    if width > 2:
-        return x
-    return lax.bitcast_convert_type(x, jnp.uint16 if width == 2 else jnp.uint8)
-
-
-def as_numbers(x: Array, dtype: Any) -> Array:
-    """What `bits` has made of numbers of a type, as these."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _dequantised(paged: PagedProblem, x: Array, scale: Array | None, page: Array) -> Array:
