@@ -13,6 +13,7 @@ from jax.experimental import checkify
 from fa4_jax import extents, mesh_types, validate
 from fa4_jax.bands import LIMIT
 from fa4_jax.paged.problem import FP8, PagedOperands, PagedProblem
+from fa4_jax.paged.shard import shard_of
 from fa4_jax.problem import Problem
 
 Array = jax.Array
@@ -36,6 +37,7 @@ class DecodeCall:
     key_scale: Any = None
     value_scale: Any = None
     check: Any = False
+    axis: str | None = None
 
 
 def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
@@ -50,11 +52,12 @@ def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
     _arrays(query, key_pages, value_pages)
     (b, t, n, h), (pages, page, kv_heads, _) = query.shape, key_pages.shape
     table = _page_table(call.page_table, b)
-    tokens = table.shape[1] * page
+    own_tokens = table.shape[1] * page
+    tokens = own_tokens * shard_of(call.axis).devices
     if tokens >= LIMIT:
         raise NotImplementedError(
             f"page_table holds {table.shape[1]} pages of {page} tokens for each entry, "
-            f"{tokens} in all; the limit is {LIMIT}"
+            f"{tokens} tokens in all; the limit is {LIMIT}"
         )
     window = _window(call.local_window_size)
     scale, traced_scale = validate.scale(call.scale, h)
@@ -75,7 +78,7 @@ def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
     attention = Problem(
         batch=b,
         query_length=t,
-        key_length=tokens,
+        key_length=own_tokens,
         query_heads=n,
         kv_heads=kv_heads,
         head_dim=h,
@@ -96,9 +99,7 @@ def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
         *(query, key_pages, value_pages, table, _extents(lengths, query_lengths, b, t, tokens)),
         *(traced_scale, traced_cap, sinks, *scales),
     )
-    axes = mesh_types.union_varying(operands)
-    operands = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
-    return operands, PagedProblem(attention, pages, page, is_fp8)
+    return operands, PagedProblem(attention, pages, page, is_fp8, call.axis)
 
 
 def _arrays(query: Array, key_pages: Array, value_pages: Array) -> None:

@@ -22,7 +22,7 @@ from fa4_jax import mesh_types
 from fa4_jax.bands import EVERYTHING, UNBOUNDED
 from fa4_jax.operands import Operands, Results, RowRanges
 from fa4_jax.paged.problem import PagedOperands, PagedProblem, Sums, without_keys
-from fa4_jax.paged.shard import WHOLE, Shard
+from fa4_jax.paged.shard import Shard, shard_of
 from fa4_jax.problem import Problem
 from fa4_jax.xla import tile as tiles
 from fa4_jax.xla.tile import Keys, Tile
@@ -42,11 +42,17 @@ BLOCK_ROWS = 512
 
 def forward(problem: PagedProblem, operands: PagedOperands) -> Results:
     """Output [B, T, N, H] in the query's type, and log-sum-exp [B, N, T]."""
-    return finish(problem, operands, sums(problem, operands))
+    axes = mesh_types.union_varying(operands)
+    own = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
+    found = _sums(problem, own)
+    if problem.axis is not None:
+        found = _joined(found, problem.axis)
+    return _finish(problem, operands, found)
 
 
-def sums(problem: PagedProblem, operands: PagedOperands, shard: Shard = WHOLE) -> Sums:
-    """The softmax over the pages of this table, without sinks."""
+def _sums(problem: PagedProblem, operands: PagedOperands) -> Sums:
+    """The softmax over the pages of this device's table, without sinks."""
+    shard = shard_of(problem.axis)
     t = problem.attention.query_length
     low, high = _row_ranges(problem, operands, shard)
     if t <= BLOCK_ROWS:
@@ -75,7 +81,7 @@ def sums(problem: PagedProblem, operands: PagedOperands, shard: Shard = WHOLE) -
     return jax.tree.map(joined, found)
 
 
-def finish(problem: PagedProblem, operands: PagedOperands, found: Sums) -> Results:
+def _finish(problem: PagedProblem, operands: PagedOperands, found: Sums) -> Results:
     """Output and log-sum-exp of complete sums, to which sinks are added."""
     attention = problem.attention
     top, total, values = found
@@ -159,7 +165,7 @@ def _sums_by_blocks(
 
     def step(operands: PagedOperands, i: Any, found: Sums) -> Sums:
         block = _Block(problem, operands, count)
-        return merged(found, block.sums(first + i * count, low, high))
+        return _merged(found, block.sums(first + i * count, low, high))
 
     if blocks == 1:
         return step(operands, 0, empty)
@@ -175,7 +181,15 @@ def _sums_by_blocks(
     return lax.while_loop(lambda carry: carry[0] < steps, body, (start, empty))[1]
 
 
-def merged(a: Sums, b: Sums) -> Sums:
+def _joined(found: Sums, axis: str) -> Sums:
+    """The sums over the disjoint sets of keys of the devices of an axis."""
+    top = lax.pmax(found.top, axis)
+    keep = jnp.exp(found.top - top)
+    total, values = lax.psum((found.total * keep, found.values * keep), axis)
+    return Sums(top, total, values)
+
+
+def _merged(a: Sums, b: Sums) -> Sums:
     """The sums over two disjoint sets of keys."""
     top = jnp.maximum(a.top, b.top)
     keep_a, keep_b = jnp.exp(a.top - top), jnp.exp(b.top - top)

@@ -123,6 +123,15 @@ def decode(
         value_scale=value_scale,
         check=check,
     )
+    return run(call, implementation, return_residual)
+
+
+def run(call: DecodeCall, implementation: Implementation, return_residual: bool) -> Any:
+    """What a call returns.
+
+    Raises:
+      ValueError, NotImplementedError: as `decode`.
+    """
     operands, problem = canonicalise(call)
     validate.flag("return_residual", return_residual)
     plan = make_plan(problem, implementation)

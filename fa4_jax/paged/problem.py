@@ -24,12 +24,14 @@ class PagedProblem:
         window holds causality. Its dtype is that of the query.
       num_pages, page_size: P, and the tokens of a page.
       is_fp8: pages are float8_e4m3fn.
+      axis: manual mesh axis over which the pages of each sequence are dealt out, or None.
     """
 
     attention: Problem
     num_pages: int
     page_size: int
     is_fp8: bool = False
+    axis: str | None = None
 
     @property
     def table_entries(self) -> int:

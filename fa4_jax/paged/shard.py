@@ -35,5 +35,18 @@ WHOLE = Shard()
 
 
 def shard_of(axis: str | None) -> Shard:
-    """The part of this device on a manual mesh axis; everything without one."""
-    return WHOLE if axis is None else Shard(lax.axis_index(axis), lax.axis_size(axis))
+    """The part of this device on a manual mesh axis; everything without one.
+
+    Raises:
+      ValueError: there is no such axis here.
+    """
+    if axis is None:
+        return WHOLE
+    try:
+        return Shard(lax.axis_index(axis), lax.axis_size(axis))
+    except NameError:
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        raise ValueError(
+            f"axis={axis!r} is no manual mesh axis here (there are: "
+            f"{', '.join(map(repr, manual)) or 'none'}): call inside a shard_map over it"
+        ) from None

@@ -22,6 +22,7 @@ ALLOWED = {
         "fa4_jax/integrations/tokamax.py: _fwd",
         "fa4_jax/paged/call.py: decode",
         "fa4_jax/parallel/cost.py: choose",
+        "fa4_jax/parallel/decode.py: local_decode",
         "fa4_jax/parallel/local.py: local_attention",
         "fa4_jax/parallel/sharded.py: attention",
         "kernels/emulator/launch.py: launch",
