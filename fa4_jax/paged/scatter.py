@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fa4_jax import mesh_types
 
 Array = jax.Array
 
@@ -27,6 +30,12 @@ def written(pages: Array, at: tuple[Array, ...], rows: Array) -> Array:
         found = scattered(*(lax.bitcast_convert_type(x, bits) for x in (pages, rows)))
         return lax.bitcast_convert_type(found, pages.dtype)
 
+    mesh = mesh_types.explicit_mesh((pages, rows))
+    if mesh is not None:
+        # Every device has the whole pool of its heads, so it needs the rows of all entries.
+        kept = jax.typeof(pages).sharding.spec[len(at) :]
+        spec = PartitionSpec(*(None,) * (rows.ndim - len(kept)), *kept)
+        rows = jax.sharding.reshard(rows, NamedSharding(mesh, spec))
     if pages.dtype.itemsize > 2:
         return scattered(pages, rows)
     return lax.platform_dependent(pages, rows, cpu=by_bits, default=scattered)

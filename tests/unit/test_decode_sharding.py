@@ -172,3 +172,38 @@ def test_an_axis_that_is_not_there():
     cache = make_cache(PagedCase(), 0)
     with pytest.raises(ValueError, match=r"axis='keys' is no manual mesh axis here .*none"):
         parallel.local_decode(*cache.arrays, axis="keys")
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_on_a_mesh(kind, dtype, seed):
+    """Its pages are sharded by heads; no more of them moves than what the entries write."""
+    rng = np.random.default_rng(seed)
+    mesh = make_mesh(kind)
+    sizes = {"num_pages": 64, "max_pages": 4, "page_size": 4, "layers": 1}
+    cache = PagedCache.empty(4, **sizes, heads=2, head_dim=8, dtype=jnp.dtype(dtype))
+    heads = P(None, None, "y")
+    specs = PagedCache((heads,), (heads,), P(), P(), P())  # pyright: ignore[reportArgumentType]
+
+    def step(cache: PagedCache, query: jax.Array, key: jax.Array, parents: jax.Array) -> Any:
+        cache = cache.reorder(parents).grow(1).append(0, key, key)
+        return cache, decode(query, *cache.pages(0), cache.page_table, cache.lengths)
+
+    rows = [jnp.asarray(rng.normal(size=(4, 1, n, 8)), dtype) for n in (4, 2)]
+    parents = jnp.asarray([0, 0, 3, 1])
+    where = specs, XY, XY, P()
+    placed = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), (cache, *rows, parents), where
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, XY))
+    program = jax.jit(step, out_shardings=shardings).lower(*placed).compile()
+    moved = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{'|'.join(COLLECTIVES)})", program.as_text())
+    sizes_moved = [np.prod([int(x) for x in shape.split(",") if x]) for shape in moved]
+    assert max(sizes_moved) <= 4 * 4 * 2 * 8  # the pages that the entries write, of 64
+    plain = jax.jit(step)
+    for _ in range(6):
+        placed = (program(*placed)[0], *placed[1:])
+        cache = plain(cache, *rows, parents)[0]
+    found, expected = program(*placed), plain(cache, *rows, parents)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)), rtol=1e-2)
