@@ -300,6 +300,17 @@ def chunk_size(x: Any) -> int:
     return int(x)
 
 
+def index(name: str, x: Any, count: int) -> int:
+    """A static index of one of `count` things.
+
+    Raises:
+      ValueError: no int, or out of range.
+    """
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not 0 <= x < count:
+        raise ValueError(f"{name} must be within 0 to {count - 1}, got {x}")
+    return int(x)
+
+
 def is_array(x: Any) -> bool:
     """Whether x is an array, rather than a number or None."""
     return isinstance(x, jax.Array | np.ndarray)

@@ -91,6 +91,7 @@ def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
         has_sinks=sinks is not None,
         value_dim=None if value_dim == h else value_dim,
     )
+    validate.known_sizes(attention, "decode")
     traced_scale, traced_cap, sinks = (
         None if x is None else x.astype(attention.accumulator)
         for x in (traced_scale, traced_cap, sinks)

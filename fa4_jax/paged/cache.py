@@ -158,6 +158,7 @@ class PagedCache:
           ValueError: an argument is wrong; its name and value are in the message.
         """
         batch, page = self.lengths.shape[0], self.page_size
+        validate.index("layer", layer, len(self.key_pages))
         arrays = [jnp.asarray(x) for x in (key, value)]
         for name, x, pages in zip(("key", "value"), arrays, self.pages(layer), strict=True):
             _check_rows(name, x, pages, batch)

@@ -86,10 +86,10 @@ def decode(
       page_table: int32 [B, M]: the pages of each entry, in the order of its tokens; entries may
         share pages. Numbers past ceil(lengths / page) are never read; others are clamped to
         [0, P - 1], so that a wrong one reads a wrong page and does not fault.
-      lengths: integers [B]: cached tokens, the T new ones included; clamped to [0, M page]. Where
-        one is less than T, the first rows see nothing.
-      query_lengths: integers [B], T by default, clamped to [0, T]: rows 0 to query_lengths[b] - 1
-        are the last tokens of entry b, the rows after them are padding.
+      lengths: integers [B], not negative: cached tokens, the T new ones included; clamped to
+        [0, M page]. Where one is less than T, the first rows see nothing.
+      query_lengths: integers [B], not negative, T by default, clamped to [0, T]: rows 0 to
+        query_lengths[b] - 1 are the last tokens of entry b, the rows after them are padding.
       scale: positive; 1 / sqrt(H) by default.
       local_window_size: (left, right): a row sees the `left` tokens before it and itself; None is
         open, an int is both, and right has no effect, since the call is causal.

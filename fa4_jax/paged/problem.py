@@ -75,8 +75,13 @@ class PagedOperands(NamedTuple):
 
 def without_keys(operands: PagedOperands) -> Operands:
     """The operands for what concerns no key: the query stands in their place."""
-    query, sinks = operands.query, operands.sinks
-    return Operands(query, query, query, operands.extents, sinks=sinks)
+    query = operands.query
+    return Operands(
+        *(query, query, query, operands.extents),
+        scale=operands.scale,
+        soft_cap=operands.soft_cap,
+        sinks=operands.sinks,
+    )
 
 
 class Sums(NamedTuple):

@@ -168,19 +168,13 @@ def test_pages_dealt_out(kind, devices, name, seed):
     assert collectives(program) == {"all-reduce"}
 
 
-def test_an_axis_that_is_not_there():
-    cache = make_cache(PagedCase(), 0)
-    with pytest.raises(ValueError, match=r"axis='keys' is no manual mesh axis here .*none"):
-        parallel.local_decode(*cache.arrays, axis="keys")
-
-
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cache_on_a_mesh(kind, dtype, seed):
     """Its pages are sharded by heads; no more of them moves than what the entries write."""
     rng = np.random.default_rng(seed)
     mesh = make_mesh(kind)
-    sizes = {"num_pages": 64, "max_pages": 4, "page_size": 4, "layers": 1}
+    sizes: dict[str, Any] = {"num_pages": 64, "max_pages": 4, "page_size": 4, "layers": 1}
     cache = PagedCache.empty(4, **sizes, heads=2, head_dim=8, dtype=jnp.dtype(dtype))
     heads = P(None, None, "y")
     specs = PagedCache((heads,), (heads,), P(), P(), P())  # pyright: ignore[reportArgumentType]
@@ -197,7 +191,8 @@ def test_a_cache_on_a_mesh(kind, dtype, seed):
     )
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, XY))
     program = jax.jit(step, out_shardings=shardings).lower(*placed).compile()
-    moved = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{'|'.join(COLLECTIVES)})", program.as_text())
+    text = program.as_text() or ""
+    moved = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{'|'.join(COLLECTIVES)})", text)
     sizes_moved = [np.prod([int(x) for x in shape.split(",") if x]) for shape in moved]
     assert max(sizes_moved) <= 4 * 4 * 2 * 8  # the pages that the entries write, of 64
     plain = jax.jit(step)
