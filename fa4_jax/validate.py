@@ -306,7 +306,8 @@ def index(name: str, x: Any, count: int) -> int:
     Raises:
       ValueError: no int, or out of range.
     """
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not 0 <= x < count:
+    is_int = isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    if not is_int or not 0 <= int(x) < count:
         raise ValueError(f"{name} must be within 0 to {count - 1}, got {x}")
     return int(x)
 

@@ -208,6 +208,7 @@ def test_parents_beyond_the_batch_are_clamped():
 
 
 def test_an_axis_that_is_not_there():
-    arrays = zeros(B, T, N, H), *pages(P, PAGE, K, H).values(), np.zeros((B, M), np.int32)
+    query, table = zeros(B, T, N, H), np.zeros((B, M), np.int32)
+    key_pages = zeros(P, PAGE, K, H)
     with pytest.raises(ValueError, match=r"axis='keys' is no manual mesh axis here .*none"):
-        parallel.local_decode(*arrays, int32(1, 2), axis="keys")
+        parallel.local_decode(query, key_pages, key_pages, table, int32(1, 2), axis="keys")
