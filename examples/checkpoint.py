@@ -14,12 +14,17 @@ from language_model import LanguageModel, Sizes
 
 
 def save(folder: Path, sizes: Sizes, model: LanguageModel) -> None:
-    """Writes a model of these sizes to a folder, over what is there."""
+    """Writes a model of these sizes, whose weights this process has, over what is in a folder."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sizes.json").write_text(json.dumps(dataclasses.asdict(sizes)))
-    with ocp.StandardCheckpointer() as checkpointer:
-        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    weights = jax.device_get(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    # Of several processes this one writes alone; Orbax would wait for the others.
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="save"
+    )
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder / "weights", weights, force=True)
 
 

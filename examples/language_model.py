@@ -52,8 +52,8 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Applies rotary position embedding to x [B, T, heads, head_dim] at positions [T] or [B, T]."""
     features = x.shape[-1]
     frequencies = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
-    positions = jnp.atleast_2d(positions)
-    angles = positions[:, :, None, None] * frequencies  # [1 or B, T, 1, head_dim / 2]
+    positions = jnp.atleast_2d(positions)[:, :, None, None]
+    angles = positions * frequencies[None, None, None, :]  # [1 or B, T, 1, head_dim / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     even, odd = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
