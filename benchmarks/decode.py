@@ -91,8 +91,12 @@ def calls(case: Case) -> dict[str, Callable[[], Any]]:
         )
 
     def peer(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        mask = None
+        if case.rows > 1:
+            row, column = jnp.arange(case.rows)[None, :, None], jnp.arange(s)[None, None, :]
+            mask = (column <= lengths[:, None, None] - case.rows + row)[:, None]
         return jax.nn.dot_product_attention(
-            *(q, k, v), key_value_seq_lengths=lengths, implementation="xla"
+            *(q, k, v), mask=mask, key_value_seq_lengths=lengths, implementation="xla"
         )
 
     contenders: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -115,7 +115,7 @@ def extend(
       The cache with them, and the logits [B, 256] after the last of them.
     """
     cache = cache.grow(lengths)
-    positions = (cache.lengths - lengths)[:, None] + jnp.arange(tokens.shape[1])
+    positions = (cache.lengths - lengths)[:, None] + jnp.arange(tokens.shape[1])[None, :]
     attend = CachedAttention(cache, lengths, implementation)
     logits = model(tokens, positions, attend)  # [B, T, 256]
     last = jnp.maximum(lengths - 1, 0)[:, None, None]

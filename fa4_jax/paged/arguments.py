@@ -59,7 +59,6 @@ def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
             f"page_table holds {table.shape[1]} pages of {page} tokens for each entry, "
             f"{tokens} tokens in all; the limit is {LIMIT}"
         )
-    window = _window(call.local_window_size)
     scale, traced_scale = validate.scale(call.scale, h)
     cap, traced_cap = validate.soft_cap(call.logits_soft_cap)
     sinks = validate.sinks(call.sinks, n)
@@ -84,7 +83,7 @@ def canonicalise(call: DecodeCall) -> tuple[PagedOperands, PagedProblem]:
         head_dim=h,
         dtype=validate.DTYPES[query.dtype.name],
         scale=scale,
-        window=window,
+        window=validate.window(call.local_window_size, is_causal=True),
         has_lengths=True,
         soft_cap=cap,
         has_soft_cap=call.logits_soft_cap is not None,
@@ -165,15 +164,6 @@ def _page_table(x: Any, batch: int) -> Array:
     if x.ndim != 2 or x.shape[0] != batch:
         raise ValueError(f"page_table must have shape [B, M] = ({batch}, M), got {x.shape}")
     return jnp.asarray(x)
-
-
-def _window(size: Any) -> tuple[int, int]:
-    """The window, causality included.
-
-    Raises:
-      ValueError: as `validate.window`.
-    """
-    return validate.window(size, is_causal=True)
 
 
 def _page_scale(name: str, x: Any, is_fp8: bool, pages: int, kv_heads: int) -> Array | None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa4_jax import PagedCache, decode
+from fa4_jax import PagedCache, attention, decode
 
 B, K, H, PAGE, PAGES, ENTRIES, LAYERS = 3, 2, 4, 4, 14, 6, 2
 several = settings(
@@ -168,6 +168,20 @@ def test_inside_jit_an_entry_without_pages_is_marked_and_the_others_are_right(se
     model.append(rows, np.array([0, 0, 2]))
     assert_holds(cache, model)
     assert not cache.is_exhausted.any()
+
+
+def test_float8_pages_hold_what_was_divided_by_the_scales(seed: int):
+    rng = np.random.default_rng(seed)
+    cache = empty(layers=1, dtype=jnp.float8_e4m3fn)
+    scale = jnp.asarray([0.5, 2.0])
+    query, key = (jnp.asarray(rng.normal(size=(B, 9, n, H)), jnp.bfloat16) for n in (4, K))
+    narrow = (key / scale[None, None, :, None].astype(key.dtype)).astype(jnp.float8_e4m3fn)
+    cache = cache.grow(9).append(0, narrow, narrow)
+    tables = cache.page_table, cache.lengths
+    found = decode(query, *cache.pages(0), *tables, key_scale=scale, value_scale=scale)
+    whole = narrow.astype(jnp.bfloat16) * scale[None, None, :, None].astype(jnp.bfloat16)
+    expected = attention(query, whole, whole, is_causal=True)
+    np.testing.assert_allclose(*(np.float32(x) for x in (found, expected)), rtol=2e-2, atol=1e-2)
 
 
 def test_lengths_may_be_set_back(seed: int):

@@ -1,16 +1,19 @@
-"""Random caches in pages, and what `decode` should make of them by the float64 oracle."""
+"""The conformance cases of `decode`: random caches in pages, judged by the float64 oracle."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from fa4_jax.conformance.cases import Case
-from fa4_jax.conformance.compare import compare
+from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, STORAGE, Inputs, oracle, ordinary
+from fa4_jax.paged import decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,20 @@ class PagedCase:
         return len(self.lengths)
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether kernels of every architecture take this case."""
+        return False
+
+    @property
     def id(self) -> str:
-        """The fields that are not the default."""
-        fields = dataclasses.fields(self)
-        changed = {x.name: getattr(self, x.name) for x in fields}
-        parts = (f"{x.name}={changed[x.name]}" for x in fields if changed[x.name] != x.default)
-        return "-".join(parts).replace(" ", "")
+        """Readable name: "paged", then every field that is not the default."""
+        parts = ["paged"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                parts.append(field.name + text)
+        return "-".join(parts)
 
     @property
     def contiguous(self) -> Case:
@@ -155,14 +166,55 @@ def make_cache(case: PagedCase, seed: int) -> Cache:
     return Cache(query, stored[0], stored[1], table, lengths, options, inputs)
 
 
-def failures(case: PagedCase, inputs: Inputs, output: Any, lse: Any) -> list[str]:
-    """What is wrong with a result, by the project's comparison."""
+def verdicts(case: PagedCase, inputs: Inputs, output: Any, lse: Any) -> list[Verdict]:
+    """How output and log-sum-exp compare with the oracle's."""
     whole = case.contiguous
+    # Padding holds Inf and NaN on purpose.
     with np.errstate(all="ignore"):
         truth = oracle(whole, inputs)
         usual = [ordinary(whole, inputs, shift) for shift in REFERENCE_SHIFTS]
-        verdicts = [
+        return [
             compare(name, case.dtype, np.asarray(x), truth[name], [y[name] for y in usual])
             for name, x in (("output", output), ("lse", lse))
         ]
-    return [f"{v.name}: {v.failure}" for v in verdicts if v.failure is not None]
+
+
+def run_paged_case(case: PagedCase, seed: int, implementation: Any = None) -> list[Verdict]:
+    """Verdicts on output and log-sum-exp of one case, with the arguments of `run_case`."""
+    cache = make_cache(case, seed)
+    # A GPU's default for float32 products is TF32: three digits, which is JAX's choice, not ours.
+    with jax.default_matmul_precision("highest"):
+        found = decode(
+            *cache.arrays, return_residual=True, implementation=implementation, **cache.options
+        )
+    return verdicts(case, cache.inputs, *found)
+
+
+_DRAFT = functools.partial(PagedCase, rows=4, lengths=(70, 19, 3, 0))
+
+PAGED_CASES = (
+    PagedCase(),
+    PagedCase(dtype="bf16", head_dim=64, heads=(8, 1)),
+    PagedCase(dtype="fp16", head_dim=40, heads=(3, 3), page=24, lengths=(120, 1, 24)),
+    PagedCase(lengths=(500, 81, 80)),  # beyond the table
+    PagedCase(window=20),
+    PagedCase(window=(0, 7), lengths=(70, 1)),
+    PagedCase(window=(33, None), sinks=True, soft_cap=2.0, dtype="bf16"),
+    PagedCase(sinks=True),
+    PagedCase(soft_cap=0.7, heads=(6, 2)),
+    PagedCase(value_dim=24, dtype="bf16"),
+    PagedCase(shared=2, lengths=(70, 41, 50), dtype="bf16"),
+    PagedCase(query_lengths=(1, 0, 1)),
+    _DRAFT(),
+    _DRAFT(dtype="bf16", heads=(8, 2), shared=1, lengths=(70, 19, 16, 33)),
+    _DRAFT(window=18, sinks=True),
+    _DRAFT(query_lengths=(4, 1, 3, 0), sinks=True),
+    _DRAFT(query_lengths=(2, 4, 4, 2), window=(3, 0), soft_cap=3.0),
+    PagedCase(rows=70, lengths=(70, 75, 12), query_lengths=(70, 30, 12), dtype="bf16"),
+    PagedCase(page=1, table_pages=40, lengths=(40, 3), rows=2),
+    PagedCase(page=256, table_pages=2, lengths=(300, 5), dtype="bf16"),
+    PagedCase(scales="K", dtype="bf16"),
+    PagedCase(scales="PK", dtype="fp16", rows=3, window=30),
+    PagedCase(scales="PK", dtype="bf16", rows=1, value_dim=8),
+)
+"""Every case, each once."""
