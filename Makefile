@@ -8,6 +8,7 @@ WHEEL_TOOLS := build/wheel-tools
 # Tests share out a machine's cores, but several processes would fight over a GPU's memory.
 PYTEST_FLAGS ?= $(if $(shell command -v nvidia-smi),,-n auto)
 DEMO_FLAGS ?=
+DEMO_OUTPUT ?= demo_output
 MATRIX := oldest newest
 JAX_oldest := 0.8.0
 JAX_newest := 0.12.*
@@ -48,7 +49,8 @@ test: lint library kernels
 # The demo compiles kernels only where a GPU runs them, and those alone.
 demo: library
 	$(BIN)/python -m kernels.build --arch here
-	PYTHONPATH=. $(BIN)/python examples/train_lm.py $(DEMO_FLAGS)
+	PYTHONPATH=. $(BIN)/python examples/train_lm.py --output $(DEMO_OUTPUT) $(DEMO_FLAGS)
+	PYTHONPATH=. $(BIN)/python examples/generate.py --checkpoint $(DEMO_OUTPUT)/checkpoint
 
 lint: environment
 	$(BIN)/ruff check

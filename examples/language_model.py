@@ -49,11 +49,12 @@ class Sizes:
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Applies rotary position embedding to x [B, T, heads, head_dim] at positions [T]."""
+    """Applies rotary position embedding to x [B, T, heads, head_dim] at positions [T] or [B, T]."""
     features = x.shape[-1]
     frequencies = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
-    angles = positions[:, None] * frequencies[None, :]  # [T, head_dim / 2]
-    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    positions = jnp.atleast_2d(positions)[:, :, None, None]
+    angles = positions * frequencies[None, None, None, :]  # [1 or B, T, 1, head_dim / 2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
     even, odd = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
 
@@ -94,7 +95,10 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Computes logits [B, T, 256] of the byte after each of tokens [B, T] at positions [T]."""
+    """Computes logits [B, T, 256] of the byte after each of tokens [B, T].
+
+    Their positions are [T] or, where entries are at different ones, [B, T].
+    """
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, sizes.width, rngs=rngs)

@@ -6,8 +6,8 @@ Each row packs excerpts of several files; no byte attends to another file's, and
 from one. Attention is `fa4_jax.attention`: on its GPU kernels where there are any for this GPU,
 otherwise in pure JAX. The script ends with the loss on files that were held out, beside what the
 best guess without context would reach, and with attention's gradients beside those of a float64
-computation.
-It exits with 1 if either is not as it should be.
+computation, and with a checkpoint, from which examples/generate.py samples.
+It exits with 1 if loss or gradients are not as they should be.
 
     python examples/train_lm.py --mesh data=2,seq=4
 
@@ -39,6 +39,7 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
+import checkpoint
 import fa4_jax
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
@@ -355,6 +356,8 @@ def main(argv: list[str] | None = None) -> int:
     plot(losses, loss_there, unigram, options.output / "loss.png")
     (options.output / "losses.json").write_text(json.dumps(losses))
     print(f"loss curve: {options.output / 'loss.png'}")
+    checkpoint.save(options.output / "checkpoint", sizes, model)
+    print(f"checkpoint: {options.output / 'checkpoint'}")
     if not loss_there < CLEARLY_BELOW * unigram:
         failures.append(f"the held-out loss is not under {CLEARLY_BELOW} of the unigram entropy")
     for failure in failures:

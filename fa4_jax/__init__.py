@@ -10,6 +10,7 @@ from fa4_jax import lse, masks, runtime
 from fa4_jax.api import attention
 from fa4_jax.autodiff import save_attention_policy
 from fa4_jax.export import export_checks
+from fa4_jax.paged import PagedCache, decode
 from fa4_jax.support import explain, supports
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "PagedCache",
     "attention",
+    "decode",
     "explain",
     "export_checks",
     "flax",

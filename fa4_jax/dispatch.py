@@ -108,7 +108,12 @@ def _left_out(plan: Plan, part: str, operands: Operands) -> Operands:
     message = f"attention uses the default path for its {part}: {reason}"
     if plan.arch is None and unsupported(plan.problem) is None:
         message += "; arch= names the GPU that a program is lowered for elsewhere"
-    return operands._replace(extents=operands.extents + _left_out_p.bind(message=message))
+    return operands._replace(extents=operands.extents + left_out(message))
+
+
+def left_out(message: str) -> jax.Array:
+    """An int32 zero for a program of the default path: lowering it for CUDA logs the message."""
+    return _left_out_p.bind(message=message)
 
 
 def of_derivatives(plan: Plan, operands: Operands) -> Operands:
@@ -124,7 +129,5 @@ def of_derivatives(plan: Plan, operands: Operands) -> Operands:
     if plan.insist:
         zero = _refuse_p.bind(message=message)
     else:
-        zero = _left_out_p.bind(
-            message=f"attention uses the default path for its {part}: {message}"
-        )
+        zero = left_out(f"attention uses the default path for its {part}: {message}")
     return operands._replace(extents=operands.extents + zero)

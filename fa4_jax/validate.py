@@ -103,6 +103,18 @@ def lengths(name: str, x: Any, batch: int) -> Any:
     return x
 
 
+def token_counts(name: str, x: Any, batch: int) -> Any:
+    """Counts of tokens as an array: [] or [B] of an integer type.
+
+    Raises:
+      ValueError: another type or shape.
+    """
+    x = _integers(name, x)
+    if x.shape not in ((), (batch,)):
+        raise ValueError(f"{name} must have shape [] or [B] = ({batch},), got {x.shape}")
+    return x
+
+
 def query_offset(x: Any, batch: int) -> Any:
     """Offset as an array.
 
@@ -112,9 +124,7 @@ def query_offset(x: Any, batch: int) -> Any:
     Raises:
       ValueError: another type or shape, or beyond the limit.
     """
-    x = _integers("query_offset", x)
-    if x.shape not in ((), (batch,)):
-        raise ValueError(f"query_offset must have shape [] or [B] = ({batch},), got {x.shape}")
+    x = token_counts("query_offset", x, batch)
     if isinstance(x, np.ndarray) and (beyond := x[abs(x) >= LIMIT]).size:
         raise ValueError(f"query_offset must be within +-{LIMIT}, got {beyond[0]}")
     return x
@@ -264,10 +274,7 @@ def prefix_lengths(x: Any, batch: int) -> Any:
     Raises:
       ValueError: another type or shape.
     """
-    x = _integers("prefix's lengths", x)
-    if x.shape not in ((), (batch,)):
-        raise ValueError(f"prefix's lengths must have shape [] or [B] = ({batch},), got {x.shape}")
-    return x
+    return token_counts("prefix's lengths", x, batch)
 
 
 def window_side(x: Any) -> Any:
@@ -290,6 +297,18 @@ def chunk_size(x: Any) -> int:
     """
     if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < 1:
         raise ValueError(f"chunked's size must be an int >= 1, got {x}")
+    return int(x)
+
+
+def index(name: str, x: Any, count: int) -> int:
+    """A static index of one of `count` things.
+
+    Raises:
+      ValueError: no int, or out of range.
+    """
+    is_int = isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    if not is_int or not 0 <= int(x) < count:
+        raise ValueError(f"{name} must be within 0 to {count - 1}, got {x}")
     return int(x)
 
 

@@ -9,6 +9,7 @@ import time
 import jax
 
 from fa4_jax.conformance.cases import CASES, Case
+from fa4_jax.conformance.paged import PAGED_CASES, PagedCase, run_paged_case
 from fa4_jax.conformance.runner import run_case
 
 
@@ -26,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="print errors and bounds of each")
 
 
-def _judge(case: Case, args: argparse.Namespace, seed: int) -> list[str]:
+def _judge(case: Case | PagedCase, args: argparse.Namespace, seed: int) -> list[str]:
     """Failures of one case, as text; prints the numbers if wanted."""
     try:
-        verdicts = run_case(case, seed, args.implementation, not args.no_gradients)
+        if isinstance(case, PagedCase):
+            verdicts = run_paged_case(case, seed, args.implementation)
+        else:
+            verdicts = run_case(case, seed, args.implementation, not args.no_gradients)
     except Exception as error:  # one broken case must not hide the others
         return [f"{type(error).__name__}: {error}"]
     if args.verbose:
@@ -43,7 +47,7 @@ def _judge(case: Case, args: argparse.Namespace, seed: int) -> list[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the cases; returns the exit status, 1 if any failed."""
-    cases = [case for case in CASES if args.filter in case.id]
+    cases = [case for case in (*CASES, *PAGED_CASES) if args.filter in case.id]
     if args.implementation == "kernel":
         cases = [case for case in cases if case.has_kernel]
     if args.list:

@@ -7,7 +7,7 @@ ValueError.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def attend_on_mesh(
 # Jitted because types hold no devices: eagerly, shard_map would need them.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _in_explicit_mesh(attend: Any, plan: Plan, mesh: Any, operands: Operands) -> Results:
-    split = _explicit_split(plan.problem, mesh, operands)
+    split = explicit_split(plan.problem, mesh, operands, _DIMENSIONS)
     specs = split.operands(operands)
     operands = jax.tree.map(
         lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs
@@ -95,8 +95,14 @@ _DIMENSIONS = {
 }
 
 
-def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
+def explicit_split(
+    problem: Problem, mesh: Any, operands: Any, dimensions: Mapping[str, tuple[str, ...]]
+) -> Split:
     """The split that the operands' types ask for.
+
+    Args:
+      operands: a named tuple of arrays.
+      dimensions: the names of each array's dimensions.
 
     Raises:
       ValueError: as `attend_on_mesh`.
@@ -104,13 +110,13 @@ def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
     found: dict[str, dict[str, Axes]] = {"batch": {}, "heads": {}}
     arrays = [(name, x) for name, tree in operands._asdict().items() for x in jax.tree.leaves(tree)]
     for name, x in arrays:
-        for dimension, axes in zip(_DIMENSIONS[name], mesh_types.explicit_axes(x), strict=False):
+        for dimension, axes in zip(dimensions[name], mesh_types.explicit_axes(x), strict=False):
             if dimension in found:
                 found[dimension][name] = axes
             elif axes:
                 raise ValueError(
                     f"{name} is sharded along its {dimension}, over mesh axis "
-                    f"{' and '.join(map(repr, axes))}: fa4_jax.attention is shared out by batch "
+                    f"{' and '.join(map(repr, axes))}: calls are shared out by batch "
                     f"and heads only; {_instead(dimension)}"
                 )
     batch, heads = (_longest(dimension, axes) for dimension, axes in found.items())
@@ -119,6 +125,8 @@ def _explicit_split(problem: Problem, mesh: Any, operands: Operands) -> Split:
 
 def _instead(dimension: str) -> str:
     """What to do about a dimension that is sharded and must not be."""
+    if dimension == "pages":
+        return "use fa4_jax.parallel.local_decode, or jax.sharding.reshard it before"
     if "length" in dimension:
         return "use fa4_jax.parallel.attention, or jax.sharding.reshard it before"
     return "jax.sharding.reshard it before"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, cpu, measure, peers, report, shapes, summary
+from benchmarks import attention, cpu, measure, paged_cache, peers, report, shapes, summary
 from benchmarks.flops import flops, visible_pairs
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol, Timing, interleave
@@ -223,3 +223,17 @@ def test_cpu_table_marks_what_is_beyond_its_bound():
     assert "| c | 1.00 -> 1.00 | 1.00 -> 1.00 | 2.50 -> **1.20** | 1.00 -> 1.00 | 2, 2 |" in text
     assert "forward 1 of 1" in text and "gradient 0 of 1" in text
     assert len({case.id for case in cpu.CASES}) == len(cpu.CASES)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_decoding_contenders_compute_the_same(rows):
+    found = paged_cache.calls(paged_cache.Case(2, 128, (4, 2), 16, 16, "float32", rows))
+    results = {name: call() for name, call in found.items()}
+    for x in results.values():
+        np.testing.assert_allclose(x, results["decode"], rtol=1e-4, atol=1e-5)
+
+
+def test_decoding_is_a_row_of_a_table(capsys):
+    paged_cache.main(["--only", "f32-b1-t1-s512", "--loops", "1"])
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("| f32-b1-t1-s512-h8over2-d128-page64 | ") and row.count("|") == 7

@@ -1,4 +1,4 @@
-"""Runs the training example, at toy size, as a user runs it."""
+"""Runs the examples that train and that sample, at toy size, as a user runs them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ TOY = "--layers 1 --width 32 --heads 1 --length 64 --batch 16 --steps 80 --learn
 
 
 def run(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs the example on two virtual CPU devices."""
+    """Runs the training on two virtual CPU devices."""
+    return run_example("examples/train_lm.py", "--output", str(output), *flags)
+
+
+def run_example(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs an example on two virtual CPU devices."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    command = [sys.executable, "examples/train_lm.py", "--output", str(output), *flags]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -46,6 +55,29 @@ def test_one_device_and_two_learn_the_same(tmp_path):
     assert shared.returncode == 0, shared.stderr
     assert "2 x cpu" in shared.stdout
     assert abs(held_out_loss(shared.stdout) - held_out_loss(alone.stdout)) < 0.02
+    check_samples(tmp_path / "shared" / "checkpoint")
+
+
+def check_samples(checkpoint: Path) -> None:
+    """Samples the likeliest bytes from a checkpoint: the same in pages of any size."""
+    flags = "--checkpoint", str(checkpoint), "--temperature", "0", "--bytes", "40"
+    texts = []
+    for page_size in ("16", "7"):
+        done = run_example("examples/generate.py", *flags, "--page-size", page_size)
+        assert done.returncode == 0, done.stderr
+        text, speed = done.stdout.rsplit("\n", 2)[:2]
+        assert re.match(r"160 bytes of 4 prompts in .* tokens/s on cpu", speed)
+        texts.append(text)
+    assert texts[0] == texts[1]
+    alone = run_example("examples/generate.py", *flags, "--prompt", "import ")
+    (own,) = re.findall(r"--- 'import '\n(.*?)\n---", texts[0], re.DOTALL)
+    assert own in alone.stdout
+
+
+def test_sampling_needs_a_checkpoint(tmp_path):
+    refused = run_example("examples/generate.py", "--checkpoint", str(tmp_path / "absent"))
+    assert refused.returncode == 2
+    assert "absent: not there; run examples/train_lm.py" in refused.stderr
 
 
 def test_wrong_meshes_are_refused(tmp_path):

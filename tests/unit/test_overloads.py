@@ -22,3 +22,13 @@ def test_what_is_returned_decides_the_type() -> None:
     assert_type(three, tuple[jax.Array, jax.Array, jax.Array])
     assert largest[1].shape == three[2].shape == (1, 2)
     assert output.shape == pair[0].shape == x.shape and pair[1].shape == (1, 2, 4)
+
+
+def test_what_decode_returns_decides_the_type() -> None:
+    x, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((3, 4, 2, 8))
+    table, lengths = jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
+    output = fa4_jax.decode(x, pages, pages, table, lengths)
+    assert_type(output, jax.Array)
+    pair = fa4_jax.decode(x, pages, pages, table, lengths, return_residual=True)
+    assert_type(pair, tuple[jax.Array, jax.Array])
+    assert output.shape == pair[0].shape == x.shape and pair[1].shape == (1, 2, 1)

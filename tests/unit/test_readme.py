@@ -71,6 +71,19 @@ def test_context_parallelism_runs_as_shown(capsys):
     assert "all-gather" in capsys.readouterr().out
 
 
+def test_decoding_runs_as_shown():
+    names = run("decoding")
+    cache, out = names["cache"], names["out"]
+    assert cache.lengths.tolist() == [11, 7, 9] and out.shape == (3, 1, 8, 64)
+    q, k, v = (names[x] for x in "qkv")
+    for entry, length in enumerate((6, 2, 4)):
+        key, value = (
+            np.concatenate([x[entry, :length], *([x[entry, :1]] * 5)])[None] for x in (k, v)
+        )
+        expected = fa4_jax.attention(q[entry : entry + 1, :1], key, value)
+        assert_close(out[entry : entry + 1], expected)
+
+
 def test_the_names_for_checkpoints_are_shown():
     for name in (autodiff.OUTPUT_NAME, autodiff.LSE_NAME):
         assert f"`{name}`" in README

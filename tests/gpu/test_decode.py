@@ -1,0 +1,15 @@
+"""Every conformance case of paged caches on a GPU, by whatever `decode` runs there."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from fa4_jax.conformance.paged import PAGED_CASES, PagedCase, run_paged_case
+
+
+@pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.id)
+def test_paged(case: PagedCase, seed: int):
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU")
+    assert [v for v in run_paged_case(case, seed) if v.failure is not None] == []
