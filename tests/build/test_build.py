@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import pathlib
 import subprocess
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -26,6 +27,7 @@ from kernels.build import cache, compile, cubin_info, package
 from tests.build import remote
 
 WHEEL_LIMIT = 15 << 20
+"""Bytes of the cubins as a wheel holds them, compressed."""
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +46,19 @@ def test_key_list() -> None:
         mine = [key for key in keys if key.arch == arch]
         return {kernel: sum(key.kernel is kernel for key in mine) for kernel in Pass}
 
-    def backward(tiles: int) -> dict[Pass, int]:
-        """Per dtype and tile: band or not; deterministic or not."""
-        return {
-            Pass.BACKWARD_PRE: 2 * tiles * 2,
-            Pass.BACKWARD: 2 * tiles * 2 * 2,
-            Pass.BACKWARD_POST: 2 * tiles,
-        }
-
-    assert counts("sm_90a") == {Pass.FORWARD: 2 * 5 * 2} | backward(5)
-    # Polynomial or not up to 128; a backward for (192, 128), too.
-    assert counts("sm_100f") == {Pass.FORWARD: 2 * (3 * 4 + 2 * 2)} | backward(6)
+    # Two types and five head dims; the backward has (192, 128), too. Pages or not; deterministic
+    # or not.
+    both = {
+        Pass.FORWARD_SPLIT: 2 * 5 * 2,
+        Pass.FORWARD_JOIN: 2 * 5,
+        Pass.BACKWARD_PRE: 2 * 6 * 2,
+        Pass.BACKWARD_POST: 2 * 6,
+    }
+    # Dense, a band, ranges, ranges with a cap; at d = 64 a short tile for a band and for ranges.
+    assert counts("sm_90a") == {Pass.FORWARD: 2 * (5 * 4 + 2), Pass.BACKWARD: 2 * 6 * 4 * 2} | both
+    # Dense, a band, ranges; polynomials or not up to d = 128; pairs or not of two head dims.
+    forward = 2 * 3 * (5 + 3 + 2 * 2)
+    assert counts("sm_100f") == {Pass.FORWARD: forward, Pass.BACKWARD: 2 * 3 * 2 * (6 + 2)} | both
 
 
 def test_installation_is_whole() -> None:
@@ -68,7 +72,7 @@ def test_installation_is_whole() -> None:
         info = cubin_info.read(code)[cubin.symbol]
         assert info.registers == cubin.registers
         assert (info.stack_bytes, info.local_accesses, cubin.spill_bytes) == (0, 0, 0)
-        total += len(code)
+        total += len(zlib.compress(code))
     assert total < WHEEL_LIMIT
 
 
@@ -178,7 +182,9 @@ def test_cache_passes_over_records_of_another_form(
 
 def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list", "--only", "sm_90a_fwd_bf16_d128*"]) == 0
-    assert capsys.readouterr().out.split() == ["sm_90a_fwd_bf16_d128", "sm_90a_fwd_bf16_d128_band"]
+    dense = "sm_90a_fwd_bf16_d128"
+    listed = [dense, *(f"{dense}_band{x}" for x in ("", "_ranges", "_ranges_soft_cap"))]
+    assert capsys.readouterr().out.split() == listed
     assert command.main(["--only", "nothing*"]) == 2
     assert "nothing*" in capsys.readouterr().err
 
