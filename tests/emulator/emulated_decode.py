@@ -41,13 +41,16 @@ def with_numbers_of_no_page(case: PagedCase, seed: int) -> tuple[np.ndarray, np.
     """Outputs of a table whose first numbers are no pages', and of the nearest ones."""
     cache = make_cache(case, seed)
     pages = cache.key_pages.shape[0]
-    key, value = (np.nan_to_num(x) for x in (cache.key_pages, cache.value_pages))
+    key, value = (
+        np.where(np.isnan(x), 0, x).astype(x.dtype) for x in (cache.key_pages, cache.value_pages)
+    )
     wrong = cache.page_table.copy()
     wrong[:, 0] = [-7, *[pages + 5] * (case.batch - 1)]
     outputs = (
         decode(cache.query, key, value, table, cache.lengths, implementation="kernel")
         for table in (wrong, np.clip(wrong, 0, pages - 1))
     )
+    assert not any(np.isnan(x).any() for x in (key, value))
     first, second = (np.asarray(x) for x in outputs)
     return first, second
 
