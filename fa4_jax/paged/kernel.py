@@ -58,7 +58,7 @@ def forward(plan: Plan, operands: PagedOperands) -> Results:
     return Results(output, lse, None)
 
 
-def _one_batch(size: int, batched: PagedOperands, operands: PagedOperands) -> PagedOperands:
+def _one_batch(size: int, batched: Any, operands: PagedOperands) -> PagedOperands:
     """Operands of `size` calls as those of one; pools of their own are laid one after another."""
 
     def joined(x: jax.Array, has_axis: bool) -> jax.Array:

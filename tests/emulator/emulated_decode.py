@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +68,7 @@ def vmapped_and_looped(case: PagedCase, own_pools: bool, seed: int) -> tuple[Arr
         for pair, axis in zip(zip(one, other, strict=True), axes, strict=True)
     ]
 
-    def call(*arrays: jax.Array) -> jax.Array:
+    def call(*arrays: Any) -> jax.Array:
         return decode(*arrays, implementation="kernel")
 
     @jax.jit
