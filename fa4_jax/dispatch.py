@@ -62,7 +62,7 @@ def forward(plan: Plan, operands: Operands) -> Results:
     default = functools.partial(xla.forward, plan.problem)
     if not plan.forward:
         return default(_left_out(plan, "forward and backward", operands))
-    return _choose(plan, functools.partial(auto.forward, plan), default, operands)
+    return choose(plan, functools.partial(auto.forward, plan), default, operands)
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
@@ -77,10 +77,10 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
             raise NotImplementedError(f"implementation='kernel': backward: {plan.backward_reason}")
         own = _left_out(plan, "backward", operands) if plan.forward else operands
         return default(own, cotangents)
-    return _choose(plan, functools.partial(auto.backward, plan), default, operands, cotangents)
+    return choose(plan, functools.partial(auto.backward, plan), default, operands, cotangents)
 
 
-def _choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
+def choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
     """Runs `kernel` in programs lowered for one of the plan's platforms, elsewhere `default`."""
 
     def otherwise(*args: Any) -> Any:

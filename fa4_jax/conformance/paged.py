@@ -13,6 +13,7 @@ import numpy as np
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, STORAGE, Inputs, oracle, ordinary
+from fa4_jax.key import DTYPES, PAGE_KEYS, SPLIT_ROWS
 from fa4_jax.paged import decode
 
 
@@ -51,7 +52,10 @@ class PagedCase:
     @property
     def has_kernel(self) -> bool:
         """Whether kernels of every architecture take this case."""
-        return False
+        rows = self.rows * (self.heads[0] // self.heads[1])
+        plain = self.soft_cap is None and not self.sinks and self.scales is None
+        sizes = self.page % PAGE_KEYS == 0 and rows <= SPLIT_ROWS and self.head_dim % 8 == 0
+        return self.dtype in DTYPES and plain and sizes
 
     @property
     def id(self) -> str:

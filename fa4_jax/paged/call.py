@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -9,9 +10,10 @@ import jax
 from jax.typing import ArrayLike
 
 from fa4_jax import dispatch, validate, xla
-from fa4_jax.api import Implementation, Window
+from fa4_jax import plan as plans
+from fa4_jax.api import Implementation, Window, find_target
 from fa4_jax.operands import Results
-from fa4_jax.paged import blockwise, mesh
+from fa4_jax.paged import blockwise, kernel, mesh
 from fa4_jax.paged.arguments import DecodeCall, canonicalise
 from fa4_jax.paged.problem import PagedOperands, PagedPlan, PagedProblem, without_keys
 
@@ -97,8 +99,10 @@ def decode(
       sinks: [N], floating: a score of each head with a value of 0, as one more key.
       key_scale, value_scale: float32 [K] or [P, K], factors of float8_e4m3fn pages; 1 by default.
       return_residual: also return the log-sum-exp of each row.
-      implementation: "xla" is the default path, pure JAX in O(length) memory, which None takes,
-        too, and says so in the log where a program is lowered for CUDA. No kernel reads pages yet.
+      implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; at most 64 rows
+        T * N / K; pages of a multiple of 16 tokens; no soft cap, sinks or float8 pages), "xla" is
+        the default path, pure JAX in O(length) memory. None takes kernels where they fit, and says
+        in the log why not where a program is lowered for CUDA.
       check: names lengths and page numbers that are out of range instead of clamping them:
         ValueError outside jit, inside through `jax.experimental.checkify.checkify`.
 
@@ -140,19 +144,27 @@ def run(call: DecodeCall, implementation: Implementation, return_residual: bool)
 
 
 def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPlan:
-    """What computes a call. Kernels will be chosen here.
+    """What computes a call: the kernels where they fit, otherwise the default path.
 
     Raises:
       ValueError: there is no such implementation.
       NotImplementedError: the caller insists on a kernel, and there is none.
     """
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
-    reason = "no kernel reads paged caches"
+    if implementation == "xla":
+        return PagedPlan(problem, None)
+    pages = kernel.of_pages(problem)
+    reason = plans.unsupported(pages) or kernel.unsupported(problem)
+    if reason is None:
+        found = plans.make_plan(pages, find_target(None), implementation)
+        if found.forward:
+            return PagedPlan(problem, None, found)
+        reason = found.forward_reason
     if implementation == "kernel":
         raise NotImplementedError(
             f"implementation='kernel': {reason}; implementation=None or 'xla' is the default path"
         )
-    return PagedPlan(problem, None if implementation == "xla" else reason)
+    return PagedPlan(problem, reason)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -164,7 +176,11 @@ def _attend(plan: PagedPlan, operands: PagedOperands) -> Results:
     attention = plan.problem.attention
     if validate.is_empty(attention):
         return xla.nothing(attention, without_keys(operands))
-    return blockwise.forward(plan.problem, operands)
+    default = functools.partial(blockwise.forward, plan.problem)
+    if plan.kernels is None:
+        return default(operands)
+    own = dataclasses.replace(plan.kernels, problem=kernel.of_pages(plan.problem))
+    return dispatch.choose(own, functools.partial(kernel.forward, own), default, operands)
 
 
 @_attend.defjvp

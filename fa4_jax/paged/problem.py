@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from fa4_jax.operands import Operands
+from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 
 Array = jax.Array
@@ -41,14 +42,16 @@ class PagedProblem:
 
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
-    """What computes a call: today the default path.
+    """What computes a call.
 
     Attributes:
       reason: why no kernel does, where the log is to say so; None where the caller asked for none.
+      kernels: their launches on the whole call, or None.
     """
 
     problem: PagedProblem
     reason: str | None
+    kernels: Plan | None = None
 
 
 class PagedOperands(NamedTuple):

@@ -1,4 +1,4 @@
-"""Every conformance case of paged caches on a GPU, by whatever `decode` runs there."""
+"""Every conformance case of paged caches on a GPU, by the kernels where they take it."""
 
 from __future__ import annotations
 
@@ -12,4 +12,6 @@ from fa4_jax.conformance.paged import PAGED_CASES, PagedCase, run_paged_case
 def test_paged(case: PagedCase, seed: int):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU")
-    assert [v for v in run_paged_case(case, seed) if v.failure is not None] == []
+    implementation = "kernel" if case.has_kernel else None
+    found = run_paged_case(case, seed, implementation)
+    assert [v for v in found if v.failure is not None] == []

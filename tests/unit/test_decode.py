@@ -190,4 +190,6 @@ def test_the_log_says_once_that_no_kernel_reads_pages(caplog: pytest.LogCaptureF
         lower()
         lower()
     (record,) = caplog.records
-    assert record.getMessage() == "decode uses the default path: no kernel reads paged caches"
+    assert record.getMessage() == (
+        "decode uses the default path: query dtype f32: the kernels take bf16 and fp16"
+    )

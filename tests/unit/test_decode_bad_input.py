@@ -100,7 +100,7 @@ def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
         (pages(P, PAGE, K, H, dtype=jnp.float8_e5m2), "key_pages .*float8_e5m2.*float8_e4m3fn"),
         (
             {"implementation": "kernel"},
-            "no kernel reads paged caches; implementation=None or 'xla'",
+            "query dtype f32: the kernels take bf16 and fp16; implementation=None or 'xla'",
         ),
         ({"page_table": jax.ShapeDtypeStruct((B, 2**26), jnp.int32)}, f"{2**26} pages of 8 tokens"),
     ],

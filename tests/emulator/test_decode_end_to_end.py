@@ -1,0 +1,52 @@
+"""fa4_jax.decode on JAX's CPU through the real FFI handler and the emulated GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from fa4_jax.conformance.paged import PAGED_CASES, PagedCase
+from tests.emulator import emulated_decode
+from tests.emulator.processes import HOW, Gpu
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+LONG = PagedCase(
+    dtype="bf16", head_dim=64, rows=3, table_pages=20, lengths=(310, 33, 0), query_lengths=(3, 2, 1)
+)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in (*PAGED_CASES, LONG) if case.has_kernel], ids=lambda case: case.id
+)
+@pytest.mark.parametrize("arch", ["gpu", "blackwell"])
+def test_conforms(request: pytest.FixtureRequest, arch: str, case: PagedCase, seed: int) -> None:
+    gpu: Gpu = request.getfixturevalue(arch)
+    found = gpu(emulated_decode.verdicts, case, seed, HOW[seed % len(HOW)])
+    assert len(found) == 2
+    assert not [verdict for verdict in found if verdict.failure]
+
+
+def test_pages_give_the_bits_of_attention(gpu: Gpu, seed: int) -> None:
+    paged, contiguous = gpu(emulated_decode.paged_and_contiguous, LONG, seed)
+    for one, other in zip(paged, contiguous, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_numbers_of_no_page_are_clamped(gpu: Gpu, seed: int) -> None:
+    case = PagedCase(dtype="bf16", head_dim=64)
+    one, other = gpu(emulated_decode.with_numbers_of_no_page, case, seed)
+    assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("own_pools", [False, True])
+def test_vmap_in_a_loop(gpu: Gpu, own_pools: bool, seed: int) -> None:
+    case = PagedCase(dtype="bf16", head_dim=64)
+    together, apart = gpu(emulated_decode.vmapped_and_looped, case, own_pools, seed)
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_allclose(
+            one.astype(np.float32), other.astype(np.float32), rtol=1e-2, atol=1e-3
+        )
