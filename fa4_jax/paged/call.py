@@ -102,7 +102,8 @@ def decode(
       implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; at most 64 rows
         T * N / K; pages of a multiple of 16 tokens; no soft cap, sinks or float8 pages), "xla" is
         the default path, pure JAX in O(length) memory. None takes kernels where they fit, and says
-        in the log why not where a program is lowered for CUDA.
+        in the log why not where a program is lowered for CUDA. With several devices it takes them
+        inside `shard_map` and on Explicit mesh axes alone: Auto axes would gather the pages.
       check: names lengths and page numbers that are out of range instead of clamping them:
         ValueError outside jit, inside through `jax.experimental.checkify.checkify`.
 
@@ -170,16 +171,19 @@ def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPla
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(plan: PagedPlan, operands: PagedOperands) -> Results:
     """Output [B, T, N, H] and log-sum-exp [B, N, T] of a plan."""
-    if plan.reason is not None:
-        message = f"decode uses the default path: {plan.reason}"
+    kernels, reason = plan.kernels, plan.reason
+    if kernels is not None and not kernels.insist and not kernel.is_on_one_device(operands):
+        kernels, reason = None, kernel.SEVERAL_DEVICES
+    if reason is not None:
+        message = f"decode uses the default path: {reason}"
         operands = operands._replace(extents=operands.extents + dispatch.left_out(message))
     attention = plan.problem.attention
     if validate.is_empty(attention):
         return xla.nothing(attention, without_keys(operands))
     default = functools.partial(blockwise.forward, plan.problem)
-    if plan.kernels is None:
+    if kernels is None:
         return default(operands)
-    own = dataclasses.replace(plan.kernels, problem=kernel.of_pages(plan.problem))
+    own = dataclasses.replace(kernels, problem=kernel.of_pages(plan.problem))
     return dispatch.choose(own, functools.partial(kernel.forward, own), default, operands)
 
 

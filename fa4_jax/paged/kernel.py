@@ -31,6 +31,17 @@ def unsupported(problem: PagedProblem) -> str | None:
     return None
 
 
+SEVERAL_DEVICES = (
+    "there are several devices, and the kernels with pages have no partitioning rule for Auto mesh "
+    "axes; inside shard_map or on Explicit axes each device runs them, or implementation='kernel'"
+)
+
+
+def is_on_one_device(operands: PagedOperands) -> bool:
+    """Whether the compiler cannot share the call out over devices."""
+    return jax.device_count() == 1 or bool(mesh_types.union_varying(operands))
+
+
 def of_pages(problem: PagedProblem) -> Problem:
     """The problem that the kernels' plan is made of."""
     return dataclasses.replace(problem.attention, page_length=problem.page_size)
