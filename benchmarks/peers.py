@@ -69,7 +69,7 @@ def contenders(case: Case, platform: str) -> tuple[list[Contender], list[Absent]
     found: list[Contender | Absent] = [*_ours(case, platform), *_for_comparison(case, platform)]
     if platform == "gpu":
         found += [_cudnn(case), _fa3(case), *flash_attn_4(case), _jla(case), _pallas(case)]
-        if case.chained > 1:  # Elsewhere it is far behind, and its scores fill the memory.
+        if case.chained > 1:  # Elsewhere it is far slower, and its scores fill the memory.
             found.append(_xla(case))
     else:
         found.append(_xla(case))

@@ -21,7 +21,7 @@ LEAST_KEYS = 256
 """Fewer keys are not worth a second launch. Not measured yet."""
 
 COST_BLOCKS = 2
-"""A part's start and end take about as long as so many of its blocks do. Not measured yet."""
+"""Blocks that take about as long as a part's start and end. Other values were not measured."""
 
 Parts = tuple[int, int, int]
 """Shape of the buffer `parts`, which has no elements: (parts of the keys, blocks of rows, 0)."""

@@ -239,7 +239,7 @@ class PagedCache:
         return shard_of(self.axis)
 
     def _pages_of(self, tokens: Array) -> Array:
-        """Table entries that sequences of so many tokens need, [B]."""
+        """Table entries that sequences of `tokens` [B] tokens need, [B]."""
         return self._shard.pages(-(-tokens // self.page_size))
 
     def _number(self, page: Array) -> Array:

@@ -65,7 +65,7 @@ CASES = (
 
 
 def in_parts(launches: Attention, case: Case, parts: int) -> Attention:
-    """The launches of a case whose keys are in so many parts."""
+    """The launches of a case whose keys are in `parts` parts."""
     row_blocks = -(-case.query_length * case.problem.group // SPLIT_ROWS)
     arrays = launches.arrays | {"parts": np.zeros((parts, row_blocks, 0), np.int32)}
     keys = launches.keys
