@@ -5,7 +5,7 @@
 
 It measures as `python -m benchmarks.attention --group decode` does, beside it our kernel on the
 same keys in pages of 64 tokens in random order, and writes no file. With --parts it shows the
-microseconds of our kernel with the given numbers of parts of the keys, for the rule in `fa4_jax.splits`.
+microseconds of our kernel with these numbers of parts of the keys, for `fa4_jax.splits`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def main() -> None:
     """Measures case by case and prints the table as it grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
     parser.add_argument("--loops", type=int, default=5, help="bursts of each contender (5)")
-    parser.add_argument("--parts", type=int, nargs="+", help="our kernel with these numbers of parts")
+    parser.add_argument("--parts", type=int, nargs="+", help="numbers of parts of our kernel")
     options = parser.parse_args()
     head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "ours, pages", "floor", "share", "differences")
     print(jax.devices()[0].device_kind)
