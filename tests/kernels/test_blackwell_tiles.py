@@ -272,14 +272,19 @@ def expected_of_m256(tile: tiles.BackwardM256Tile, key: KernelKey) -> dict[str, 
 
 @pytest.mark.parametrize(
     "key",
-    [key for key in catalogue.keys("sm_100f") if key.kernel is not Pass.FORWARD],
+    [
+        key
+        for key in catalogue.keys("sm_100f")
+        if key.kernel not in (Pass.FORWARD, Pass.FORWARD_JOIN)
+    ],
     ids=lambda key: key.name,
 )
 def test_programmatic_launches_wait_before_they_touch_global_memory(key: KernelKey) -> None:
     """Results of earlier launches are there for a thread only once it has waited."""
     entry = cache.find(key)
     assert entry is not None, "run python -m kernels.build"
-    programmatic = key.kernel is not Pass.BACKWARD_PRE  # an ordinary launch, which lets main start
+    # These are ordinary launches, which let the next one start.
+    programmatic = key.kernel not in (Pass.BACKWARD_PRE, Pass.FORWARD_SPLIT)
     assert entry.cubin.launch.programmatic == programmatic
     assert entry.ptx.count("griddepcontrol.launch_dependents") == 1
     body = entry.ptx[entry.ptx.index("{\n", entry.ptx.index(".entry")) :]
@@ -296,3 +301,15 @@ def test_programmatic_launches_wait_before_they_touch_global_memory(key: KernelK
         assert not set(re.findall(r"bra\S*\s+(\$L\w+)", before)) - set(
             re.findall(r"(\$L\w+):", before)
         )
+
+
+def test_the_kernel_that_joins_waits_before_it_touches_global_memory() -> None:
+    """Its launch is an ordinary one so far; it could be started early."""
+    for key in catalogue.keys("sm_100f"):
+        if key.kernel is Pass.FORWARD_JOIN:
+            entry = cache.find(key)
+            assert entry is not None, "run python -m kernels.build"
+            assert not entry.cubin.launch.programmatic
+            body = entry.ptx[entry.ptx.index("{\n", entry.ptx.index(".entry")) :]
+            before, _ = body.split("griddepcontrol.wait")
+            assert "global" not in before, key.name
