@@ -94,7 +94,7 @@ def _eager(present: list[Contender], inputs: Inputs, direction: str) -> Passes:
 
 
 def _chain(attend: Attention, calls: int) -> Attention:
-    """Returns so many calls of an attention, each with the output before as its query."""
+    """Returns a chain of calls of an attention: each takes the last output as its query."""
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         for _ in range(calls):

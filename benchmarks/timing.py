@@ -2,9 +2,9 @@
 
 A burst is long against the dispatch of its first call and the wait for its last, and the device
 works without gaps in between. Contenders alternate burst by burst, in a new random order each
-time, so that clocks and temperature treat them alike: what ran just before matters. In an order
-that only rotates, where a contender always follows the same other one, two copies of one kernel
-differed by up to 5 % (one H200, 2026-11-24); in random orders by 1 %.
+time, so that clocks and temperature treat them alike. What ran just before seems to matter: in an
+order that only rotates, where a contender nearly always follows the same other one, two copies of
+one kernel differed by up to 5 % (one H200, 2026-11-24); in random orders by 1 %.
 """
 
 from __future__ import annotations

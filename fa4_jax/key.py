@@ -66,7 +66,7 @@ SPLIT_MOST_PARTS = 512
 """Parts that the keys are divided into at most."""
 
 PAGE_KEYS = 16
-"""Keys that the split forward loads of a page at a time: pages have a multiple of so many."""
+"""Keys that the split forward loads of a page at a time; a page's length is a multiple of it."""
 
 SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 """CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""

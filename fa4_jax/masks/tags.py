@@ -21,7 +21,7 @@ from fa4_jax.bands import LIMIT
 Array = jax.Array
 
 SLOT_BITS = 12
-"""Tags are told apart by this many bits, of a hash, where they are looked up among the keys."""
+"""Bits of a tag's hash, by which rows look their tag up among the keys'."""
 
 _NONE = np.iinfo(np.int32).max
 
