@@ -18,9 +18,9 @@ from fa4_jax.key import (
     POLYNOMIAL_EXP2_TILES,
     KernelKey,
     Pass,
-    backward_value_dim,
     head_dim_tile,
     takes_short_tile,
+    value_dim_tile,
 )
 from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
 from fa4_jax.problem import Problem
@@ -127,22 +127,26 @@ def kernel_keys(
             "soft_cap": problem.has_soft_cap and arch in CAPPED_APART,
         }
 
-    value_tile = backward_value_dim(arch, tile, problem.head_dims[1])
+    def value_tile(kernel: Pass) -> int:
+        return value_dim_tile(arch, kernel, tile, problem.head_dims[1])
+
+    of_gradient = value_tile(Pass.BACKWARD)
     backward = (
-        key(Pass.BACKWARD_PRE, value_tile, deterministic=problem.deterministic),
+        key(Pass.BACKWARD_PRE, of_gradient, deterministic=problem.deterministic),
         key(
-            *(Pass.BACKWARD, value_tile),
+            *(Pass.BACKWARD, of_gradient),
             deterministic=problem.deterministic,
             **limits(Pass.BACKWARD),
         ),
-        key(Pass.BACKWARD_POST, value_tile),
+        key(Pass.BACKWARD_POST, of_gradient),
     )
     paged = problem.page_length is not None
     if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
     flags = {"polynomial_exp2": polynomial, "short": short}
-    return (key(Pass.FORWARD, **limits(Pass.FORWARD), **flags),), backward
+    of_output = value_tile(Pass.FORWARD)
+    return (key(Pass.FORWARD, of_output, **limits(Pass.FORWARD), **flags),), backward
 
 
 def _mean_keys(problem: Problem) -> int:

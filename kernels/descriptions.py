@@ -39,7 +39,9 @@ def describe(key: KernelKey) -> Description:
             key.head_dim, key.value_dim, key.deterministic, key.pair, key.ranges
         )
     if hopper:
-        return sm90_forward.description(key.head_dim, key.band, key.ranges, key.short)
+        return sm90_forward.description(
+            key.head_dim, key.value_dim, key.band, key.ranges, key.short
+        )
     return sm100_forward.description(key.head_dim, key.pair, key.ranges)
 
 

@@ -32,10 +32,10 @@ _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 @functools.cache
 def description(
-    head_dim: int, band: bool, ranges: bool = False, short: bool = False
+    head_dim: int, value_dim: int, band: bool, ranges: bool = False, short: bool = False
 ) -> Description:
-    """Describes the forward kernel of a head dim, with or without a band and ranges of keys."""
-    tile = FORWARD_TILES[head_dim, short]
+    """Describes the forward kernel of head dims, with or without a band and ranges of keys."""
+    tile = FORWARD_TILES[head_dim, value_dim, short]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
@@ -71,13 +71,13 @@ def description(
                 meaning="values past the key length are cleared",
             ),
         ),
-        regions=_regions(tile, head_dim, ranges),
+        regions=_regions(tile, (head_dim, value_dim), ranges),
         division=Division(tile.m, persistent=True, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
             TensorMap("k", "k", tile.n, head_dim, tile.span_bytes),
-            TensorMap("v", "v", tile.n, head_dim, tile.span_bytes),
-            TensorMap("o", "o", WARPGROUP_ROWS, head_dim, tile.span_bytes, store=True),
+            TensorMap("v", "v", tile.n, value_dim, tile.span_bytes),
+            TensorMap("o", "o", WARPGROUP_ROWS, value_dim, tile.span_bytes, store=True),
         ),
     )
 
@@ -98,9 +98,9 @@ def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ...]:
-    span, d, ring = tile.span_bytes, head_dim, tile.kv_stages
-    output = operand("o", (tile.m, d), span, "the output on its way")
+def _regions(tile: ForwardTile, dims: tuple[int, int], ranges: bool) -> tuple[Region, ...]:
+    span, (d, value_dim), ring = tile.span_bytes, dims, tile.kv_stages
+    output = operand("o", (tile.m, value_dim), span, "the output on its way")
     tiles = tile.q_stages
     words = WORK_WORDS + ranges
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
@@ -108,7 +108,7 @@ def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ..
         work,
         operand("q", (tile.m, d, tiles), span, "query tiles"),
         operand("k", (tile.n, d, ring), span, "K blocks"),
-        operand("v", (tile.n, d, ring), span, "V blocks"),
-        operand("vt", (d, tile.n, ring), span, "V transposed", shares="v", transposed=True),
+        operand("v", (tile.n, value_dim, ring), span, "V blocks"),
+        operand("vt", (value_dim, tile.n, ring), span, "V transposed", shares="v", transposed=True),
         *([output] if tile.own_output else []),
     )

@@ -74,14 +74,17 @@ class ForwardTile:
         return 2 if self.own_output else 1
 
 
-FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
-    # (head_dim, KernelKey.short)
-    (64, False): ForwardTile(m=192, n=128, kv_stages=2),
-    (64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
-    (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
-    (128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
-    (192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
-    (256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
+FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
+    # (head_dim, value_dim, KernelKey.short)
+    (64, 64, False): ForwardTile(m=192, n=128, kv_stages=2),
+    (64, 64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
+    (96, 96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
+    (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
+    (192, 128, False): ForwardTile(
+        m=128, n=128, kv_stages=2, own_output=False, skips_rescaling=False
+    ),
+    (192, 192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
+    (256, 256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
 }
 
 
