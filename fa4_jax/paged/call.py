@@ -102,8 +102,7 @@ def decode(
       implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; at most 64 rows
         T * N / K; pages of a multiple of 16 tokens; no soft cap, sinks or float8 pages), "xla" is
         the default path, pure JAX in O(length) memory. None takes kernels where they fit, and says
-        in the log why not where a program is lowered for CUDA. With several devices it takes them
-        inside `shard_map` and on Explicit mesh axes alone: Auto axes would gather the pages.
+        in the log why not where a program is lowered for CUDA.
       check: names lengths and page numbers that are out of range instead of clamping them:
         ValueError outside jit, inside through `jax.experimental.checkify.checkify`.
 
@@ -171,11 +170,9 @@ def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPla
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(plan: PagedPlan, operands: PagedOperands) -> Results:
     """Output [B, T, N, H] and log-sum-exp [B, N, T] of a plan."""
-    kernels, reason = plan.kernels, plan.reason
-    if kernels is not None and not kernels.insist and not kernel.is_on_one_device(operands):
-        kernels, reason = None, kernel.SEVERAL_DEVICES
-    if reason is not None:
-        message = f"decode uses the default path: {reason}"
+    kernels = plan.kernels
+    if plan.reason is not None:
+        message = f"decode uses the default path: {plan.reason}"
         operands = operands._replace(extents=operands.extents + dispatch.left_out(message))
     attention = plan.problem.attention
     if validate.is_empty(attention):
