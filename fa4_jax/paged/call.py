@@ -138,12 +138,14 @@ def run(call: DecodeCall, implementation: Implementation, return_residual: bool)
     """
     operands, problem = canonicalise(call)
     validate.flag("return_residual", return_residual)
-    plan = make_plan(problem, implementation)
+    plan = make_plan(problem, implementation, find_target(None))
     output, lse, _ = mesh.decode_on_mesh(attend, plan, operands)
     return (output, lse) if return_residual else output
 
 
-def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPlan:
+def make_plan(
+    problem: PagedProblem, implementation: Implementation, target: plans.Target
+) -> PagedPlan:
     """What computes a call: the kernels where they fit, otherwise the default path.
 
     Raises:
@@ -156,7 +158,7 @@ def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPla
     pages = kernel.of_pages(problem)
     reason = plans.unsupported(pages) or kernel.unsupported(problem)
     if reason is None:
-        found = plans.make_plan(pages, find_target(None), implementation)
+        found = plans.make_plan(pages, target, implementation)
         if found.forward:
             return PagedPlan(problem, None, found)
         reason = found.forward_reason
