@@ -138,7 +138,7 @@ def kernel_keys(
         key(Pass.BACKWARD_POST, value_tile),
     )
     paged = problem.page_length is not None
-    if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
+    if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
     flags = {"polynomial_exp2": polynomial, "short": short}
@@ -226,8 +226,7 @@ def unsupported(problem: Problem) -> str | None:
         return None
     if problem.page_length % PAGE_KEYS:
         return f"pages of {problem.page_length} tokens: the kernels take multiples of {PAGE_KEYS}"
-    asked = in_memory(problem, Pass.FORWARD)
-    return f"{asked[0]} with pages: no kernel takes both" if asked else None
+    return "segment_ids or mask with pages: no kernel takes both" if problem.has_ranges else None
 
 
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:

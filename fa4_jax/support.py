@@ -285,7 +285,7 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     found = [
         Workspace(name, result.dtype, shape)
         for name, (result, shape) in new_buffers(problem, launches, plan.parts).items()
-        if name not in _OUTPUTS
+        if name not in _OUTPUTS and 0 not in shape
     ]
     split = group_split(plan)
     if split.parts > 1:

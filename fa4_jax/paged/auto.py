@@ -1,7 +1,7 @@
 """The kernels' launches of `decode`, and a rule by which Auto mesh axes share them out.
 
-All operands have one more axis, which comes first: of pools of pages. A vmap over pools has
-several, which lie on the devices on which the mapped axis does.
+All operands but sinks and soft cap have one more axis, which comes first: of pools of pages. A vmap
+over pools has several, which lie on the devices on which the mapped axis does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def forward(plan: Plan, operands: PagedOperands) -> Results:
         key, value = (own_heads(split, problem, x) for x in (own.key_pages, own.value_pages))
         (batch, _, heads, _), kv_heads = own.query.shape, key.shape[2]
         sized = plan.resized(batch=batch, query_heads=heads, kv_heads=kv_heads)
-        arrays = Operands(own.query, key, value, own.extents)
+        more = {"soft_cap": operands.soft_cap, "sinks": operands.sinks}
+        arrays = Operands(own.query, key, value, own.extents, **more)
         found = launches.forward(sized, arrays, own.page_table)
         output, lse = (
             x.reshape(*operands.query.shape[:2], *x.shape[1:]) for x in (found.output, found.lse)
@@ -53,18 +54,25 @@ def forward(plan: Plan, operands: PagedOperands) -> Results:
     def specs(split: Split, _: tuple[Any, ...]) -> tuple[Any, Any]:
         query = spec(split.pools, split.batch, (), split.heads)
         pages, rows = spec(split.pools, (), (), split.kv_heads), spec(split.pools, split.batch)
-        own: Any = PagedOperands(query, pages, pages, rows, rows)
+        own: Any = PagedOperands(
+            *(query, pages, pages, rows, rows),
+            soft_cap=None if operands.soft_cap is None else spec(),
+            sinks=None if operands.sinks is None else spec(split.heads),
+        )
         lse = spec(split.pools, split.batch, split.heads)
         results: Any = Results(query, lse)
         return (own,), results
 
-    return partitioned(local, Sharing(_rule(problem.group), split, specs))(operands)
+    sharing = Sharing(_rule(problem.group, operands), split, specs)
+    return partitioned(local, sharing)(operands)
 
 
-def _rule(group: int) -> str:
+def _rule(group: int, operands: PagedOperands) -> str:
     """Shardy's rule: a pools, b batch, n and k heads, which are one where there are as many."""
     k = "n" if group == 1 else "k"
-    taken = ("a b t n h", f"a p s {k} h", f"a p s {k} v", "a b m", "a b e")
+    cap = [] if operands.soft_cap is None else [""]
+    sinks = [] if operands.sinks is None else ["n"]
+    taken = ("a b t n h", f"a p s {k} h", f"a p s {k} v", "a b m", "a b e", *cap, *sinks)
     return f"{', '.join(taken)} -> a b t n v, a b n t"
 
 
@@ -75,7 +83,7 @@ def _in_one_pool(operands: PagedOperands) -> PagedOperands:
     if pools > 1:
         first = jax.lax.broadcasted_iota(table.dtype, table.shape, 0) * pages
         table = table.clip(0, pages - 1) + first
-    own = operands._replace(page_table=table)
+    own = operands._replace(page_table=table, soft_cap=None, sinks=None)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
 
 

@@ -100,9 +100,9 @@ def decode(
       key_scale, value_scale: float32 [K] or [P, K], factors of float8_e4m3fn pages; 1 by default.
       return_residual: also return the log-sum-exp of each row.
       implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; at most 64 rows
-        T * N / K; pages of a multiple of 16 tokens; no soft cap, sinks or float8 pages), "xla" is
-        the default path, pure JAX in O(length) memory. None takes kernels where they fit, and says
-        in the log why not where a program is lowered for CUDA.
+        T * N / K; pages of a multiple of 16 tokens, not float8; scale a number), "xla" is the
+        default path, pure JAX in O(length) memory. None takes kernels where they fit, and says in
+        the log why not where a program is lowered for CUDA.
       check: names lengths and page numbers that are out of range instead of clamping them:
         ValueError outside jit, inside through `jax.experimental.checkify.checkify`.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fa4_jax import mesh_types
+from fa4_jax.batching import one_by_one
 from fa4_jax.key import SPLIT_ROWS
 from fa4_jax.operands import Results
 from fa4_jax.paged import auto
@@ -39,12 +41,24 @@ def of_pages(problem: PagedProblem) -> Problem:
 
 def forward(plan: Plan, operands: PagedOperands) -> Results:
     """Output [B, T, N, H] and log-sum-exp [B, N, T]; under vmap one call with a larger batch."""
-    found = _forward(plan, jax.tree.map(lambda x: x[None], operands))
+    own = _of_entries(operands)
+    pooled = _with(operands, jax.tree.map(lambda x: x[None], own))
+    found = _forward(plan, pooled)
     return Results(found.output[0], found.lse[0], None)
 
 
+def _of_entries(operands: PagedOperands) -> PagedOperands:
+    """The operands without sinks and soft cap, which all entries and pools share."""
+    return operands._replace(soft_cap=None, sinks=None)
+
+
+def _with(operands: PagedOperands, own: PagedOperands) -> PagedOperands:
+    """The operands `own`, and sinks and soft cap of `operands`."""
+    return own._replace(soft_cap=operands.soft_cap, sinks=operands.sinks)
+
+
 def _forward(plan: Plan, operands: PagedOperands) -> Results:
-    """`auto.forward`, batched by JAX."""
+    """`auto.forward`, batched by JAX: in a loop over sinks or caps, otherwise as one launch."""
 
     @jax.custom_batching.custom_vmap
     def call(operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
@@ -56,17 +70,22 @@ def _forward(plan: Plan, operands: PagedOperands) -> Results:
     @call.def_vmap
     def _(size: int, batched: list[Any], operands: PagedOperands) -> tuple[Any, Any]:
         has_axis = batched[0]
+        if has_axis.soft_cap or has_axis.sinks:
+            found = one_by_one(functools.partial(_forward, plan), batched, (operands,))
+            return (found.output, found.lse), (True, True)
         whole = jax.tree.map(
-            lambda x, flag: x if flag else jnp.broadcast_to(x, (size, *x.shape)), operands, has_axis
+            lambda x, flag: x if flag else jnp.broadcast_to(x, (size, *x.shape)),
+            *(_of_entries(operands), _of_entries(has_axis)),
         )
         if has_axis.key_pages or has_axis.value_pages:
-            found = _forward(plan, jax.tree.map(_as_one_axis, whole))
+            own = jax.tree.map(_as_one_axis, whole)
+            found = _forward(plan, _with(operands, own))
             split = (_as_two_axes(x, size) for x in (found.output, found.lse))
             return tuple(split), (True, True)
         # Pages that all share: each pool has more batch entries.
         own = jax.tree.map(lambda x: _as_one_axis(jnp.moveaxis(x, 0, 1), 1), whole)
         own = own._replace(key_pages=operands.key_pages, value_pages=operands.value_pages)
-        found = _forward(plan, own)
+        found = _forward(plan, _with(operands, own))
         split = (jnp.moveaxis(_as_two_axes(x, size, 1), 1, 0) for x in (found.output, found.lse))
         return tuple(split), (True, True)
 

@@ -208,7 +208,9 @@ def problems(key: KernelKey) -> list[Attention]:
         launch = launch.only(key.kernel)
         assert launch.keys == (key,), launch.keys
         if key.kernel is Pass.FORWARD_SPLIT:
-            arrays = launch.arrays | {"parts": np.zeros((2, 1, 0), np.int32)}
+            arrays = launch.arrays | {
+                "parts": np.zeros((2, *launch.arrays["parts"].shape[1:]), np.int32)
+            }
             launch = dataclasses.replace(launch, arrays=arrays)
         made.append(dataclasses.replace(launch, multiprocessors=1))
     return made

@@ -47,6 +47,7 @@ CASES = {
         lengths=(70, 17, 3, 33), rows=4, query_lengths=(4, 2, 4, 1), window=30, dtype="bf16"
     ),
     "values": PagedCase(lengths=(70, 17, 0, 33), value_dim=24, dtype="fp16"),
+    "scores": PagedCase(lengths=(70, 17, 0, 33), sinks=True, soft_cap=2.0, dtype="bf16"),
 }
 
 
@@ -176,6 +177,23 @@ def test_vmap_over_devices(name, twice, seed, launched):
         arrays = [x if axis == 0 else y for x, y, axis in zip(own, caches[0], axes, strict=True)]
         expected = np.asarray(decode(*arrays, implementation="xla"), np.float32)
         np.testing.assert_allclose(output[i], expected, rtol=2e-2, atol=2e-3)
+
+
+def test_vmap_over_sinks_and_caps(seed, launched):
+    """One instance after another, on the pages that all share."""
+    case = CASES["scores"]
+    cache = make_cache(case, seed)
+    sinks, caps = np.random.default_rng(seed).normal(size=(3, 4)), np.array([0.5, 2.0, 30.0])
+
+    def run(sinks: Any, cap: Any) -> Any:
+        return decode(*cache.arrays, sinks=sinks, logits_soft_cap=cap, return_residual=True)
+
+    output, lse = jax.jit(jax.vmap(run))(sinks.astype(np.float32), caps.astype(np.float32))
+    assert launched[-1].batch == case.batch
+    for i in range(3):
+        inputs = dataclasses.replace(cache.inputs, sinks=sinks[i].astype(np.float32))
+        own = dataclasses.replace(case, soft_cap=float(caps[i]))
+        assert_right(own, dataclasses.replace(cache, inputs=inputs), output[i], lse[i])
 
 
 @pytest.mark.parametrize("devices", [1, 2])
