@@ -224,8 +224,11 @@ def unsupported(problem: Problem) -> str | None:
             return f"{name} {head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
     if problem.page_length is None:
         return None
-    if problem.page_length % PAGE_KEYS:
-        return f"pages of {problem.page_length} tokens: the kernels take multiples of {PAGE_KEYS}"
+    page = problem.page_length
+    if page % PAGE_KEYS:
+        near = sorted({max(page // PAGE_KEYS, 1) * PAGE_KEYS, -(-page // PAGE_KEYS) * PAGE_KEYS})
+        nearest = " and ".join(map(str, near))
+        return f"pages of {page} tokens: the kernels take multiples of {PAGE_KEYS}, next {nearest}"
     return "segment_ids or mask with pages: no kernel takes both" if problem.has_ranges else None
 
 

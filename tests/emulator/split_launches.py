@@ -46,3 +46,14 @@ def in_pages(
     split, join = launches.keys
     keys = dataclasses.replace(split, paged=True), join
     return dataclasses.replace(launches, arrays=arrays, keys=keys)
+
+
+def page_of(case: Case) -> int:
+    """The length of the pages of a case: of 64 keys where they divide its keys, otherwise of 16."""
+    return 64 if case.key_length % 64 == 0 else 16
+
+
+def launch_in_pages(launches: Attention, case: Case) -> Attention:
+    """The launches of a case with its keys in pages, in an order that depends on the case alone."""
+    lengths = case.key_lengths or (case.key_length,) * case.batch
+    return in_pages(launches, lengths, page_of(case), np.random.default_rng(0))

@@ -153,8 +153,9 @@ def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> No
     for field in ("symbol", "grid", "block", "cluster", "programmatic", "smem"):
         assert ours[field] == theirs[field], (call.operands, field)
     launch = call.cubin.launch
-    arrays = zip(launch.operands, call.operands, strict=True)
-    empty = {name for name, array in arrays if 0 in array.shape}
+    arrays = dict(zip(launch.operands, call.operands, strict=True))
+    arrays |= results(call.cubin, arrays)
+    empty = {name for name, array in arrays.items() if 0 in array.shape}
     for param, mine, other in zip(launch.params, ours["params"], theirs["params"], strict=True):
         if param.kind == "pointer" and param.buffer in empty:
             continue  # Nothing is there, and the two addresses of it may differ.
