@@ -31,8 +31,11 @@ def forward(plan: Plan, operands: PagedOperands) -> Results:
         key, value = (own_heads(split, problem, x) for x in (own.key_pages, own.value_pages))
         (batch, _, heads, _), kv_heads = own.query.shape, key.shape[2]
         sized = plan.resized(batch=batch, query_heads=heads, kv_heads=kv_heads)
-        more = {"soft_cap": operands.soft_cap, "sinks": operands.sinks}
-        arrays = Operands(own.query, key, value, own.extents, **more)
+        arrays = Operands(
+            *(own.query, key, value, own.extents),
+            soft_cap=operands.soft_cap,
+            sinks=operands.sinks,
+        )
         found = launches.forward(sized, arrays, own.page_table)
         output, lse = (
             x.reshape(*operands.query.shape[:2], *x.shape[1:]) for x in (found.output, found.lse)

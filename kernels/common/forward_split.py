@@ -30,12 +30,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa4_jax import bands
 from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, KernelKey
-from kernels.common import ptx, resources, row_ranges, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, finite_reference, fmax, rescale_factor, select
-from kernels.common.split_data import Addresses, Call, Rows, Scales, Work, assign, make_scales
+from kernels.common.split_data import (
+    NO_RANGES,
+    Addresses,
+    Call,
+    Rows,
+    Scales,
+    Work,
+    assign,
+    make_scales,
+    row_limits,
+)
 from kernels.common.split_description import (
     MMA_WARPS,
     SPLIT_TILES,
@@ -95,7 +104,7 @@ class ForwardSplit(SplitHost):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        ranges = None if cutlass.const_expr(self.paged) else of_keys
+        ranges = NO_RANGES if cutlass.const_expr(self.paged) else of_keys
         call = Call(buffers, sizes, dims, parts, scalars, ranges)
         work = assign(call)
         if warp_index == load.first_warp:
@@ -250,7 +259,7 @@ class ForwardSplit(SplitHost):
             is_row = row < work.first_row + work.rows
             row = cutlass.min(row, work.first_row + work.rows - 1)
             token = row // work.group
-            low, high = self.limits(work, call, token)
+            low, high = row_limits(work, call, token)
             sees = is_row & (token < work.band.query_length)
             rows.low[half] = low
             rows.high[half] = Int32(cutlass.select_(sees, high, low))
@@ -266,17 +275,6 @@ class ForwardSplit(SplitHost):
                 place = (half + 2 * (part % 2), part // 2)
                 rows.query[place] = Int32(cutlass.select_(there, pair, Int32(0)))
         return rows
-
-    @cute.jit
-    def limits(self, work: Work, call: Call, token: Int32) -> tuple[Int32, Int32]:
-        """Returns the keys that a token sees by band and range: low <= j < high."""
-        low, high = bands.row_limits(work.band, token, tensors.INT32)
-        if cutlass.const_expr(call.ranges is not None):
-            if call.ranges.range_rows > 0:
-                ranges = row_ranges.arrays(call.ranges, call.sizes, work.batch)
-                own_low, own_high = row_ranges.row_limits(ranges, token)
-                low, high = cutlass.max(low, own_low), cutlass.min(high, own_high)
-        return low, high
 
     def make_addresses(self, shared: Shared) -> Addresses:
         """Returns where this lane's rows of matrices lie: ldmatrix of 16 keys and 16 columns.

@@ -1,6 +1,7 @@
 """Data of the split forward: what a CTA works on, and what a warp holds meanwhile."""
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -26,17 +27,18 @@ _TABLE_ENTRIES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The parameters of a launch, but tensor maps and pages.
-
-    ranges: None where keys are in pages.
-    """
+    """The parameters of a launch, but tensor maps and pages; ranges: as `NO_RANGES`, or given."""
 
     buffers: SplitBuffers
     sizes: Sizes
     dims: HeadDims
     parts: SplitShape
     scalars: SplitScalars
-    ranges: SplitRanges | None
+    ranges: SplitRanges
+
+
+NO_RANGES: Any = None
+"""Of keys in pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,18 @@ def assign(call: Call) -> Work:
     first = begin + skipped
     count = (cutlass.max(end - first, 0) + splits - 1) // splits
     return Work(batch, kv_head, part, group, first_row, rows, band, first, count, compares)
+
+
+@cute.jit
+def row_limits(work: Work, call: Call, token: Int32) -> tuple[Int32, Int32]:
+    """Returns the keys that a token sees by band and range: low <= j < high."""
+    low, high = bands.row_limits(work.band, token, tensors.INT32)
+    if cutlass.const_expr(call.ranges is not None):
+        if call.ranges.range_rows > 0:
+            arrays = row_ranges.arrays(call.ranges, call.sizes, work.batch)
+            own_low, own_high = row_ranges.row_limits(arrays, token)
+            low, high = cutlass.max(low, own_low), cutlass.min(high, own_high)
+    return low, high
 
 
 @dataclasses.dataclass(frozen=True)

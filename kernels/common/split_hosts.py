@@ -50,19 +50,17 @@ class SplitHost:
         dims: HeadDims,
         parts: SplitShape,
         scalars: SplitScalars,
-        pages: PageBuffers,
-        ranges: SplitRanges,
+        of_keys: PageBuffers | SplitRanges,
         stream: cuda.CUstream,
     ):
         shapes = hosts.buffer_shapes(sizes, dims)
         if cutlass.const_expr(self.paged):
-            of_pages = (pages.pages, sizes.key_length, sizes.kv_heads)
+            of_pages = (of_keys.pages, sizes.key_length, sizes.kv_heads)
             shapes |= {"k": (*of_pages, dims.head_dim), "v": (*of_pages, dims.value_dim)}
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
         ctas = parts.splits * parts.row_blocks * sizes.batch * sizes.kv_heads
-        of_keys = pages
         if cutlass.const_expr(not self.paged):
-            of_keys = dataclasses.replace(ranges, **dict.fromkeys(launches.absent_split_orders()))
+            of_keys = dataclasses.replace(of_keys, **dict.fromkeys(launches.absent_split_orders()))
         self.kernel(maps, buffers, sizes, dims, parts, scalars, of_keys).launch(
             grid=[ctas, 1, 1],
             block=[self.description.threads, 1, 1],
@@ -98,7 +96,7 @@ def split_source(host: SplitHost, key: KernelKey) -> KernelSource:
     tile = {"m": division.rows, "n": division.keys, "kv_stages": stages}
     takes = (
         *(SplitLoads, SplitBuffers, Sizes, HeadDims, SplitShape, SplitScalars),
-        *(PageBuffers, SplitRanges),
+        PageBuffers if host.paged else SplitRanges,
     )
     return hosts.make_source(host, key, takes, tile | {"ctas": SPLIT_CTAS[key.head_dim]})
 
