@@ -55,9 +55,9 @@ class ForwardJoin(JoinHost):
         in_batch = row - batch * rows
         token = in_batch // shape.heads
         head = in_batch - token * shape.heads
-        sink_log2, is_row = self.sink(buffers, shape, batch, head, token)
         first = Int64(batch) * shape.splits * rows + in_batch
         cute.arch.griddepcontrol_wait()
+        sink_log2, is_row = self.sink(buffers, shape, batch, head, token)
         parts = cute.make_layout(shape.splits, stride=Int64(rows))
         lse_parts = cute.make_tensor(buffers.lse_parts + first, parts)
         largest, total = self.weigh(shared, lse_parts, shape.splits)
