@@ -365,8 +365,7 @@ def table() -> str:
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     groups: dict[tuple[str, str, str], list[KernelKey]] = {}
     for key in catalogue.all_keys():
-        if key.kernel in (Pass.FORWARD, Pass.BACKWARD):
-            name = "forward" if key.kernel is Pass.FORWARD else "backward"
+        if (name := _name_of_pass(key)) is not None:
             groups.setdefault((key.arch, key.dtype, name), []).append(key)
     for (arch, dtype, name), keys in groups.items():
         tiles = sorted({_head_dims(key) for key in keys})
@@ -374,12 +373,28 @@ def table() -> str:
             {_head_dims(key) for key in keys if getattr(key, flag)} == set(tiles)
             for flag in ("band", "ranges", "reads_cap", "deterministic")
         )
-        repeatable = ordered or name == "forward"  # each output is the work of one thread block
+        # Outside a backward all that adds to an output does so in one order.
+        repeatable = ordered or name != "backward"
+        if name in _SPLIT:  # One kernel has all of these.
+            band, ranges, capped = True, True, True
         named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)
         cells = [arch, dtype, name, ", ".join(named)]
         cells += ["yes" if flag else "no" for flag in (band, ranges, capped, repeatable)]
+        if name == _DECODE:
+            cells[5] = "sinks"
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+_SHORT, _DECODE = "forward of few rows", "decode"
+_SPLIT = (_SHORT, _DECODE)
+
+
+def _name_of_pass(key: KernelKey) -> str | None:
+    """What the table calls a kernel's pass, or None of a kernel that only belongs to another."""
+    if key.kernel is Pass.FORWARD_SPLIT:
+        return _DECODE if key.paged else _SHORT
+    return {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}.get(key.kernel)
 
 
 def _head_dims(key: KernelKey) -> tuple[int, int]:
