@@ -29,7 +29,9 @@ the largest scores are wanted or else 0, 0)."""
 
 
 def takes(problem: Problem) -> bool:
-    """Whether a problem runs on the split forward."""
+    """Whether a problem runs on the split forward, which reads no mask of pairs and no bias."""
+    if problem.has_mask or problem.has_bias:
+        return False
     sizes = (
         *(problem.batch, problem.query_length, problem.key_length),
         *(problem.query_heads, problem.kv_heads),
