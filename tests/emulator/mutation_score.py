@@ -139,8 +139,10 @@ def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     One has four warps for the same rows, none and one block in some parts, and padded keys; one has
     a warp for each 16 rows, several rounds of the ring in a part, and all that scores may have.
     Pages are those of `split_launches.page_of`: long ones in the first, short ones in the second.
+    Each have a loop of their own, so that the first has several rounds of the ring, too.
     """
     masks = () if key.paged else ("scattered",)
+    most = 31 * 64 if key.paged else 300
     scores = {"soft_cap": 9.0, "sinks": True, "max_logit": True, "masks": masks}
     return (
         Case(
@@ -148,8 +150,8 @@ def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             batch=3,
             heads=(5, 1),
             query_length=1,
-            key_length=320 if key.paged else 300,
-            key_lengths=(0, 70, 300),
+            key_length=most,
+            key_lengths=(0, 70, most),
             poison=True,
         ),
         Case(**(common | scores), batch=1, heads=(4, 1), query_length=13, key_length=2000),
