@@ -141,7 +141,7 @@ def kernel_keys(
         key(Pass.BACKWARD_POST, of_gradient),
     )
     paged = problem.page_length is not None
-    if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
+    if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
     flags = {"polynomial_exp2": polynomial, "short": short}
@@ -228,10 +228,12 @@ def unsupported(problem: Problem) -> str | None:
             return f"{name} {head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
     if problem.page_length is None:
         return None
-    if problem.page_length % PAGE_KEYS:
-        return f"pages of {problem.page_length} tokens: the kernels take multiples of {PAGE_KEYS}"
-    asked = in_memory(problem, Pass.FORWARD)
-    return f"{asked[0]} with pages: no kernel takes both" if asked else None
+    page = problem.page_length
+    if page % PAGE_KEYS:
+        near = sorted({max(page // PAGE_KEYS, 1) * PAGE_KEYS, -(-page // PAGE_KEYS) * PAGE_KEYS})
+        nearest = " and ".join(map(str, near))
+        return f"pages of {page} tokens: the kernels take multiples of {PAGE_KEYS}, next {nearest}"
+    return "segment_ids or mask with pages: no kernel takes both" if problem.has_ranges else None
 
 
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:
