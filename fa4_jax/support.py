@@ -16,7 +16,7 @@ from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
-from fa4_jax.masks import Mask, resolve, values
+from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.operands import RowRanges
 from fa4_jax.plan import (
     Plan,
@@ -109,7 +109,11 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Any]:
+BitShape = tuple[int, ...] | None
+"""Shape of the words of bits that kernels would read of a mask, or None."""
+
+
+def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Any, BitShape]:
     """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation."""
     kwargs = dict(kwargs)
     validate.flag("return_residual", kwargs.pop("return_residual", False))
@@ -118,16 +122,18 @@ def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, An
     )
     leaves, structure = jax.tree.flatten((args, kwargs))
     unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    found: list[Problem] = []
+    found: list[tuple[Problem, BitShape]] = []
 
     def trace(arrays: list[jax.Array]) -> None:
         rest = iter(arrays)
         given = [next(rest) if flag else x for x, flag in zip(leaves, unknown, strict=True)]
         positional, named = jax.tree.unflatten(structure, given)
-        found.append(canonicalise(Call(*positional, **named))[1])
+        operands, problem = canonicalise(Call(*positional, **named))
+        found.append((problem, bits.shape_of(operands)))
 
     jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
-    return found[0], implementation
+    problem, shape = found[0]
+    return problem, implementation, shape
 
 
 def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
@@ -141,7 +147,7 @@ def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
     Raises:
       ValueError, NotImplementedError: the call is wrong on any implementation.
     """
-    problem, implementation = _problem(args, kwargs)
+    problem, implementation, _ = _problem(args, kwargs)
     declined = "xla" if implementation == "xla" else None
     if arch is None:
         plan = make_plan(problem, find_target(None), declined)
@@ -168,7 +174,7 @@ def explain(*args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
     Raises:
       ValueError, NotImplementedError: as `attention`.
     """
-    problem, implementation = _problem(args, kwargs)
+    problem, implementation, packed = _problem(args, kwargs)
     validate.known_sizes(problem, "explain")
     target = find_target(arch)
     plan = make_plan(problem, target, implementation)
@@ -181,7 +187,7 @@ def explain(*args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
         tiles=_tiles(plan, target.manifest),
         designs=_designs(plan),
         splits=1 if plan.parts is None else plan.parts[0],
-        workspaces=_workspaces(plan),
+        workspaces=_workspaces(plan, packed),
         forward_flops=2 * (head_dim + value_dim) * pairs,
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs,
         forward_reason=plan.forward_reason,
@@ -204,7 +210,7 @@ def _designs(plan: Plan) -> dict[str, str]:
     }
 
 
-def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
+def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:
     launches = [kernel.launch for kernel in plan.forward + plan.backward]
     problem = plan.problem
     found = [
@@ -212,6 +218,8 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
         for name, (result, shape) in new_buffers(problem, launches, plan.parts).items()
         if name not in _OUTPUTS
     ]
+    if plan.forward and packed is not None:
+        found.append(Workspace("mask_bits", "i32", packed))
     split = group_split(plan)
     if split.parts > 1:
         shapes = given_shapes(split.plan.problem)
@@ -232,6 +240,7 @@ def _known_rows(problem: Problem, args: tuple[Any, ...], call: dict[str, Any]) -
     mask = args[4] if len(args) > 4 else call.get("mask")
     found = values.parts(mask if isinstance(mask, Mask) else None, call.get("segment_ids"))
     _, found = resolve.static_window(found)
+    found, _ = of_pairs.divided(found)
     offset = call.get("query_offset", 0)
     if not _known((found, offset)):
         return None
