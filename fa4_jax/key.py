@@ -78,6 +78,10 @@ cap, for which a branch in every block costs nothing that can be noticed.
 """
 
 
+READS_MASKS = frozenset({"sm_90a"})
+"""Architectures whose kernels with ranges read bits of a mask of pairs, too, where a call has one."""
+
+
 _FLAGS = (
     *("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short"),
     "paged",
@@ -127,6 +131,11 @@ class KernelKey:
     def reads_cap(self) -> bool:
         """Whether the kernel reads a soft cap; without the flag it may be 0, which is none."""
         return self.soft_cap or (self.ranges and self.arch not in CAPPED_APART)
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether the kernel reads bits of a mask of pairs, which a call may lack."""
+        return self.ranges and self.arch in READS_MASKS
 
     @property
     def name(self) -> str:

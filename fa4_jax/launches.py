@@ -8,8 +8,17 @@ import jax.numpy as jnp
 from fa4_jax import ffi_call, mesh_types
 from fa4_jax.group_split import group_split
 from fa4_jax.key import Pass
+from fa4_jax.masks import bits as packed
 from fa4_jax.masks import order, table
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges, Tags
+from fa4_jax.operands import (
+    Cotangents,
+    Gradients,
+    MaskBits,
+    Operands,
+    Results,
+    RowRanges,
+    Tags,
+)
 from fa4_jax.plan import Kernel, Plan, in_memory, scalars
 from fa4_jax.problem import Problem
 
@@ -48,6 +57,21 @@ def range_buffers(rows: RowRanges) -> dict[str, jax.Array]:
     }
 
 
+def mask_buffers(bits: MaskBits | None, kernel: Kernel, kv_heads: int = 0) -> dict[str, jax.Array]:
+    """The buffers of a mask of pairs, which are empty where there is none.
+
+    kv_heads: of a backward, which asks about all heads of a group together.
+    """
+    if not kernel.key.reads_mask:
+        return {}
+    if bits is None:
+        nothing = jnp.zeros((1, 0, 1, 1), jnp.int32)
+        bits = MaskBits(nothing[..., None], nothing, nothing)
+    elif kv_heads:
+        bits = packed.of_groups(bits, kv_heads)
+    return {"mask_bits": bits.words, "mask_some": bits.some, "mask_every": bits.every}
+
+
 def _tile_size(kernel: Kernel) -> int:
     """Query rows of a forward's tile, keys of a backward's: the grid counts these tiles."""
     return kernel.launch.grid[0][0].divisor
@@ -69,6 +93,7 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
         **range_buffers(rows),
+        **mask_buffers(operands.bits, kernel),
         "query_order": tiles,
         "sinks": sinks.astype(jnp.float32),
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
@@ -123,7 +148,12 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
         rows, tiles = _whole(problem), order.ascending(keys, tile)
     else:
         tiles = order.of_keys(rows, problem.window, operands.extents, tile, keys)
-    return {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap), "key_order": tiles}
+    return {
+        **range_buffers(rows),
+        **mask_buffers(operands.bits, kernel, problem.kv_heads),
+        "soft_cap": _soft_cap(problem.soft_cap),
+        "key_order": tiles,
+    }
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
+    READS_MASKS,
     KernelKey,
     Pass,
     backward_value_dim,
@@ -207,12 +208,15 @@ def new_buffers(
     return found
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Why no kernel of any architecture takes this problem, or None."""
+def unsupported(problem: Problem, arch: str | None = None) -> str | None:
+    """Why no kernel of an architecture, or of any, takes this problem, or None."""
     if problem.has_bias:
         return "bias: the kernels take no dense bias"
-    if problem.has_mask:
-        return "mask: the kernels take no dense mask (use is_causal, window or lengths)"
+    if problem.has_mask and arch not in (None, *READS_MASKS):
+        return (
+            f"mask: the kernels for {arch} take no boolean array, function, union or complement "
+            "(use is_causal, window, lengths, segment_ids or ranges)"
+        )
     if problem.scale is None:
         return "scale: it is traced, the kernels take a static one"
     if problem.dtype not in DTYPES:
@@ -233,7 +237,7 @@ def unsupported(problem: Problem) -> str | None:
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:
     """The arguments whose arrays a pass reads or writes beside those of every call."""
     asked = {
-        "segment_ids or mask": problem.has_ranges,
+        "segment_ids or mask": problem.has_ranges or problem.has_mask,
         "logits_soft_cap": problem.has_soft_cap,
         # To the backward sinks are in the log-sum-exp.
         "sinks": problem.has_sinks and kernel is Pass.FORWARD,
@@ -286,7 +290,7 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     if implementation == "xla":
         reason = "implementation='xla'"
         return Plan(problem, forward_reason=reason, backward_reason=reason, declined=True)
-    reason = unsupported(problem)
+    reason = unsupported(problem, target.arch)
     if reason is None and (target.arch is None or target.manifest is None):
         reason = target.unavailable
     if reason is not None or target.arch is None or target.manifest is None:

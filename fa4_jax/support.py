@@ -154,7 +154,7 @@ def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
         return Support(plan.forward_reason or plan.backward_reason)
     if arch not in catalogue.ARCHITECTURES:
         return Support(f"arch {arch}: there are kernels for {', '.join(catalogue.ARCHITECTURES)}")
-    reason = "implementation='xla'" if declined else unsupported(problem)
+    reason = "implementation='xla'" if declined else unsupported(problem, arch)
     if reason is None:
         forward, backward = kernel_keys(problem, arch, design=designs.asked())
         missing = set(forward + backward) - set(catalogue.all_keys())

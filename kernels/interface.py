@@ -196,7 +196,9 @@ class JoinShape:
 class RangeBuffers:
     """Keys of each row, int32; kernels/common/row_ranges.py. One batch element or all.
 
-    query_order only for the forward, key_order only for a backward without a fixed order.
+    query_order only for the forward, key_order only for a backward without a fixed order. mask_*
+    and state_heads are bits of a mask of pairs (kernels/common/pair_masks.py), only where a key
+    reads them; mask_heads is 0 in a call without one.
     """
 
     batch: Annotated[Any, Dim(0, "row_low")]
@@ -209,6 +211,12 @@ class RangeBuffers:
     tag_tiles: Pointer
     query_order: Pointer
     key_order: Pointer
+    mask_batch: Annotated[Any, Dim(0, "mask_bits")]
+    mask_heads: Annotated[Any, Dim(1, "mask_bits")]
+    state_heads: Annotated[Any, Dim(1, "mask_some")]
+    mask_bits: Pointer
+    mask_some: Pointer
+    mask_every: Pointer
 
 
 @dataclasses.dataclass(frozen=True)

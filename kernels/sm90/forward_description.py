@@ -27,6 +27,9 @@ from kernels.sm90.tiles import (
 WORK_WORDS = 12
 """int32 words that say what a tile's work is; one more says whether tags are compared."""
 
+VISIT_WORDS = 2
+"""int32 words that say what a block is under a mask of pairs; forward_visits."""
+
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
@@ -104,8 +107,11 @@ def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ..
     tiles = tile.q_stages
     words = WORK_WORDS + ranges
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
+    text = "key blocks, and whether ranges hide any of them, under a mask of pairs"
+    visits = (Region("visits", (VISIT_WORDS, ring), text, "i32"),) if ranges else ()
     return (
         work,
+        *visits,
         operand("q", (tile.m, d, tiles), span, "query tiles"),
         operand("k", (tile.n, d, ring), span, "K blocks"),
         operand("v", (tile.n, d, ring), span, "V blocks"),

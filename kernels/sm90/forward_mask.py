@@ -1,0 +1,82 @@
+"""What the Hopper forward hides of a block of scores, and of V past the key length."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from kernels.common import resources, tensors
+from kernels.common.pair_masks import BOX_ROWS, BitsInMemory
+from kernels.common.row_ranges import LANES, element
+from kernels.common.softmax import select
+from kernels.description import NamedBarrier
+from kernels.sm90 import softmax
+from kernels.sm90.forward_data import Rows
+from kernels.sm90.tiles import WARPGROUP
+
+Visit = tuple[Int32, Int32 | int]
+"""A block of keys, and whether band or ranges may hide any of it."""
+
+
+def visit_of(shared: resources.Shared, rows: Rows, slot: Int32, index: Int32) -> Visit:
+    """Returns the visit of a block of K that has come: the index-th block, or what is published.
+
+    slot: of K, whose release lets the load warp publish the next one.
+    """
+    return (index, 1) if rows.bits is None else _published(shared.visits, rows.bits, slot, index)
+
+
+@cute.jit
+def _published(words: cute.Tensor, bits: BitsInMemory, slot: Int32, index: Int32) -> Visit:
+    block, limited = index, Int32(1)
+    if bits.given():
+        block, limited = words[0, slot], words[1, slot]
+        cute.arch.sync_warp()  # One lane releases the slot for all.
+    return block, limited
+
+
+@cute.jit
+def hide(scores: cute.Tensor, rows: Rows, visit: Visit, n: cutlass.Constexpr[int]):
+    """Sets scores that the rows do not see of a block of n keys to -inf."""
+    first_key = visit[0] * n + rows.first_column
+    if cutlass.const_expr(rows.bits is None):
+        softmax.mask_band(scores, first_key, rows.low, rows.high)
+    else:
+        if visit[1] != 0:
+            softmax.mask_band(scores, first_key, rows.low, rows.high)
+            if rows.tags.wanted:
+                softmax.mask_tags(scores, first_key, rows.tags)
+        if rows.bits.given():
+            _hide_by_bits(scores, rows.bits, visit[0] * n, n)
+
+
+@cute.jit
+def _hide_by_bits(
+    scores: cute.Tensor, bits: BitsInMemory, first_key: Int32, n: cutlass.Constexpr[int]
+):
+    """Sets scores to -inf whose bits are 0.
+
+    A word has 32 keys of a row. A thread's columns in it are 2 of every 8.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    thread = thread - WARPGROUP
+    lane = thread % LANES
+    own = bits.of_tile(bits.first_row + thread // WARPGROUP * BOX_ROWS)
+    row, last = thread % WARPGROUP // 32 * 16 + lane // 4, bits.words() - 1
+    for part in cutlass.range_constexpr(n // LANES):
+        word = cutlass.min(first_key // LANES + part, last) * BOX_ROWS + row
+        for r in cutlass.range_constexpr(softmax.ROWS):
+            seen = Uint32(element(own, word + 8 * r)) >> Uint32(lane % 4 * 2)
+            for pair in cutlass.range_constexpr(4):
+                for column in cutlass.range_constexpr(2):
+                    index = softmax.fragment_index(4 * part + pair, r, column)
+                    is_seen = (seen & (1 << (8 * pair + column))) != 0
+                    scores[index] = select(is_seen, scores[index], -Float32.inf)
+
+
+@cute.jit
+def clear_padding(v: cute.Tensor, first_row: Int32, padding: cutlass.Constexpr[NamedBarrier]):
+    """Writes 0 to a block's values from a row on, past the key length, which may hold anything."""
+    thread, _, _ = cute.arch.thread_idx()
+    tensors.zero_rows(v, first_row, thread - WARPGROUP, padding.threads)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    resources.meet(padding)
