@@ -134,8 +134,12 @@ class KernelKey:
 
     @property
     def reads_mask(self) -> bool:
-        """Whether the kernel reads bits of a mask of pairs, which a call may lack."""
-        return self.ranges and self.arch in READS_MASKS
+        """Whether the kernel reads bits of a mask of pairs, which a call may lack.
+
+        The registers of a backward with a soft cap of its own do not suffice for them.
+        """
+        capped = self.soft_cap and self.kernel is Pass.BACKWARD
+        return self.ranges and self.arch in READS_MASKS and not capped
 
     @property
     def name(self) -> str:

@@ -39,7 +39,7 @@ class RowRanges(NamedTuple):
 class MaskBits(NamedTuple):
     """A mask of pairs as kernels read it (`masks.bits`), int32.
 
-    words [B|1, N|1, ceil(T / 64), ceil(S / 32), 64]: bit t of [..., u, w, i] says whether row
+    words [B|1, N|1, ceil(T / 64), 4 ceil(S / 128), 64]: bit t of [..., u, w, i] says whether row
     64 u + i sees key 32 w + t. some, every [B|1, N|1, ceil(T / 64), ceil(S / 512)]: a bit for 64
     rows and 16 keys: whether any of their pairs are seen, or all.
     """

@@ -16,7 +16,6 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
-    READS_MASKS,
     KernelKey,
     Pass,
     backward_value_dim,
@@ -208,15 +207,10 @@ def new_buffers(
     return found
 
 
-def unsupported(problem: Problem, arch: str | None = None) -> str | None:
-    """Why no kernel of an architecture, or of any, takes this problem, or None."""
+def unsupported(problem: Problem) -> str | None:
+    """Why no kernel of any architecture takes this problem, or None."""
     if problem.has_bias:
         return "bias: the kernels take no dense bias"
-    if problem.has_mask and arch not in (None, *READS_MASKS):
-        return (
-            f"mask: the kernels for {arch} take no boolean array, function, union or complement "
-            "(use is_causal, window, lengths, segment_ids or ranges)"
-        )
     if problem.scale is None:
         return "scale: it is traced, the kernels take a static one"
     if problem.dtype not in DTYPES:
@@ -263,6 +257,19 @@ def _missing(problem: Problem, keys: tuple[KernelKey, ...], manifest: Manifest) 
     return None
 
 
+def unread_mask(problem: Problem, keys: tuple[KernelKey, ...]) -> str | None:
+    """Why kernels do not take the mask of pairs of a call, or None."""
+    if not problem.has_mask:
+        return None
+    for key in keys:
+        if key.kernel in (Pass.FORWARD, Pass.BACKWARD) and not key.reads_mask:
+            return (
+                f"mask: {key.name} reads no bits of a boolean array, function, union or complement "
+                "(it takes is_causal, window, lengths, segment_ids and ranges)"
+            )
+    return None
+
+
 def _traced_cap(problem: Problem) -> str | None:
     """Why no backward kernel takes the call's soft cap, or None."""
     if not problem.has_soft_cap or problem.soft_cap is not None:
@@ -290,7 +297,7 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     if implementation == "xla":
         reason = "implementation='xla'"
         return Plan(problem, forward_reason=reason, backward_reason=reason, declined=True)
-    reason = unsupported(problem, target.arch)
+    reason = unsupported(problem)
     if reason is None and (target.arch is None or target.manifest is None):
         reason = target.unavailable
     if reason is not None or target.arch is None or target.manifest is None:
@@ -298,8 +305,9 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
             raise NotImplementedError(f"implementation='kernel': {reason}")
         return Plan(problem, forward_reason=reason, backward_reason=reason, arch=target.arch)
     forward, backward = kernel_keys(problem, target.arch, target.fast_exp2, target.design)
-    forward_reason = _missing(problem, forward, target.manifest)
-    backward_reason = forward_reason or _missing(problem, backward, target.manifest)
+    forward_reason = unread_mask(problem, forward) or _missing(problem, forward, target.manifest)
+    backward_reason = forward_reason or unread_mask(problem, backward)
+    backward_reason = backward_reason or _missing(problem, backward, target.manifest)
     backward_reason = backward_reason or _traced_cap(problem)
     if forward_reason is not None and implementation == "kernel":
         raise NotImplementedError(f"implementation='kernel': {forward_reason}")

@@ -25,6 +25,7 @@ from fa4_jax.plan import (
     kernel_keys,
     make_plan,
     new_buffers,
+    unread_mask,
     unsupported,
 )
 from fa4_jax.problem import Problem
@@ -154,12 +155,14 @@ def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
         return Support(plan.forward_reason or plan.backward_reason)
     if arch not in catalogue.ARCHITECTURES:
         return Support(f"arch {arch}: there are kernels for {', '.join(catalogue.ARCHITECTURES)}")
-    reason = "implementation='xla'" if declined else unsupported(problem, arch)
+    reason = "implementation='xla'" if declined else unsupported(problem)
     if reason is None:
         forward, backward = kernel_keys(problem, arch, design=designs.asked())
         missing = set(forward + backward) - set(catalogue.all_keys())
         reason = (
-            f"{asked_by(problem, min(missing))}no kernel {min(missing).name}" if missing else None
+            f"{asked_by(problem, min(missing))}no kernel {min(missing).name}"
+            if missing
+            else unread_mask(problem, forward + backward)
         )
     return Support(reason)
 

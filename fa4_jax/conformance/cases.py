@@ -9,7 +9,7 @@ import itertools
 from fa4_jax import bands, catalogue
 from fa4_jax.conformance.row_masks import KINDS
 from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
-from fa4_jax.plan import kernel_keys, unsupported
+from fa4_jax.plan import kernel_keys, unread_mask, unsupported
 from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
@@ -79,7 +79,7 @@ class Case:
         forward, backward = kernel_keys(self.problem, arch)
         of_forward = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
         needed = forward if kernel in of_forward else forward + backward
-        return set(needed) <= _built()
+        return unread_mask(self.problem, needed) is None and set(needed) <= _built()
 
     @property
     def problem(self) -> Problem:

@@ -28,6 +28,8 @@ BOX_ROWS, BOX_KEYS = 64, 16
 """Rows and keys of a bit of `MaskBits.some` and `every`."""
 
 WORD = 32
+TILE_WORDS = 4
+"""Words of 128 keys, of which there are whole ones, as the backward's tiles of keys read them."""
 
 PAIRS_AT_ONCE = 2**26
 """Pairs of which bools may be in flight, over batch and heads, while bits are made."""
@@ -43,14 +45,15 @@ class _Box(NamedTuple):
     keys: int
 
 
-def _words(length: Any, size: int) -> Any:
+def _ceil(length: Any, size: int) -> Any:
     return -(-length // size)
 
 
 def shape(pairs: Pairs, query_length: Any, key_length: Any) -> tuple[Any, ...]:
-    """Shape of the words: [B|1, N|1, ceil(T / 64), ceil(S / 32), 64]."""
+    """Shape of the words: [B|1, N|1, ceil(T / 64), 4 ceil(S / 128), 64]."""
     batch, heads = _leading(pairs)
-    return (batch, heads, _words(query_length, BOX_ROWS), _words(key_length, WORD), BOX_ROWS)
+    words = TILE_WORDS * _ceil(key_length, TILE_WORDS * WORD)
+    return (batch, heads, _ceil(query_length, BOX_ROWS), words, BOX_ROWS)
 
 
 def _leading(pairs: Pairs) -> tuple[int, int]:
@@ -207,7 +210,7 @@ def of_operands(operands: Operands) -> MaskBits | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed(Pairs):
-    """A mask read from its bits, row by row: words int32 [B|1, N|1, T or more, ceil(S / 32)]."""
+    """A mask read from its bits, row by row: words int32 [B|1, N|1, T or more, S / 32 or more]."""
 
     DIMENSIONS = {"words": (BATCH, HEADS, ROWS, ANY)}
     words: Array

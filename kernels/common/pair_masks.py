@@ -17,6 +17,7 @@ from kernels.interface import RangeBuffers, Sizes
 BOX_ROWS, BOX_KEYS = 64, 16
 """fa4_jax.masks.bits.BOX_ROWS and BOX_KEYS."""
 
+_TILE_KEYS = 128  # fa4_jax.masks.bits.TILE_WORDS words
 _STATE_KEYS = BOX_KEYS * LANES  # keys of a word of states
 
 
@@ -122,11 +123,15 @@ class BitsInMemory:
 
     def words(self) -> Int32:
         """Counts the words of a row."""
-        return (self.sizes.key_length + LANES - 1) // LANES
+        return (self.sizes.key_length + _TILE_KEYS - 1) // _TILE_KEYS * (_TILE_KEYS // LANES)
 
     def of_tile(self, row: Int32) -> cute.Pointer:
         """Returns the words [words, 64] of the 64 rows that a row lies in; past the last, its."""
+        return self.buffers.mask_bits + self.place(row)
+
+    def place(self, row: Int32) -> Int32:
+        """Returns where these words begin, among all."""
         tiles = (self.sizes.query_length + BOX_ROWS - 1) // BOX_ROWS
         tile = cutlass.min(row // BOX_ROWS, tiles - 1)
         plane = _plane(self.buffers.mask_batch, self.buffers.mask_heads, self.batch, self.head)
-        return self.buffers.mask_bits + (plane * tiles + tile) * self.words() * BOX_ROWS
+        return (plane * tiles + tile) * self.words() * BOX_ROWS

@@ -29,10 +29,11 @@ from kernels.sm90.tiles import (
 SCORE_BUFFERS = 2
 """Buffers of dS, which steps use in turn."""
 
-VISIT_WORDS = 2
-"""int32 words that say what a step is: its query block, and what ranges hide in it."""
+VISIT_WORDS = 4
+"""int32 words that say what a step is: its query block, what ranges hide in it, and where the bits of
+a mask of pairs are, for each 64 of its rows."""
 
-_VISITS = "query block of a step, and what ranges hide in it"
+_VISITS = "query block of a step, what ranges and bits hide in it, and where the bits are"
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def test_a_mask_that_heads_share_is_held_once():
     ):
         operands, _ = canonicalise(Call(q, k, k, mask=masks.function(fn)))
         found = bits.of_operands(operands)
-        assert found is not None and found.words.shape == (*lead, 2, 5, 64)
+        assert found is not None and found.words.shape == (*lead, 2, 8, 64)
         assert found.some.shape == found.every.shape == (*lead, 2, 1)
 
 
