@@ -51,8 +51,8 @@ SHORT_TILES = {("sm_90a", 64): 600}
 """(arch, head_dim) of forwards with a second tile of fewer query rows, and how many keys a row may
 see in the mean where it runs: docs/hopper.md.
 
-It wastes less of the blocks at both ends of a band. Soft caps always take it: three warpgroups have
-no registers for them.
+It wastes less of the blocks at both ends of a band. Soft caps and masks of pairs always take it:
+three warpgroups have no registers for them.
 """
 
 
@@ -136,10 +136,14 @@ class KernelKey:
     def reads_mask(self) -> bool:
         """Whether the kernel reads bits of a mask of pairs, which a call may lack.
 
-        The registers of a backward with a soft cap of its own do not suffice for them.
+        The registers of a backward with a soft cap of its own do not suffice for them, nor do those
+        of a forward that has a shorter tile beside it.
         """
-        capped = self.soft_cap and self.kernel is Pass.BACKWARD
-        return self.ranges and self.arch in READS_MASKS and not capped
+        if self.kernel is Pass.FORWARD:
+            lacks_registers = (self.arch, self.head_dim) in SHORT_TILES and not self.short
+        else:
+            lacks_registers = self.soft_cap
+        return self.ranges and self.arch in READS_MASKS and not lacks_registers
 
     @property
     def name(self) -> str:
@@ -157,10 +161,13 @@ def head_dim_tile(head_dim: int) -> int | None:
     return next((tile for tile in HEAD_DIM_TILES if head_dim <= tile), None)
 
 
-def takes_short_tile(arch: str, tile: int, mean_keys: int, has_soft_cap: bool) -> bool:
-    """`KernelKey.short` of a forward whose rows see so many keys in the mean, or fewer."""
+def takes_short_tile(arch: str, tile: int, mean_keys: int, many_registers: bool) -> bool:
+    """`KernelKey.short` of a forward whose rows see so many keys in the mean, or fewer.
+
+    many_registers: the call has a soft cap or a mask of pairs.
+    """
     most = SHORT_TILES.get((arch, tile))
-    return most is not None and (has_soft_cap or mean_keys <= most)
+    return most is not None and (many_registers or mean_keys <= most)
 
 
 def backward_value_dim(arch: str, tile: int, value_dim: int) -> int:

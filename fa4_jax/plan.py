@@ -140,7 +140,8 @@ def kernel_keys(
     paged = problem.page_length is not None
     if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
-    short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
+    many_registers = problem.has_soft_cap or problem.has_mask
+    short = takes_short_tile(arch, tile, _mean_keys(problem), many_registers)
     flags = {"polynomial_exp2": polynomial, "short": short}
     return (key(Pass.FORWARD, **limits(Pass.FORWARD), **flags),), backward
 

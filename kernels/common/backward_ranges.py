@@ -58,7 +58,7 @@ class Mask:
     """A mask of pairs, which a call may lack.
 
     Attributes:
-      states: of the KV head; bits: of its first query head.
+      states: of the KV head; bits: of any query head.
       keys: of a tile.
       skips: blocks in which no pair is seen are not visited.
     """

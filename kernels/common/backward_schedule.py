@@ -198,7 +198,7 @@ def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: BackwardSha
     mask = None
     if buffers.mask_bits is not None:
         states = pair_masks.states(buffers, sizes, work.batch, work.kv_head)
-        bits = BitsInMemory(buffers, sizes, work.batch, work.kv_head * work.group)
+        bits = BitsInMemory(buffers, sizes, Int32(0))
         # Without an order of tiles dQ is added in order.
         mask = Mask(states, bits, shape.n, skips=buffers.key_order is not None)
     visits = make_visits(ranges, work.blocks, work.first_key, (shape.m, shape.n), mask)

@@ -17,7 +17,7 @@ from kernels.interface import RangeBuffers, Sizes
 BOX_ROWS, BOX_KEYS = 64, 16
 """fa4_jax.masks.bits.BOX_ROWS and BOX_KEYS."""
 
-_TILE_KEYS = 128  # fa4_jax.masks.bits.TILE_WORDS words
+TILE_KEYS = 128  # fa4_jax.masks.bits.TILE_WORDS words
 _STATE_KEYS = BOX_KEYS * LANES  # keys of a word of states
 
 
@@ -47,14 +47,14 @@ def states(buffers: RangeBuffers, sizes: Sizes, batch: Int32, head: Int32) -> St
     """Returns the states of a batch element and head, which may be those of all."""
     tiles = (sizes.query_length + BOX_ROWS - 1) // BOX_ROWS
     words = (sizes.key_length + _STATE_KEYS - 1) // _STATE_KEYS
-    plane = _plane(buffers.mask_batch, buffers.state_heads, batch, head)
+    plane = plane_of(buffers.mask_batch, buffers.state_heads, batch, head)
     first = plane * tiles * words
     return States(
         is_given(buffers), tiles, words, buffers.mask_some + first, buffers.mask_every + first
     )
 
 
-def _plane(batches: Int32, heads: Int32, batch: Int32, head: Int32) -> Int32:
+def plane_of(batches: Int32, heads: Int32, batch: Int32, head: Int32) -> Int32:
     """Returns the index of a batch element's and head's array, where dimensions may be 1."""
     own_batch = Int32(cutlass.select_(batches == 1, Int32(0), batch))
     own_head = Int32(cutlass.select_(heads == 1, Int32(0), head))
@@ -107,14 +107,13 @@ class BitsInMemory:
     """Where the bits of a batch element and head are, for a thread without registers for pointers.
 
     Attributes:
-      batch, head: the element and the query head.
-      first_row: of the thread's tile.
+      plane: which of the arrays of batch elements and heads.
+      first_row: of a tile.
     """
 
     buffers: RangeBuffers
     sizes: Sizes
-    batch: Int32
-    head: Int32
+    plane: Int32
     first_row: Int32 | int = 0
 
     def given(self) -> Boolean:
@@ -123,15 +122,13 @@ class BitsInMemory:
 
     def words(self) -> Int32:
         """Counts the words of a row."""
-        return (self.sizes.key_length + _TILE_KEYS - 1) // _TILE_KEYS * (_TILE_KEYS // LANES)
+        return (self.sizes.key_length + TILE_KEYS - 1) // TILE_KEYS * (TILE_KEYS // LANES)
 
-    def of_tile(self, row: Int32) -> cute.Pointer:
-        """Returns the words [words, 64] of the 64 rows that a row lies in; past the last, its."""
-        return self.buffers.mask_bits + self.place(row)
+    def place(self, row: Int32, key: Int32) -> Int32:
+        """Returns where the words of the 64 rows that a row lies in, and of keys from one on, begin.
 
-    def place(self, row: Int32) -> Int32:
-        """Returns where these words begin, among all."""
+        Rows past the last count as the last; the key is a multiple of 32.
+        """
         tiles = (self.sizes.query_length + BOX_ROWS - 1) // BOX_ROWS
         tile = cutlass.min(row // BOX_ROWS, tiles - 1)
-        plane = _plane(self.buffers.mask_batch, self.buffers.mask_heads, self.batch, self.head)
-        return (plane * tiles + tile) * self.words() * BOX_ROWS
+        return ((self.plane * tiles + tile) * self.words() + key // LANES) * BOX_ROWS

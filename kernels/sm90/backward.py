@@ -50,7 +50,7 @@ from kernels.sm90.backward_data import (
     Step,
     make_products,
 )
-from kernels.sm90.backward_description import description
+from kernels.sm90.backward_description import of_key
 from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
@@ -74,7 +74,7 @@ class Backward(BackwardHost):
         by_order = key.ranges and not key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
-        self.description = description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
+        self.description = of_key(key)
         self.shape = BackwardShape(
             m=self.tile.m,
             n=self.tile.keys,

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Uint32
 from fa4_jax import bands
 from kernels.common import backward_ranges, ptx, row_ranges, tensors
 from kernels.common.backward_schedule import Work
-from kernels.common.pair_masks import BOX_ROWS, BitsInMemory
+from kernels.common.pair_masks import BOX_ROWS, BitsInMemory, plane_of
 from kernels.common.row_ranges import LANES, Ranges, element
 from kernels.common.softmax import select
 from kernels.sm90 import softmax
@@ -112,9 +112,11 @@ def visit_words(work: Work, block: Int32, head: Int32, m: int) -> tuple[Int32, .
     hidden = backward_ranges.hidden(visits, block, m)
     if visits.mask is None:
         return block, hidden
-    bits = dataclasses.replace(visits.mask.bits, head=head)
-    word = visits.first_key // LANES * BOX_ROWS
-    places = [bits.place(block * m + part * BOX_ROWS) + word for part in range(m // BOX_ROWS)]
+    bits = visits.mask.bits
+    plane = plane_of(bits.buffers.mask_batch, bits.buffers.mask_heads, work.batch, head)
+    bits = dataclasses.replace(bits, plane=plane)
+    rows = [block * m + part * BOX_ROWS for part in range(m // BOX_ROWS)]
+    places = [bits.place(row, visits.first_key) for row in rows]
     return block, hidden, *places
 
 

@@ -54,7 +54,7 @@ from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, TileRanges, make_rows, ranges_of
-from kernels.sm90.forward_description import description
+from kernels.sm90.forward_description import of_key
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import (
@@ -81,7 +81,7 @@ class Forward(ForwardHost):
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
         self.tile = FORWARD_TILES[key.head_dim, key.short]
-        self.description = description(key.head_dim, key.band, key.ranges, key.short)
+        self.description = of_key(key)
         names = ("issue_turn", "epilogue", "padding")
         self.issue_turn, epilogue, self.padding = map(self.description.named_barrier, names)
         self.output = Output(self.tile, self.head_dim, self.dtype, epilogue)
@@ -144,6 +144,7 @@ class Forward(ForwardHost):
             visits = NO_VISITS
             if cutlass.const_expr(self.ranges):
                 work = by_table(work, ranges, schedule.sizes, self.shape)
+            if cutlass.const_expr(self.reads_mask):
                 visits, work = make_visits(work, ranges, schedule.sizes, self.shape)
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
@@ -212,7 +213,7 @@ class Forward(ForwardHost):
                     if step == 0:
                         shared.barriers.o_empty.wait_free(tiles_done)
                 with cute.arch.elect_one():
-                    if cutlass.const_expr(self.ranges and operand == 0):
+                    if cutlass.const_expr(self.reads_mask and operand == 0):
                         shared.visits[0, use.slot], shared.visits[1, use.slot] = block, limited
                     cute.arch.mbarrier_arrive_and_expect_tx(full, block_bytes)
                 tensors.tma_load(
@@ -246,7 +247,7 @@ class Forward(ForwardHost):
         more = is_tile(self.words(shared, tiles_done))
         while more:
             words = self.words(shared, tiles_done)
-            work = published(words, schedule.window if self.band else None, self.ranges)
+            work = published(words, schedule.window if self.band else None)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
             head = of_head(results, work, schedule.sizes)
             own = ranges_of(ranges, schedule.sizes, work)

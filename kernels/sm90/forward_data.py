@@ -88,7 +88,9 @@ def ranges_of(buffers: RangeBuffers | None, sizes: Sizes, work: Work) -> TileRan
     """Returns a tile's ranges, or None."""
     if buffers is None:
         return None
-    bits = BitsInMemory(buffers, sizes, work.batch, work.head, work.first_row)
+    bits = NO_MAXIMUM
+    if buffers.mask_bits is not None:
+        bits = BitsInMemory(buffers, sizes, work.plane, work.first_row)
     return TileRanges(row_ranges.arrays(buffers, sizes, work.batch), bits)
 
 

@@ -4,8 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.common import resources, tensors
-from kernels.common.pair_masks import BOX_ROWS, BitsInMemory
+from kernels.common import ptx, resources, tensors
+from kernels.common.pair_masks import BOX_ROWS, TILE_KEYS, BitsInMemory
 from kernels.common.row_ranges import LANES, element
 from kernels.common.softmax import select
 from kernels.description import NamedBarrier
@@ -13,7 +13,7 @@ from kernels.sm90 import softmax
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.tiles import WARPGROUP
 
-Visit = tuple[Int32, Int32 | int]
+Visit = tuple[Int32, Int32]
 """A block of keys, and whether band or ranges may hide any of it."""
 
 
@@ -22,14 +22,16 @@ def visit_of(shared: resources.Shared, rows: Rows, slot: Int32, index: Int32) ->
 
     slot: of K, whose release lets the load warp publish the next one.
     """
-    return (index, 1) if rows.bits is None else _published(shared.visits, rows.bits, slot, index)
+    if rows.bits is None:
+        return index, Int32(1)
+    return _published(shared.visits[None, slot], rows.bits, index)
 
 
 @cute.jit
-def _published(words: cute.Tensor, bits: BitsInMemory, slot: Int32, index: Int32) -> Visit:
+def _published(words: cute.Tensor, bits: BitsInMemory, index: Int32) -> Visit:
     block, limited = index, Int32(1)
     if bits.given():
-        block, limited = words[0, slot], words[1, slot]
+        block, limited = words[0], words[1]
         cute.arch.sync_warp()  # One lane releases the slot for all.
     return block, limited
 
@@ -39,14 +41,21 @@ def hide(scores: cute.Tensor, rows: Rows, visit: Visit, n: cutlass.Constexpr[int
     """Sets scores that the rows do not see of a block of n keys to -inf."""
     first_key = visit[0] * n + rows.first_column
     if cutlass.const_expr(rows.bits is None):
-        softmax.mask_band(scores, first_key, rows.low, rows.high)
+        _hide_by_ranges(scores, rows, first_key)
     else:
         if visit[1] != 0:
-            softmax.mask_band(scores, first_key, rows.low, rows.high)
-            if rows.tags.wanted:
-                softmax.mask_tags(scores, first_key, rows.tags)
+            _hide_by_ranges(scores, rows, first_key)
         if rows.bits.given():
             _hide_by_bits(scores, rows.bits, visit[0] * n, n)
+
+
+@cute.jit
+def _hide_by_ranges(scores: cute.Tensor, rows: Rows, first_key: Int32):
+    """Sets scores to -inf of keys outside of rows' limits, or of other tags."""
+    softmax.mask_band(scores, first_key, rows.low, rows.high)
+    if cutlass.const_expr(rows.tags is not None):
+        if rows.tags.wanted:
+            softmax.mask_tags(scores, first_key, rows.tags)
 
 
 @cute.jit
@@ -57,13 +66,19 @@ def _hide_by_bits(
 
     A word has 32 keys of a row. A thread's columns in it are 2 of every 8.
     """
+    # No register is left for what is the same in every block.
     thread, _, _ = cute.arch.thread_idx()
-    thread = thread - WARPGROUP
+    thread = ptx.anew(thread) - WARPGROUP
     lane = thread % LANES
-    own = bits.of_tile(bits.first_row + thread // WARPGROUP * BOX_ROWS)
-    row, last = thread % WARPGROUP // 32 * 16 + lane // 4, bits.words() - 1
+    first_row = bits.first_row + thread // WARPGROUP * BOX_ROWS
+    own = bits.buffers.mask_bits + bits.place(first_row, first_key)
+    row = thread % WARPGROUP // LANES * 16 + lane // 4
     for part in cutlass.range_constexpr(n // LANES):
-        word = cutlass.min(first_key // LANES + part, last) * BOX_ROWS + row
+        word = row + part * BOX_ROWS
+        if cutlass.const_expr(TILE_KEYS % n != 0):
+            # The last block may have more words than there are.
+            last = bits.words() - 1 - first_key // LANES
+            word = row + cutlass.min(last, part) * BOX_ROWS
         for r in cutlass.range_constexpr(softmax.ROWS):
             seen = Uint32(element(own, word + 8 * r)) >> Uint32(lane % 4 * 2)
             for pair in cutlass.range_constexpr(4):

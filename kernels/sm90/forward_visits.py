@@ -63,7 +63,8 @@ def make_visits(
     # Padding is in the last block, which is the first one if it is visited.
     padded = work.padded_keys & ((~found.given) | (has_last != 0))
     visits = dataclasses.replace(visits, masked=masked)
-    return visits, dataclasses.replace(work, blocks=own, padded_keys=padded)
+    plane = pair_masks.plane_of(buffers.mask_batch, buffers.mask_heads, work.batch, work.head)
+    return visits, dataclasses.replace(work, blocks=own, padded_keys=padded, plane=plane)
 
 
 @cute.jit
@@ -109,13 +110,13 @@ def block_of_step(
     end: Int32,
     step: Int32,
     shape: ForwardShape,
-) -> tuple[Int32, Int32 | int]:
+) -> tuple[Int32, Int32]:
     """Returns the block of a step, and whether band or ranges may hide any of it.
 
     A whole warp calls it for one step after the other, from 0 on.
     """
     if visits is None:
-        return end - 1 - step, 1
+        return end - 1 - step, Int32(1)
     return _visit(visits, walk, end, step, shape)
 
 
@@ -141,3 +142,4 @@ def _visit(
         walk[0] = place
         limited = Int32(cutlass.select_(_unlimited(visits, place), Int32(0), Int32(1)))
     return place, limited
+
