@@ -172,8 +172,8 @@ class Backward(BackwardHost):
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
             block = self.query_gradient.query_block(work, step - member * steps, walk)
+            visit = self.visit_words(work, block, member)
             head = work.kv_head * work.group + member
-            visit = self.visit_words(work, block, head)
             query = coordinates[None, None, head, work.batch]
             query_tiles = [cute.local_tile(query, (tile.m, d), (block, 0)) for d in dims]
             row = rows.tile(work.batch, work.heads, head, block) * tile.m
@@ -193,9 +193,9 @@ class Backward(BackwardHost):
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
                 tensors.tma_load((maps.q, maps.do)[operand], query_tiles[operand], target, full)
 
-    def visit_words(self, work: Work, block: Int32, head: Int32) -> tuple[Int32, ...]:
+    def visit_words(self, work: Work, block: Int32, member: Int32) -> tuple[Int32, ...]:
         """Returns what the load warp publishes of a step; it reads the table."""
-        return backward_mask.visit_words(work, block, head, self.tile.m) if self.ranges else ()
+        return backward_mask.visit_words(work, block, member, self.tile.m) if self.ranges else ()
 
     def publish(self, shared: Shared, use: Use, visit: tuple[Int32, ...]):
         """Writes what a step is, as `visit` reads it: one thread, which then arrives on q_full."""

@@ -60,7 +60,9 @@ def mask_band(work: Work, scores: cute.Tensor, block: Int32, m: cutlass.Constexp
 def mask_ranges(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constexpr[int]):
     """Sets scores of keys outside of their queries' ranges, or of other tags, to -inf."""
     ranges, key, first = work.visits.ranges, first_key(work), place.block * m
-    by_ranges = place.hidden % backward_ranges.BY_BITS
+    by_ranges = place.hidden
+    if cutlass.const_expr(work.visits.mask is not None):
+        by_ranges = place.hidden % backward_ranges.BY_BITS
     if by_ranges != backward_ranges.NOTHING:
         keys = [key + 8 * row for row in range(softmax.ROWS)]
         low, high = (_of_queries(ranges, x, first, m) for x in (ranges.low, ranges.high))
@@ -102,7 +104,7 @@ def _keep_bits(scores: cute.Tensor, bits: BitsInMemory, visit: cute.Tensor, rank
             scores[index] = select(seen, scores[index], -Float32.inf)
 
 
-def visit_words(work: Work, block: Int32, head: Int32, m: int) -> tuple[Int32, ...]:
+def visit_words(work: Work, block: Int32, member: Int32, m: int) -> tuple[Int32, ...]:
     """Returns what the load warp publishes of a step: its block, what is hidden in it, and where the
     bits of the tile's first keys are, for each 64 of its rows.
 
@@ -113,6 +115,7 @@ def visit_words(work: Work, block: Int32, head: Int32, m: int) -> tuple[Int32, .
     if visits.mask is None:
         return block, hidden
     bits = visits.mask.bits
+    head = work.kv_head * work.group + member
     plane = plane_of(bits.buffers.mask_batch, bits.buffers.mask_heads, work.batch, head)
     bits = dataclasses.replace(bits, plane=plane)
     rows = [block * m + part * BOX_ROWS for part in range(m // BOX_ROWS)]

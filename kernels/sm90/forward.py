@@ -367,18 +367,20 @@ class Forward(ForwardHost):
         k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         warpgroup.wait_group(0)
-        visit = visit_of(shared, rows, use.slot, end - 1)
+        visit = visit_of(shared, rows, use.slot, end)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
-            hide(mma.scores, rows, visit, self.tile.n)
+            hide(mma.scores, rows, end - 1, visit, self.tile.n)
         self.softmax_block(mma.scores, rows, scales)
         wgmma.round_fragment(mma.scores, mma.probabilities)
         if work.padded_keys:
+            thread, _, _ = cute.arch.thread_idx()
             shared.barriers.v_full.wait(use)
-            first_row = work.band.key_length - visit[0] * self.tile.n
-            clear_padding(shared.v[None, None, use.slot], first_row, self.padding)
+            v, thread = shared.v[None, None, use.slot], thread - WARPGROUP
+            block = end - 1 if visit is None else visit[0]
+            clear_padding(v, thread, work.band.key_length - block * self.tile.n, self.padding)
 
     @cute.jit
     def step(
@@ -406,12 +408,12 @@ class Forward(ForwardHost):
             self.pass_turn(place.group)
         warpgroup.wait_group(1)
         if cutlass.const_expr(masked):
-            visit = visit_of(shared, rows, use.slot, block)
+            visit = visit_of(shared, rows, use.slot, block + 1)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
         if cutlass.const_expr(masked):
-            hide(mma.scores, rows, visit, self.tile.n)
+            hide(mma.scores, rows, block, visit, self.tile.n)
         factors = self.softmax_block(mma.scores, rows, scales)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))

@@ -13,23 +13,21 @@ from kernels.sm90 import softmax
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.tiles import WARPGROUP
 
-Visit = tuple[Int32, Int32]
-"""A block of keys, and whether band or ranges may hide any of it."""
+Visit = tuple[Int32, Int32] | None
+"""A block of keys, and whether band or ranges may hide any of it; None without bits of a mask."""
 
 
-def visit_of(shared: resources.Shared, rows: Rows, slot: Int32, index: Int32) -> Visit:
-    """Returns the visit of a block of K that has come: the index-th block, or what is published.
+def visit_of(shared: resources.Shared, rows: Rows, slot: Int32, past: Int32) -> Visit:
+    """Returns the visit of a block of K that has come: the one before `past`, or what is published.
 
     slot: of K, whose release lets the load warp publish the next one.
     """
-    if rows.bits is None:
-        return index, Int32(1)
-    return _published(shared.visits[None, slot], rows.bits, index)
+    return None if rows.bits is None else _published(shared.visits[None, slot], rows.bits, past)
 
 
 @cute.jit
-def _published(words: cute.Tensor, bits: BitsInMemory, index: Int32) -> Visit:
-    block, limited = index, Int32(1)
+def _published(words: cute.Tensor, bits: BitsInMemory, past: Int32) -> tuple[Int32, Int32]:
+    block, limited = past - 1, Int32(1)
     if bits.given():
         block, limited = words[0], words[1]
         cute.arch.sync_warp()  # One lane releases the slot for all.
@@ -37,16 +35,19 @@ def _published(words: cute.Tensor, bits: BitsInMemory, index: Int32) -> Visit:
 
 
 @cute.jit
-def hide(scores: cute.Tensor, rows: Rows, visit: Visit, n: cutlass.Constexpr[int]):
-    """Sets scores that the rows do not see of a block of n keys to -inf."""
-    first_key = visit[0] * n + rows.first_column
-    if cutlass.const_expr(rows.bits is None):
-        _hide_by_ranges(scores, rows, first_key)
+def hide(
+    scores: cute.Tensor, rows: Rows, index: Int32, visit: Visit, n: cutlass.Constexpr[int]
+):
+    """Sets scores that the rows do not see of a block of n keys to -inf: the index-th block, or what
+    the visit is of."""
+    if cutlass.const_expr(visit is None):
+        _hide_by_ranges(scores, rows, index * n + rows.first_column)
     else:
-        if visit[1] != 0:
-            _hide_by_ranges(scores, rows, first_key)
+        block, limited = visit
+        if limited != 0:
+            _hide_by_ranges(scores, rows, block * n + rows.first_column)
         if rows.bits.given():
-            _hide_by_bits(scores, rows.bits, visit[0] * n, n)
+            _hide_by_bits(scores, rows.bits, block * n, n)
 
 
 @cute.jit
@@ -89,9 +90,10 @@ def _hide_by_bits(
 
 
 @cute.jit
-def clear_padding(v: cute.Tensor, first_row: Int32, padding: cutlass.Constexpr[NamedBarrier]):
+def clear_padding(
+    v: cute.Tensor, thread: Int32, first_row: Int32, padding: cutlass.Constexpr[NamedBarrier]
+):
     """Writes 0 to a block's values from a row on, past the key length, which may hold anything."""
-    thread, _, _ = cute.arch.thread_idx()
-    tensors.zero_rows(v, first_row, thread - WARPGROUP, padding.threads)
+    tensors.zero_rows(v, first_row, thread, padding.threads)
     cute.arch.fence_proxy("async.shared", space="cta")
     resources.meet(padding)
