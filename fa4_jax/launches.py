@@ -85,16 +85,20 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     if not in_memory(problem, Pass.FORWARD):
         return {}
     tile = _tile_size(kernel)
-    if (rows := operands.rows) is None:
+    bits = operands.bits
+    if (rows := operands.rows) is None and bits is None:
         rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
     else:
-        tiles = order.of_queries(rows, problem.window, operands.extents, tile)
+        rows = _whole(problem) if rows is None else rows
+        boxes = None if bits is None else packed.boxes_of_queries(bits, tile)
+        tiles = order.of_queries(rows, problem.window, operands.extents, tile, boxes)
+    rows = _narrowed(rows, bits)
     sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
         **range_buffers(rows),
-        **mask_buffers(operands.bits, kernel),
-        "query_order": tiles,
+        **mask_buffers(bits, kernel),
+        "query_order": _of_batch(tiles, rows),
         "sinks": sinks.astype(jnp.float32),
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
     }
@@ -143,17 +147,36 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     """
     if not in_memory(problem, Pass.BACKWARD):
         return {}
-    tile, keys = _tile_size(kernel), problem.key_length
-    if (rows := operands.rows) is None:
+    tile, keys, bits = _tile_size(kernel), problem.key_length, operands.bits
+    if (rows := operands.rows) is None and bits is None:
         rows, tiles = _whole(problem), order.ascending(keys, tile)
     else:
-        tiles = order.of_keys(rows, problem.window, operands.extents, tile, keys)
+        rows = _narrowed(_whole(problem) if rows is None else rows, bits)
+        count = table.tiles(keys, tile)
+        boxes = None if bits is None else packed.boxes_of_keys(bits, tile, count)
+        own = order.Tiles(tile, keys, boxes)
+        tiles = order.of_keys(rows, problem.window, operands.extents, own)
     return {
         **range_buffers(rows),
-        **mask_buffers(operands.bits, kernel, problem.kv_heads),
+        **mask_buffers(bits, kernel, problem.kv_heads),
         "soft_cap": _soft_cap(problem.soft_cap),
         "key_order": tiles,
     }
+
+
+def _narrowed(rows: RowRanges, bits: MaskBits | None) -> RowRanges:
+    """Ranges whose tile table says what is visited by a mask of pairs, too."""
+    if bits is None:
+        return rows
+    found = packed.narrowed(rows.table, bits)
+    batch = found.shape[0]
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), rows)
+    return rows._replace(table=found)
+
+
+def _of_batch(tiles: jax.Array, rows: RowRanges) -> jax.Array:
+    """An order of tiles [B|1, tiles], of as many batch elements as ranges have."""
+    return jnp.broadcast_to(tiles, (rows.low.shape[0], tiles.shape[1]))
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fa4_jax.bands import UNBOUNDED
 from fa4_jax.masks.pairs import ANY, BATCH, HEADS, ROWS, Box, Dense, Pairs, every
+from fa4_jax.masks.table import TILE_ROWS
 from fa4_jax.operands import MaskBits, Operands
 
 Array = jax.Array
@@ -159,6 +161,46 @@ def split_states(states: Array) -> Array:
     return bits.reshape(*states.shape[:-1], states.shape[-1] * WORD) != 0
 
 
+def boxes_of_queries(bits: MaskBits, size: int) -> Array:
+    """Boxes of keys that tiles of `size` rows see a key of, in all heads: int32 [B|1, tiles]."""
+    each = size // BOX_ROWS
+    some = _grouped(bits.some, 2, each, 0, lax.bitwise_or)
+    return lax.population_count(some).sum((1, 3))
+
+
+def boxes_of_keys(bits: MaskBits, size: int, tiles: int) -> Array:
+    """Boxes of rows that see a key of each tile of `size` keys, in all heads: int32 [B|1, tiles]."""
+    some = split_states(bits.some).astype(jnp.int32)
+    some = _grouped(some, 3, size // BOX_KEYS, 0, lax.bitwise_or)
+    return some.sum((1, 2))[:, :tiles]
+
+
+def narrowed(table: Array, bits: MaskBits) -> Array:
+    """A tile table [B|1, ceil(T / 128), 4] whose visits lie within what a mask of pairs shows.
+
+    The third and fourth column, by which a block needs no limits, stay.
+    """
+    some = _grouped(bits.some, 2, TILE_ROWS // BOX_ROWS, 0, lax.bitwise_or)
+    seen = split_states(lax.reduce(some, np.int32(0), lax.bitwise_or, (1,)))
+    box = lax.broadcasted_iota(jnp.int32, seen.shape, 2)
+    low = jnp.where(seen, box, UNBOUNDED // BOX_KEYS).min(-1) * BOX_KEYS
+    high = (jnp.where(seen, box, -1).max(-1) + 1) * BOX_KEYS
+    batch = max(table.shape[0], seen.shape[0])
+    table = jnp.broadcast_to(table, (batch, *table.shape[1:]))
+    low, high = jnp.maximum(table[..., 0], low), jnp.minimum(table[..., 1], high)
+    found = jnp.stack((low, high, table[..., 2], table[..., 3]), axis=-1)
+    return jnp.where((low < high)[..., None], found, 0)
+
+
+def _grouped(x: Array, axis: int, size: int, init: int, join: Any) -> Array:
+    """Groups of `size` along an axis joined; the last one may be shorter."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % size)
+    x = jnp.pad(x, widths, constant_values=init)
+    x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return lax.reduce(x, np.int32(init), join, (axis + 1,))
+
+
 def of_groups(bits: MaskBits, kv_heads: int) -> MaskBits:
     """States of the heads of each KV head together: [B|1, 1 or K, ...]; the words stay.
 
@@ -168,12 +210,9 @@ def of_groups(bits: MaskBits, kv_heads: int) -> MaskBits:
     if heads in (1, kv_heads):
         return bits
 
-    def grouped(x: Array, init: int, join: Any) -> Array:
-        x = x.reshape(x.shape[0], kv_heads, heads // kv_heads, *x.shape[2:])
-        return lax.reduce(x, np.int32(init), join, (2,))
-
     return bits._replace(
-        some=grouped(bits.some, 0, lax.bitwise_or), every=grouped(bits.every, -1, lax.bitwise_and)
+        some=_grouped(bits.some, 1, heads // kv_heads, 0, lax.bitwise_or),
+        every=_grouped(bits.every, 1, heads // kv_heads, -1, lax.bitwise_and),
     )
 
 

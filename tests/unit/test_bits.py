@@ -38,7 +38,7 @@ def boxes(seen: np.ndarray, fill: bool) -> np.ndarray:
     return seen.reshape(b, n, -(-t // 64), 64, -(-s // 512) * 32, 16)
 
 
-@settings(max_examples=20, deadline=None, database=None)
+@settings(max_examples=8, deadline=None, database=None)
 @given(
     SEEDS,
     st.sampled_from([(1, 1), (64, 512), (65, 513), (130, 40), (200, 700)]),
@@ -101,6 +101,33 @@ def test_states_of_a_group_are_those_of_its_heads(rng: np.random.Generator):
     np.testing.assert_array_equal(some, expected.any((2, 4, 6)))
     np.testing.assert_array_equal(every, expected.all((2, 4, 6)))
     assert bits.of_groups(found, 4) is found
+
+
+def test_tables_and_orders_follow_the_bits():
+    """A function's window: the table's visits lie within it, and the tiles of most visits lead."""
+    t, s = 700, 900
+    q, k = jnp.zeros((2, t, 2, 8)), jnp.zeros((2, s, 2, 8))
+    mask = masks.function(lambda b, h, q, k: (k <= q + 40 * b) & (k >= q - 200) & (q >= 128))
+    operands, _ = canonicalise(Call(q, k, k, mask=mask, query_offset=100))
+    found = bits.of_operands(operands)
+    assert found is not None
+    whole = jnp.tile(jnp.array([0, s, 0, s], jnp.int32), (1, 6, 1))
+    b, i, j = np.ogrid[:2, :t, :s]
+    seen = (j <= i + 100 + 40 * b) & (j >= i - 100) & (i >= 28)
+    for batch, entries in enumerate(np.asarray(bits.narrowed(whole, found)).tolist()):
+        for tile, (low, high, most_low, least_high) in enumerate(entries):
+            keys = np.flatnonzero(seen[batch, tile * 128 : (tile + 1) * 128].any(0))
+            assert low == keys.min() // 16 * 16 and high == min(keys.max() // 16 * 16 + 16, s)
+            assert (most_low, least_high) == (0, s)
+    none = np.asarray(bits.narrowed(whole.at[:, :, 0].set(500), found))
+    assert not none[0, 0].any() and none[0, 5].any()
+
+    padded = np.pad(seen, ((0, 0), (0, -t % 192), (0, -s % 128)))
+    of_rows = padded.reshape(2, -1, 192, padded.shape[2] // 16, 16).any((2, 4)).sum(2)
+    found_rows = bits.boxes_of_queries(found, 192)
+    np.testing.assert_array_equal(found_rows, of_rows[:, : found_rows.shape[1]])
+    of_keys = padded[:, :704].reshape(2, 11, 64, -1, 128).any((2, 4)).sum(1)
+    np.testing.assert_array_equal(bits.boxes_of_keys(found, 128, 8), of_keys)
 
 
 def test_too_many_bits_are_refused():
