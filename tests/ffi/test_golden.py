@@ -206,6 +206,9 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
             "soft_cap": Array("f32", (1,)),
             "sinks": Array("f32", (p.heads,)),
             "max_logit": Array("f32", (p.batch, p.heads if p.batch % 2 else 0)),
+            "mask_bits": Array("i32", (p.batch, p.heads, tiles, 4, 64)),
+            "mask_some": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
+            "mask_every": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
         }
     parts = 1 + p.key_length % 40, -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS), 0
     arrays |= {"parts": Array("i32", parts)}
