@@ -366,11 +366,16 @@ def resolved_pairs(
     if not isinstance(call.mask, Mask):
         return None, None
     if isinstance(call.mask, values.Prepared):
-        return call.mask.pairs, call.mask.bits
-    *lengths, heads = sizes
+        made = call.mask
+        if (heads := bits.heads_of(made.pairs, made.bits)) not in (1, sizes[3]):
+            raise ValueError(
+                f"mask: its tile table was made for {heads} heads, but query has {sizes[3]}"
+            )
+        return made.pairs, made.bits
+    batch, t, s, heads = sizes
     _, parts = of_pairs.divided(values.parts(call.mask))
     offset = extents.offset_array(numbers.query_offset)
-    known = resolve.Call(*lengths, jnp.ndim(call.query), offset)
+    known = resolve.Call(batch, t, s, jnp.ndim(call.query), offset)
     return of_pairs.found(parts, known, heads), None
 
 

@@ -79,7 +79,7 @@ cap, for which a branch in every block costs nothing that can be noticed.
 
 
 READS_MASKS = frozenset({"sm_90a"})
-"""Architectures whose kernels with ranges read bits of a mask of pairs, too, where a call has one."""
+"""Architectures whose kernels with ranges read bits of a mask of pairs, where a call has one."""
 
 
 _FLAGS = (

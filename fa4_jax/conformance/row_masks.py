@@ -175,7 +175,8 @@ def _triples(case: Sizes, rng: np.random.Generator) -> Arrays:
 
 def _in_any(case: Sizes, ends: Arrays) -> np.ndarray:
     j = np.arange(case.key_length)[:, None]
-    return ((ends[0][:, :, None] <= j) & (j < ends[1][:, :, None])).any(-1)
+    seen = (ends[0][:, :, None] <= j) & (j < ends[1][:, :, None])
+    return np.any(seen, axis=-1)
 
 
 def _images(case: Sizes, rng: np.random.Generator) -> Arrays:
@@ -213,9 +214,7 @@ KINDS: dict[str, Kind] = {
     "function": Kind(_tree, _function, _function_seen, of_pairs=True),
     "intervals": Kind(_triples, masks.intervals, _in_any, of_pairs=True),
     "images": Kind(_images, _causal_but_for_images, _image_seen, of_pairs=True),
-    "holes": Kind(
-        _ends, _holes, lambda case, ends: ~_between(case, ends), of_pairs=True
-    ),
+    "holes": Kind(_ends, _holes, lambda case, ends: ~_between(case, ends), of_pairs=True),
 }
 
 

@@ -2,9 +2,9 @@
 
 The bits of 64 rows and 32 keys are 64 words side by side, so that a warp of any kernel reads whole
 sectors of memory, whether its lanes are rows (the forward) or keys (the transposed scores of the
-backward). A bit of `some` and of `every` stands for 64 rows and 16 keys: whether any of these pairs,
-or all of them, are seen. Every tile of a kernel consists of such boxes. [T, S] is never held as
-bools, unless the caller gave it so.
+backward). A bit of `some` and of `every` stands for 64 rows and 16 keys: whether any of these
+pairs, or all of them, are seen. Every tile of a kernel consists of such boxes. [T, S] is never held
+as bools, unless the caller gave it so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,13 @@ def _leading(pairs: Pairs) -> tuple[int, int]:
     """B|1 and N|1 of what a mask says, without computing it."""
     one = _Box(0, 1, 0, 1)
     return jax.eval_shape(lambda x: x.seen(one), pairs).shape[:2]
+
+
+def heads_of(pairs: Pairs | None, bits: MaskBits | None) -> int:
+    """The number of heads that have a mask of their own; 1 if all share it, or without one."""
+    if bits is not None:
+        return bits.words.shape[1]
+    return 1 if pairs is None else _leading(pairs)[1]
 
 
 def num_bytes(pairs: Pairs, query_length: int, key_length: int) -> int:
@@ -169,7 +176,7 @@ def boxes_of_queries(bits: MaskBits, size: int) -> Array:
 
 
 def boxes_of_keys(bits: MaskBits, size: int, tiles: int) -> Array:
-    """Boxes of rows that see a key of each tile of `size` keys, in all heads: int32 [B|1, tiles]."""
+    """Boxes of rows that see a key of tiles of `size` keys, in all heads: int32 [B|1, tiles]."""
     some = split_states(bits.some).astype(jnp.int32)
     some = _grouped(some, 3, size // BOX_KEYS, 0, lax.bitwise_or)
     return some.sum((1, 2))[:, :tiles]
@@ -218,7 +225,7 @@ def of_groups(bits: MaskBits, kv_heads: int) -> MaskBits:
 
 def _mask(operands: Operands) -> Pairs | None:
     """The mask of pairs of a call whose bits have not been made."""
-    found = [Dense(operands.mask)] if operands.mask is not None else []
+    found: list[Pairs] = [Dense(operands.mask)] if operands.mask is not None else []
     return every(found + ([operands.pairs] if operands.pairs is not None else []))
 
 
@@ -251,7 +258,7 @@ def of_operands(operands: Operands) -> MaskBits | None:
 class Packed(Pairs):
     """A mask read from its bits, row by row: words int32 [B|1, N|1, T or more, S / 32 or more]."""
 
-    DIMENSIONS = {"words": (BATCH, HEADS, ROWS, ANY)}
+    DIMENSIONS: ClassVar = {"words": (BATCH, HEADS, ROWS, ANY)}
     words: Array
 
     def seen(self, box: Box) -> Array:

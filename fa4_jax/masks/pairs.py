@@ -1,7 +1,7 @@
 """Masks that are evaluated pair by pair, a box of rows and keys at a time.
 
-What no range of keys says: a dense array, a function of positions, a union, a complement. A value is
-a pytree of its arrays. It never holds all pairs, unless the caller gave them.
+What no range of keys says: a dense array, a function of positions, a union, a complement. A value
+is a pytree of its arrays. It never holds all pairs, unless the caller gave them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _positions(start: Any, size: int) -> Array:
 class Dense(Pairs):
     """An array of all pairs, bool [B|1, N|1, T|1, S|1]."""
 
-    DIMENSIONS = {"array": (BATCH, HEADS, ROWS, KEYS)}
+    DIMENSIONS: ClassVar = {"array": (BATCH, HEADS, ROWS, KEYS)}
     array: Array
 
     def seen(self, box: Box) -> Array:
@@ -106,7 +106,7 @@ class Dense(Pairs):
 class Between(Pairs):
     """low <= j < high, int32 [B|1, T] or [B|1, 1]."""
 
-    DIMENSIONS = {"low": (BATCH, ROWS), "high": (BATCH, ROWS)}
+    DIMENSIONS: ClassVar = {"low": (BATCH, ROWS), "high": (BATCH, ROWS)}
     low: Array
     high: Array
 
@@ -120,7 +120,7 @@ class Between(Pairs):
 class Tagged(Pairs):
     """low <= tag <= high, as `tags.Intervals`: low, high int32 [B|1, T], tag int32 [B|1, S]."""
 
-    DIMENSIONS = {"low": (BATCH, ROWS), "high": (BATCH, ROWS), "tag": (BATCH, KEYS)}
+    DIMENSIONS: ClassVar = {"low": (BATCH, ROWS), "high": (BATCH, ROWS), "tag": (BATCH, KEYS)}
     low: Array
     high: Array
     tag: Array
@@ -142,7 +142,7 @@ class Function(Pairs):
       offset: query offset, int32 [B|1].
     """
 
-    DIMENSIONS = {"batch": (BATCH,), "head": (HEADS,), "offset": (BATCH,)}
+    DIMENSIONS: ClassVar = {"batch": (BATCH,), "head": (HEADS,), "offset": (BATCH,)}
     fn: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     lengths: tuple[Any, Any] = dataclasses.field(metadata={"static": True})
     batch: Array

@@ -101,8 +101,8 @@ def rows(parts: list[Any], call: Call) -> RowRanges | None:
     found = given(parts, call)
     if len(found.at_most) > 1:
         raise NotImplementedError(
-            f"{len(found.at_most)} masks of block_causal: comparisons by <= of different ids are not "
-            "one; supported: one, with any number of segments, chunks, ranges and windows"
+            f"{len(found.at_most)} masks of block_causal: comparisons by <= of different ids are "
+            "not one; supported: one, with any number of segments, chunks, ranges and windows"
         )
     if validate.nothing((call.batch, call.query_length, call.key_length)):
         return None
@@ -226,7 +226,8 @@ def _prepared(parts: list[Any], call: Call) -> RowRanges | None:
             f"mask: its tile table was made for lengths (T, S) = {made_for}, but query and key "
             f"have {lengths}"
         )
-    made = [x.shape[0] for x in (found.rows and found.rows.low, bits and bits.words) if x is not None]
+    made = [] if found.rows is None else [found.rows.low.shape[0]]
+    made += [] if bits is None else [bits.words.shape[0]]
     if size := next((size for size in made if size not in (1, call.batch)), 0):
         raise ValueError(
             f"mask: its tile table was made for batch size {size}, but query has {call.batch}"

@@ -46,7 +46,7 @@ def with_rows(
         raise NotImplementedError(
             "mask: a tile table in fa4_jax.parallel; supported: the masks that it was made of"
         )
-    if (others := of_pairs.divided(values.parts(call.mask))[1]):
+    if others := of_pairs.divided(values.parts(call.mask))[1]:
         raise NotImplementedError(
             f"mask: {type(others[0]).__name__.lower()} in fa4_jax.parallel; supported: "
             "masks.ranges, segments, prefix, chunked, block_causal and window, composed with &"

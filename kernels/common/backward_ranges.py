@@ -9,7 +9,8 @@ Ranges hide nothing in a block if all rows of its entry that see any key see all
 and none compares tags. Rows that see no key have lse_log2 = +inf, so that their P is 0.
 
 Where a call has a mask of pairs (pair_masks), a key tile does not visit blocks whose boxes are all
-empty either, unless dQ is added in order: the key tiles that visit a block would not be consecutive.
+empty either, unless dQ is added in order: the key tiles that visit a block would not be
+consecutive.
 """
 
 import dataclasses
@@ -34,6 +35,26 @@ _LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask of pairs, which a call may lack.
+
+    Attributes:
+      states: of the KV head; bits: of any query head.
+      keys: of a tile.
+      skips: blocks in which no pair is seen are not visited.
+    """
+
+    states: States
+    bits: BitsInMemory
+    keys: int
+    skips: bool
+
+
+NO_MASK: Any = None
+"""Of a kernel that reads no masks of pairs."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Visits:
     """The query blocks of a key tile.
 
@@ -50,23 +71,7 @@ class Visits:
     first_key: Int32
     past_key: Int32
     count: Int32
-    mask: "Mask | None" = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """A mask of pairs, which a call may lack.
-
-    Attributes:
-      states: of the KV head; bits: of any query head.
-      keys: of a tile.
-      skips: blocks in which no pair is seen are not visited.
-    """
-
-    states: States
-    bits: BitsInMemory
-    keys: int
-    skips: bool
+    mask: Mask = NO_MASK
 
 
 NO_VISITS: Any = None
@@ -113,9 +118,7 @@ def _visits(visits: Visits, block: Int32, rows: int) -> cutlass.Boolean:
 
 
 @cute.jit
-def _states(
-    visits: Visits, block: Int32, rows: cutlass.Constexpr[int]
-) -> tuple[Int32, Int32]:
+def _states(visits: Visits, block: Int32, rows: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
     """Returns whether a mask of pairs shows any of a block's pairs, and whether all, as 0 or 1."""
     some, every = Int32(1), Int32(1)
     if visits.mask.states.given:

@@ -1,8 +1,9 @@
 """A mask of pairs in global memory: bits of pairs, and states of boxes of 64 rows and 16 keys.
 
-`fa4_jax.masks.bits` says how the library makes and lays them out. A tile of rows and a block of keys
-consist of whole boxes; a block in which no box has a pair that is seen is not visited, and one whose
-boxes all are seen in full needs no bits. A call may have no such mask: its arrays are then empty.
+`fa4_jax.masks.bits` says how the library makes and lays them out. A tile of rows and a block of
+keys consist of whole boxes; a block in which no box has a pair that is seen is not visited, and one
+whose boxes all are seen in full needs no bits. A call may have no such mask: its arrays are then
+empty.
 """
 
 import dataclasses
@@ -125,7 +126,7 @@ class BitsInMemory:
         return (self.sizes.key_length + TILE_KEYS - 1) // TILE_KEYS * (TILE_KEYS // LANES)
 
     def place(self, row: Int32, key: Int32) -> Int32:
-        """Returns where the words of the 64 rows that a row lies in, and of keys from one on, begin.
+        """Returns where the words begin of the 64 rows that a row lies in, and of keys from one on.
 
         Rows past the last count as the last; the key is a multiple of 32.
         """

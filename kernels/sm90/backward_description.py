@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from kernels.common import ends_description
 from fa4_jax.key import KernelKey
+from kernels.common import ends_description
 from kernels.description import (
     Barrier,
     Description,

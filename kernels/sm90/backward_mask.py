@@ -105,8 +105,8 @@ def _keep_bits(scores: cute.Tensor, bits: BitsInMemory, visit: cute.Tensor, rank
 
 
 def visit_words(work: Work, block: Int32, member: Int32, m: int) -> tuple[Int32, ...]:
-    """Returns what the load warp publishes of a step: its block, what is hidden in it, and where the
-    bits of the tile's first keys are, for each 64 of its rows.
+    """Returns what the load warp publishes of a step: its block, what is hidden in it, and where
+    the bits of the tile's first keys are, for each 64 of its rows.
 
     A tile's keys lie in whole words, and the array has words for all keys of the last tile.
     """

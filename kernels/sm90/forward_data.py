@@ -95,9 +95,7 @@ def ranges_of(buffers: RangeBuffers | None, sizes: Sizes, work: Work) -> TileRan
 
 
 @cute.jit
-def make_rows(
-    work: Work, ranges: TileRanges | None, first_row: Int32, first_column: Int32
-) -> Rows:
+def make_rows(work: Work, ranges: TileRanges | None, first_row: Int32, first_column: Int32) -> Rows:
     """Makes rows first_row, first_row + 8, ... as they are before the first block."""
     low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
     high = cute.make_rmem_tensor((softmax.ROWS,), Int32)

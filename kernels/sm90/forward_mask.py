@@ -35,11 +35,11 @@ def _published(words: cute.Tensor, bits: BitsInMemory, past: Int32) -> tuple[Int
 
 
 @cute.jit
-def hide(
-    scores: cute.Tensor, rows: Rows, index: Int32, visit: Visit, n: cutlass.Constexpr[int]
-):
-    """Sets scores that the rows do not see of a block of n keys to -inf: the index-th block, or what
-    the visit is of."""
+def hide(scores: cute.Tensor, rows: Rows, index: Int32, visit: Visit, n: cutlass.Constexpr[int]):
+    """Sets scores that the rows do not see of a block of n keys to -inf.
+
+    The block is the index-th one, or that of the visit.
+    """
     if cutlass.const_expr(visit is None):
         _hide_by_ranges(scores, rows, index * n + rows.first_column)
     else:

@@ -1,9 +1,10 @@
 """The key blocks that a tile of the Hopper forward visits where a call has a mask of pairs.
 
-Of the blocks that band and table allow, a tile visits those in which its rows see a key: first, from
-the last one on, those that need a mask, and then those that need none. The MMA warpgroups count
-visits, not blocks: visit i of `count` comes before visit i - 1, and the first visits are masked. With
-each block of K the load warp publishes which block it is, and whether band and ranges hide any of it.
+Of the blocks that band and table allow, a tile visits those in which its rows see a key: first,
+from the last one on, those that need a mask, and then those that need none. The MMA warpgroups
+count visits, not blocks: visit i of `count` comes before visit i - 1, and the first visits are
+masked. With each block of K the load warp publishes which block it is, and whether band and ranges
+hide any of it.
 """
 
 import dataclasses
@@ -68,9 +69,7 @@ def make_visits(
 
 
 @cute.jit
-def _count(
-    visits: Visits, shape: cutlass.Constexpr[ForwardShape]
-) -> tuple[Int32, Int32, Int32]:
+def _count(visits: Visits, shape: cutlass.Constexpr[ForwardShape]) -> tuple[Int32, Int32, Int32]:
     """Counts the visits with a mask and those without, and whether the last block is visited."""
     masked, full, has_last = Int32(0), Int32(0), Int32(0)
     blocks = visits.blocks
@@ -142,4 +141,3 @@ def _visit(
         walk[0] = place
         limited = Int32(cutlass.select_(_unlimited(visits, place), Int32(0), Int32(1)))
     return place, limited
-

@@ -1,6 +1,6 @@
 """Kernels that read masks of pairs: bits in partial tiles, and which tiles they visit.
 
-The cases of `fa4_jax.conformance` with such masks, random boxes of pairs, and calls from end to end.
+The cases of `fa4_jax.conformance` with such masks, random boxes, and calls from end to end.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def test_the_deterministic_backward_gives_the_same_bits(head_dim: int) -> None:
 
 END_TO_END = (
     Case(batch=1, heads=(2, 1), query_length=150, key_length=200, mask=(1, 2, 150, 200)),
-    Case(batch=2, heads=(2, 1), head_dim=128, query_length=150, key_length=150, masks=("function",)),
+    Case(
+        batch=2, heads=(2, 1), head_dim=128, query_length=150, key_length=150, masks=("function",)
+    ),
 )
 
 

@@ -69,9 +69,7 @@ def test_blocks_of_rows_are_made_one_after_the_other(monkeypatch: pytest.MonkeyP
 
     whole = jax.jit(pack)(operands.pairs)
     b, h, i, j = np.ogrid[:2, :2, 3:203, :300]
-    np.testing.assert_array_equal(
-        bools(whole, 200, 300), (i + h * 3 - j + b) % 5 < (j % 7) // 2
-    )
+    np.testing.assert_array_equal(bools(whole, 200, 300), (i + h * 3 - j + b) % 5 < (j % 7) // 2)
     monkeypatch.setattr(bits, "PAIRS_AT_ONCE", 1)
     jax.clear_caches()
     jax.tree.map(np.testing.assert_array_equal, jax.jit(pack)(operands.pairs), whole)
@@ -138,7 +136,7 @@ def test_too_many_bits_are_refused():
         operands, _ = canonicalise(Call(q, q, q, mask=masks.function(fn)))
         return bits.of_operands(operands)
 
-    with pytest.raises(NotImplementedError, match="2147483648 bytes.*segment_ids.*ranges"):
+    with pytest.raises(NotImplementedError, match=r"2147483648 bytes.*segment_ids.*ranges"):
         jax.eval_shape(lambda q: pack(q, lambda b, h, q, k: q >= k), q)
     half = jax.ShapeDtypeStruct((1, length // 2, 2, 8), jnp.bfloat16)
     found = jax.eval_shape(lambda q: pack(q, lambda b, h, q, k: q >= k), half)

@@ -72,7 +72,7 @@ def close(actual: list[Any], expected: list[Any]) -> None:
 
 
 def test_operators_mean_what_they_say(path: str, operands: Arrays):
-    expected = both_ways(lambda *x: by_array(*x[:3], operands[3]), operands)
+    expected = both_ways(lambda q, k, v, _: by_array(q, k, v, operands[3]), operands)
     close(both_ways(by_function, operands), expected)
 
 
@@ -254,6 +254,8 @@ def test_a_tile_table_holds_the_bits_for_all_layers(
     near([found], [attention(q, k, v, mask=mask, is_causal=True, implementation="xla")])
     with pytest.raises(ValueError, match="batch size 4"):
         attention(q[:2], k[:2], v[:2], mask=made)
+    with pytest.raises(ValueError, match="made for 4 heads, but query has 2"):
+        attention(q[:, :, :2], k, v, mask=made)
 
 
 def test_a_tile_table_of_the_default_path_holds_no_bits(operands: Arrays):
@@ -312,7 +314,7 @@ def test_what_masks_do_not_compose_with(operands: Arrays):
     with pytest.raises(ValueError, match="tile table composes with nothing"):
         attention(*operands[:3], mask=~table)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with pytest.raises(NotImplementedError, match="mask: complement in fa4_jax.parallel"):
+    with pytest.raises(NotImplementedError, match="mask: complement in fa4_jax"):
         scheme = parallel.Ring("x")
         parallel.attention(
             *operands[:3], mask=~window, scheme=scheme, mesh=mesh, specs=P(None, "x")
