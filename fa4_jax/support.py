@@ -297,7 +297,7 @@ def _pairs_in_ranges(band: bands.Band, rows: RowRanges, batch: int) -> int:
 
 def table() -> str:
     """Markdown table of the key list: per architecture and type, the head dims of each feature."""
-    features = ("causal, window", "segments, masks, sinks", "soft cap", "deterministic")
+    features = ("causal, window", "segments, ranges, sinks", "any mask", "soft cap", "deterministic")
     head = ("architecture", "type", "pass", "head_dim tiles", *features)
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     groups: dict[tuple[str, str, str], list[KernelKey]] = {}
@@ -307,14 +307,14 @@ def table() -> str:
             groups.setdefault((key.arch, key.dtype, name), []).append(key)
     for (arch, dtype, name), keys in groups.items():
         tiles = sorted({_head_dims(key) for key in keys})
-        band, ranges, capped, ordered = (
+        band, ranges, masked, capped, ordered = (
             {_head_dims(key) for key in keys if getattr(key, flag)} == set(tiles)
-            for flag in ("band", "ranges", "reads_cap", "deterministic")
+            for flag in ("band", "ranges", "reads_mask", "reads_cap", "deterministic")
         )
         repeatable = ordered or name == "forward"  # each output is the work of one thread block
         named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)
         cells = [arch, dtype, name, ", ".join(named)]
-        cells += ["yes" if flag else "no" for flag in (band, ranges, capped, repeatable)]
+        cells += ["yes" if flag else "no" for flag in (band, ranges, masked, capped, repeatable)]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
