@@ -78,7 +78,7 @@ cap, for which a branch in every block costs nothing that can be noticed.
 """
 
 
-READS_MASKS = frozenset({"sm_90a"})
+READS_MASKS = frozenset({"sm_90a", "sm_100f"})
 """Architectures whose kernels with ranges read bits of a mask of pairs, where a call has one."""
 
 

@@ -46,6 +46,7 @@ from cutlass.cute.nvgpu import warpgroup
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
@@ -67,7 +68,7 @@ from kernels.sm90.forward_schedule import (
     publish_end,
     published,
 )
-from kernels.sm90.forward_visits import NO_VISITS, Visits, block_of_step, make_visits, make_walk
+from kernels.sm90.forward_visits import make_visits
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, TICKET_BLOCKS, WARPGROUP
 
 
@@ -202,7 +203,7 @@ class Forward(ForwardHost):
             if cutlass.const_expr(self.by_ticket):
                 if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                     ticket = ptx.take_ticket(tile_ticket)
-            block, limited = block_of_step(visits, walk, work.blocks.end, step, self.shape)
+            block, limited = block_of_step(visits, walk, work.blocks.end, step)
             use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
                 full = (shared.barriers.k_full, shared.barriers.v_full)[operand].at(use)
