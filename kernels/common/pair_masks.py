@@ -83,9 +83,20 @@ def seen(
     some, every = Uint32(0), ones
     for i in range(shape.rows // BOX_ROWS):
         tile = cutlass.min(first_row // BOX_ROWS + i, found.tiles - 1)
-        some = some | (_boxes(found.some, found, tile, first_key, count) & ones)
-        every = every & _boxes(found.every, found, tile, first_key, count)
+        of_tile = boxes(found, tile, first_key, count)
+        some, every = some | (of_tile[0] & ones), every & of_tile[1]
     return some != 0, every == ones
+
+
+def boxes(found: States, tile: Int32, first_key: Int32, count: int) -> tuple[Uint32, Uint32]:
+    """Returns `some` and `every` of `count` boxes of a row of boxes, from a key on.
+
+    They are in the lowest bits; of `some` the others mean nothing, of `every` neither.
+    """
+    some, every = (
+        _boxes(pointer, found, tile, first_key, count) for pointer in (found.some, found.every)
+    )
+    return some, every
 
 
 def _boxes(

@@ -23,7 +23,11 @@ from kernels.description import (
 )
 from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, ForwardTile
 
-WORK_WORDS = 13  # what describes one query tile's work; one more says whether tags are compared
+WORK_WORDS = 13  # what describes one query tile's work
+RANGE_WORDS = 5  # more with ranges: whether tags are compared; blocks that band and table allow
+VISIT_SLOTS = 16
+"""Visits that the load warp has published at most; when it publishes one, V of all that are as many
+before it has been used, and so their P, since its rings hold fewer blocks."""
 WORK_SLOTS = 2  # tiles whose work is known at a time
 SOFTMAX_GROUPS = 2
 UNIT = 8  # query rows of one head in a tile that heads share: an atom of the swizzle
@@ -48,7 +52,7 @@ def description(head_dim: int, pair: bool, ranges: bool) -> Description:
                 "by score buffer and warp",
             ),
         ),
-        regions=_regions(tile, head_dim, WORK_WORDS + ranges),
+        regions=(*_regions(tile, head_dim, ranges), *(_VISITS if ranges else ())),
         division=Division(tile.m, persistent=True),
         maps=_maps(tile, head_dim),
         tensor_memory=_columns(tile, head_dim),
@@ -127,7 +131,13 @@ def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tupl
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int, work_words: int) -> tuple[Region, ...]:
+_VISITS = (
+    Region("visits", (2, VISIT_SLOTS), "blocks of visits, and whether ranges hide any", "i32"),
+)
+
+
+def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ...]:
+    work_words = WORK_WORDS + (RANGE_WORDS if ranges else 0)
     span, rows = tile.span_bytes, tile.rows
     ring, columns_of_v = tile.kv_stages, tile.columns_of_v(head_dim)
     kv = "one ring: K(0), V(0), K(1), V(1), ... of the blocks"
