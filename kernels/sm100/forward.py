@@ -55,7 +55,6 @@ from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import Call, RowRoles
-from kernels.sm100.forward_description import VISIT_SLOTS
 from kernels.sm100.forward_schedule import (
     Work,
     assign,
@@ -64,7 +63,7 @@ from kernels.sm100.forward_schedule import (
     of_cta,
     to_words,
 )
-from kernels.sm100.forward_visits import by_mask, publish, visits_of
+from kernels.sm100.forward_visits import by_mask, publish, published, visits_of
 
 
 Walk = tuple[Visits, cute.Tensor, Int32]
@@ -250,8 +249,8 @@ class Forward(ForwardHost):
         """Returns the block of a step whose K has been loaded."""
         if not self.ranges:
             return last - step
-        slot = (own[2] + step) % VISIT_SLOTS
-        return cute.arch.make_warp_uniform(shared.visits[0, slot])
+        block, _ = published(shared.visits, own[2] + step)
+        return cute.arch.make_warp_uniform(block)
 
     def coordinates(
         self, work: Work, unit: Int32, shape: tuple[int, int], column: Int32 | int = 0

@@ -25,9 +25,6 @@ from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, ForwardTile
 
 WORK_WORDS = 13  # what describes one query tile's work
 RANGE_WORDS = 5  # more with ranges: whether tags are compared; blocks that band and table allow
-VISIT_SLOTS = 16
-"""Visits that the load warp has published at most; when it publishes one, V of all that are as many
-before it has been used, and so their P, since its rings hold fewer blocks."""
 WORK_SLOTS = 2  # tiles whose work is known at a time
 SOFTMAX_GROUPS = 2
 UNIT = 8  # query rows of one head in a tile that heads share: an atom of the swizzle
@@ -52,7 +49,7 @@ def description(head_dim: int, pair: bool, ranges: bool) -> Description:
                 "by score buffer and warp",
             ),
         ),
-        regions=(*_regions(tile, head_dim, ranges), *(_VISITS if ranges else ())),
+        regions=(*(_visits(tile) if ranges else ()), *_regions(tile, head_dim, ranges)),
         division=Division(tile.m, persistent=True),
         maps=_maps(tile, head_dim),
         tensor_memory=_columns(tile, head_dim),
@@ -131,9 +128,15 @@ def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tupl
     )
 
 
-_VISITS = (
-    Region("visits", (2, VISIT_SLOTS), "blocks of visits, and whether ranges hide any", "i32"),
-)
+def _visits(tile: ForwardTile) -> tuple[Region, ...]:
+    """Describes the visits that the load warp has published, in as many slots as it needs.
+
+    When it publishes visit i, it has waited for the slot of V(i - p), which is use p + 2 (i - p) of
+    a ring of k slots; K runs p blocks ahead. So V(i - p - k / 2) has been used, and its P before.
+    """
+    needed = tile.buffers_per_tile + (tile.kv_stages + 1) // 2
+    slots = 1 << (needed - 1).bit_length()
+    return (Region("visits", (slots,), "blocks of visits, and whether ranges hide any", "i32"),)
 
 
 def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ...]:

@@ -33,9 +33,9 @@ from kernels.common.state import (
 from kernels.interface import ForwardScalars, RangeBuffers, Sizes
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import Config, pop_work
-from kernels.sm100.forward_description import UNIT, VISIT_SLOTS
+from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_schedule import Work
-from kernels.sm100.forward_visits import Hidden, hidden_of
+from kernels.sm100.forward_visits import Hidden, hidden_of, published
 from kernels.sm100.tiles import SPECULATIVE_KEYS
 
 CHUNK = 32  # columns of tensor memory that a thread loads at a time
@@ -346,8 +346,7 @@ class RowRoles:
         given = hidden.bits.given()
         if given:
             shared.barriers.s_full.wait(use)
-            slot = block.ordinal % VISIT_SLOTS
-            index, limited = shared.visits[0, slot], shared.visits[1, slot]
+            index, limited = published(shared.visits, block.ordinal)
         for part in cutlass.range_constexpr(cute.size(words)):
             key = index * self.config.tile.n + 32 * part
             seen = Uint32(0xFFFFFFFF)

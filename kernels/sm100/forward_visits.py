@@ -17,7 +17,7 @@ from kernels.common.pair_masks import BOX_ROWS, BitsInMemory, States
 from kernels.common.row_ranges import element
 from kernels.common.schedule import ForwardShape
 from kernels.interface import RangeBuffers, Sizes
-from kernels.sm100.forward_description import UNIT, VISIT_SLOTS
+from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_schedule import Work, queries_of
 
 
@@ -102,10 +102,15 @@ def publish(
     """
     block, limited = key_visits.block_of_step(visits, walk, end, step)
     with cute.arch.elect_one():
-        memory[0, ordinal % VISIT_SLOTS] = block
-        memory[1, ordinal % VISIT_SLOTS] = limited
+        memory[ordinal % cute.size(memory)] = block * 2 + limited
     cute.arch.sync_warp()
     return block
+
+
+def published(memory: cute.Tensor, ordinal: Int32) -> tuple[Int32, Int32]:
+    """Returns the block of a visit, and whether band or ranges may hide any of it."""
+    word = memory[ordinal % cute.size(memory)]
+    return word // 2, word % 2
 
 
 @dataclasses.dataclass(frozen=True)
