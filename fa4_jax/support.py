@@ -297,7 +297,13 @@ def _pairs_in_ranges(band: bands.Band, rows: RowRanges, batch: int) -> int:
 
 def table() -> str:
     """Markdown table of the key list: per architecture and type, the head dims of each feature."""
-    features = ("causal, window", "segments, ranges, sinks", "any mask", "soft cap", "deterministic")
+    features = (
+        "causal, window",
+        "segments, ranges, sinks",
+        "any mask",
+        "soft cap",
+        "deterministic",
+    )
     head = ("architecture", "type", "pass", "head_dim tiles", *features)
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     groups: dict[tuple[str, str, str], list[KernelKey]] = {}

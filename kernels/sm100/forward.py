@@ -43,8 +43,8 @@ from cutlass import Float32, Int32
 
 from fa4_jax.key import KernelKey
 from kernels.common import resources, tensors
-from kernels.common.key_visits import Visits, make_walk
 from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.key_visits import Visits, make_walk
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
@@ -64,7 +64,6 @@ from kernels.sm100.forward_schedule import (
     to_words,
 )
 from kernels.sm100.forward_visits import by_mask, publish, published, visits_of
-
 
 Walk = tuple[Visits, cute.Tensor, Int32]
 """Visits of a tile, the register of a walk over them, and how many visits the CTA had before."""

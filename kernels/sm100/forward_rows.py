@@ -338,9 +338,7 @@ class RowRoles:
         return [words[i] for i in range(n // 32)]
 
     @cute.jit
-    def find_matches(
-        self, shared: Shared, block: Block, use: Use, keys: Keys, words: cute.Tensor
-    ):
+    def find_matches(self, shared: Shared, block: Block, use: Use, keys: Keys, words: cute.Tensor):
         """Writes what `matches` returns."""
         index, limited, hidden = block.index, Int32(1), keys.hidden
         given = hidden.bits.given()

@@ -28,7 +28,6 @@ from kernels.interface import RangeBuffers, Sizes, Window
 from kernels.sm100.forward_description import UNIT, WORK_WORDS
 from kernels.sm100.tiles import ForwardTile
 
-
 NO_BLOCKS: Any = None
 """Of a tile whose rows have no ranges in memory."""
 
