@@ -11,9 +11,10 @@ from jax.typing import ArrayLike
 
 from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, validate, xla
 from fa4_jax.extents import Extents
-from fa4_jax.masks import Mask, resolve, values
+from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
+from fa4_jax.masks.pairs import Pairs
 from fa4_jax.masks.values import Ids
-from fa4_jax.operands import Operands, Results, RowRanges
+from fa4_jax.operands import MaskBits, Operands, Results, RowRanges
 from fa4_jax.plan import Plan, Target, make_plan
 from fa4_jax.problem import Problem
 from fa4_jax.sharding import explicit
@@ -147,6 +148,7 @@ def attention(
       bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
         missing). Differentiable.
       mask: of `fa4_jax.masks`; or boolean, True where a query may see a key, broadcast like bias.
+        The kernels hold bits of what is a boolean array, a function, a union or a complement.
       scale: positive; 1 / sqrt(H) by default. Unlike `jax.nn`'s it must be static for the kernels;
         a traced one runs on the default path, and has a gradient.
       is_causal: row i sees the keys j <= i + query_offset.
@@ -205,8 +207,20 @@ def attention(
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     plan = make_plan(problem, find_target(arch), implementation)
+    operands = with_bits(plan, operands)
     results = explicit.attend_on_mesh(_attend, plan, operands)
     return returned(results, jnp.ndim(query), return_residual)
+
+
+def with_bits(plan: Plan, operands: Operands) -> Operands:
+    """The operands of kernels, which read a mask of pairs as bits.
+
+    Raises:
+      NotImplementedError: these would be too many.
+    """
+    if not plan.forward or validate.is_empty(plan.problem):
+        return operands
+    return operands._replace(mask=None, pairs=None, bits=bits.of_operands(operands))
 
 
 def returned(results: Results, rank: int, return_residual: bool) -> Any:
@@ -269,6 +283,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     cap, traced_cap = validate.soft_cap(call.logits_soft_cap)
     sinks = validate.sinks(call.sinks, n)
     rows, window = resolved_rows(call, numbers, (b, t, s))
+    pairs, packed = resolved_pairs(call, numbers, (b, t, s, n))
     problem = Problem(
         batch=b,
         query_length=t,
@@ -281,7 +296,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         window=window,
         has_lengths=numbers.has_lengths,
         has_bias=bias is not None,
-        has_mask=mask is not None,
+        has_mask=not (mask is None and pairs is None and packed is None),
         soft_cap=cap,
         has_soft_cap=call.logits_soft_cap is not None,
         has_sinks=sinks is not None,
@@ -302,6 +317,8 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         rows=rows,
         soft_cap=traced_cap,
         sinks=sinks,
+        pairs=pairs,
+        bits=packed,
     )
     axes = mesh_types.union_varying(operands)
     return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands), problem
@@ -330,8 +347,36 @@ def resolved_rows(
         raise ValueError("is_causal=True beside masks.prefix, which contains causality: drop it")
     (left, right), parts = resolve.static_window(parts)
     offset = extents.offset_array(numbers.query_offset)
+    parts, _ = of_pairs.divided(parts)
     rows = resolve.rows(parts, resolve.Call(*sizes, jnp.ndim(call.query), offset, tokens))
     return rows, (min(window[0], left), min(window[1], right))
+
+
+def resolved_pairs(
+    call: Call, numbers: Extents, sizes: tuple[int, int, int, int]
+) -> tuple[Pairs | None, MaskBits | None]:
+    """The mask of pairs of a mask value, or its bits if they have been made.
+
+    Args:
+      numbers, sizes: as of `resolved_rows`; the number of query heads comes last.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention`.
+    """
+    if not isinstance(call.mask, Mask):
+        return None, None
+    if isinstance(call.mask, values.Prepared):
+        made = call.mask
+        if (heads := bits.heads_of(made.pairs, made.bits)) not in (1, sizes[3]):
+            raise ValueError(
+                f"mask: its tile table was made for {heads} heads, but query has {sizes[3]}"
+            )
+        return made.pairs, made.bits
+    batch, t, s, heads = sizes
+    _, parts = of_pairs.divided(values.parts(call.mask))
+    offset = extents.offset_array(numbers.query_offset)
+    known = resolve.Call(batch, t, s, jnp.ndim(call.query), offset)
+    return of_pairs.found(parts, known, heads), None
 
 
 def _rank_4(x: Any) -> jax.Array | None:

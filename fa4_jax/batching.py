@@ -36,23 +36,26 @@ def _fold(tree: Any, batched: Any, size: int) -> Any:
 def _fold_operands(operands: Operands, flags: Operands, size: int) -> Operands:
     """Folds operands like `_fold`; what is shared by all entries of the batch stays so.
 
-    One offset stays one, several become one for each; ranges of one for all stay one.
+    One offset stays one, several become one for each; ranges and bits of one for all stay one.
     """
     b = operands.query.shape[1]
-    shared = dict.fromkeys(("offset", "rows", "soft_cap", "sinks"))
+    shared = dict.fromkeys(("offset", "rows", "soft_cap", "sinks", "bits"))
     folded = _fold(operands._replace(**shared), flags._replace(**shared), size)
 
-    def of_rows(x: jax.Array, has_axis: bool) -> jax.Array:
+    def each(x: jax.Array, has_axis: bool) -> jax.Array:
         x = x if has_axis else x[None]
         x = jnp.broadcast_to(x, (size, b, *x.shape[2:]))
         return x.reshape(size * b, *x.shape[2:])
 
-    rows = operands.rows
-    if rows is not None and (any(jax.tree.leaves(flags.rows)) or rows.low.shape[0] > 1):
-        rows = jax.tree.map(of_rows, rows, flags.rows)
+    def of_batch(tree: Any, flags: Any) -> Any:
+        own = any(jax.tree.leaves(flags)) or any(x.shape[0] > 1 for x in jax.tree.leaves(tree))
+        return jax.tree.map(each, tree, flags) if own else tree
+
+    rows = of_batch(operands.rows, flags.rows)
+    bits = of_batch(operands.bits, flags.bits)
     offset = None if flags.offset else operands.offset
     cap, sinks = operands.soft_cap, operands.sinks
-    return folded._replace(offset=offset, rows=rows, soft_cap=cap, sinks=sinks)
+    return folded._replace(offset=offset, rows=rows, soft_cap=cap, sinks=sinks, bits=bits)
 
 
 def _way(problem: Problem, kernels: tuple[Kernel, ...], flags: Operands, operands: Operands) -> Way:
@@ -60,9 +63,10 @@ def _way(problem: Problem, kernels: tuple[Kernel, ...], flags: Operands, operand
 
     JAX batches no launch of `kernels`.
     """
-    own_rows = any(jax.tree.leaves(flags.rows))
+    own_rows = any(jax.tree.leaves((flags.rows, flags.bits)))
+    evaluated = problem.has_mask and operands.bits is None
     traced = problem.scale is None or (operands.soft_cap is not None and not kernels)
-    if problem.has_bias or problem.has_mask or traced:
+    if problem.has_bias or evaluated or traced:
         # JAX's batching of loops of several lengths copies what they carry at every step.
         own_blocks = flags.extents if operands.offset is None else flags.offset
         return "loop" if own_rows or (problem.band and own_blocks) else "native"
@@ -71,6 +75,7 @@ def _way(problem: Problem, kernels: tuple[Kernel, ...], flags: Operands, operand
     if flags.query and flags.key and flags.value:
         return "fold"
     shared = not (flags.key or flags.value or flags.extents or own_rows)
+    shared &= operands.bits is None or operands.bits.words.shape[1] == 1
     return "heads" if flags.query and shared else "loop"
 
 

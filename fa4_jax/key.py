@@ -57,8 +57,8 @@ SHORT_TILES = {("sm_90a", 64): 600}
 """(arch, head_dim) of forwards with a second tile of fewer query rows, and how many keys a row may
 see in the mean where it runs: docs/hopper.md.
 
-It wastes less of the blocks at both ends of a band. Soft caps always take it: three warpgroups have
-no registers for them.
+It wastes less of the blocks at both ends of a band. Soft caps and masks of pairs always take it:
+three warpgroups have no registers for them.
 """
 
 
@@ -82,6 +82,10 @@ CAPPED_APART = frozenset({"sm_90a"})
 """Architectures on which soft caps have kernels of their own; elsewhere kernels with ranges read a
 cap, for which a branch in every block costs nothing that can be noticed.
 """
+
+
+READS_MASKS = frozenset({"sm_90a", "sm_100f"})
+"""Architectures whose kernels with ranges read bits of a mask of pairs, where a call has one."""
 
 
 _FLAGS = (
@@ -135,6 +139,19 @@ class KernelKey:
         return self.soft_cap or (self.ranges and self.arch not in CAPPED_APART)
 
     @property
+    def reads_mask(self) -> bool:
+        """Whether the kernel reads bits of a mask of pairs, which a call may lack.
+
+        The registers of a backward with a soft cap of its own do not suffice for them, nor do those
+        of a forward that has a shorter tile beside it.
+        """
+        if self.kernel is Pass.FORWARD:
+            lacks_registers = (self.arch, self.head_dim) in SHORT_TILES and not self.short
+        else:
+            lacks_registers = self.soft_cap
+        return self.ranges and self.arch in READS_MASKS and not lacks_registers
+
+    @property
     def name(self) -> str:
         """Unique readable name, e.g. "sm_90a_fwd_bf16_d128_band"."""
         head_dims = f"d{self.head_dim}"
@@ -150,10 +167,13 @@ def head_dim_tile(head_dim: int) -> int | None:
     return next((tile for tile in HEAD_DIM_TILES if head_dim <= tile), None)
 
 
-def takes_short_tile(arch: str, tile: int, mean_keys: int, has_soft_cap: bool) -> bool:
-    """`KernelKey.short` of a forward whose rows see so many keys in the mean, or fewer."""
+def takes_short_tile(arch: str, tile: int, mean_keys: int, many_registers: bool) -> bool:
+    """`KernelKey.short` of a forward whose rows see so many keys in the mean, or fewer.
+
+    many_registers: the call has a soft cap or a mask of pairs.
+    """
     most = SHORT_TILES.get((arch, tile))
-    return most is not None and (has_soft_cap or mean_keys <= most)
+    return most is not None and (many_registers or mean_keys <= most)
 
 
 def value_dim_tile(arch: str, kernel: Pass, tile: int, value_dim: int) -> int:

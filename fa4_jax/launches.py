@@ -8,8 +8,17 @@ import jax.numpy as jnp
 from fa4_jax import ffi_call, mesh_types
 from fa4_jax.group_split import group_split
 from fa4_jax.key import Pass
+from fa4_jax.masks import bits as packed
 from fa4_jax.masks import order, table
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges, Tags
+from fa4_jax.operands import (
+    Cotangents,
+    Gradients,
+    MaskBits,
+    Operands,
+    Results,
+    RowRanges,
+    Tags,
+)
 from fa4_jax.plan import Kernel, Plan, in_memory, scalars
 from fa4_jax.problem import Problem
 
@@ -48,6 +57,21 @@ def range_buffers(rows: RowRanges) -> dict[str, jax.Array]:
     }
 
 
+def mask_buffers(bits: MaskBits | None, kernel: Kernel, kv_heads: int = 0) -> dict[str, jax.Array]:
+    """The buffers of a mask of pairs, which are empty where there is none.
+
+    kv_heads: of a backward, which asks about all heads of a group together.
+    """
+    if not kernel.key.reads_mask:
+        return {}
+    if bits is None:
+        nothing = jnp.zeros((1, 0, 1, 1), jnp.int32)
+        bits = MaskBits(nothing[..., None], nothing, nothing)
+    elif kv_heads:
+        bits = packed.of_groups(bits, kv_heads)
+    return {"mask_bits": bits.words, "mask_some": bits.some, "mask_every": bits.every}
+
+
 def _tile_size(kernel: Kernel) -> int:
     """Query rows of a forward's tile, keys of a backward's: the grid counts these tiles."""
     return kernel.launch.grid[0][0].divisor
@@ -61,15 +85,20 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     if not in_memory(problem, Pass.FORWARD):
         return {}
     tile = _tile_size(kernel)
-    if (rows := operands.rows) is None:
+    bits = operands.bits
+    if (rows := operands.rows) is None and bits is None:
         rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
     else:
-        tiles = order.of_queries(rows, problem.window, operands.extents, tile)
+        rows = _whole(problem) if rows is None else rows
+        boxes = None if bits is None else packed.boxes_of_queries(bits, tile)
+        tiles = order.of_queries(rows, problem.window, operands.extents, tile, boxes)
+    rows = _narrowed(rows, bits)
     sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
         **range_buffers(rows),
-        "query_order": tiles,
+        **mask_buffers(bits, kernel),
+        "query_order": _of_batch(tiles, rows),
         "sinks": sinks.astype(jnp.float32),
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
     }
@@ -143,12 +172,36 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     """
     if not in_memory(problem, Pass.BACKWARD):
         return {}
-    tile, keys = _tile_size(kernel), problem.key_length
-    if (rows := operands.rows) is None:
+    tile, keys, bits = _tile_size(kernel), problem.key_length, operands.bits
+    if (rows := operands.rows) is None and bits is None:
         rows, tiles = _whole(problem), order.ascending(keys, tile)
     else:
-        tiles = order.of_keys(rows, problem.window, operands.extents, tile, keys)
-    return {**range_buffers(rows), "soft_cap": _soft_cap(problem.soft_cap), "key_order": tiles}
+        rows = _narrowed(_whole(problem) if rows is None else rows, bits)
+        count = table.tiles(keys, tile)
+        boxes = None if bits is None else packed.boxes_of_keys(bits, tile, count)
+        own = order.Tiles(tile, keys, boxes)
+        tiles = order.of_keys(rows, problem.window, operands.extents, own)
+    return {
+        **range_buffers(rows),
+        **mask_buffers(bits, kernel, problem.kv_heads),
+        "soft_cap": _soft_cap(problem.soft_cap),
+        "key_order": tiles,
+    }
+
+
+def _narrowed(rows: RowRanges, bits: MaskBits | None) -> RowRanges:
+    """Ranges whose tile table says what is visited by a mask of pairs, too."""
+    if bits is None:
+        return rows
+    found = packed.narrowed(rows.table, bits)
+    batch = found.shape[0]
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), rows)
+    return rows._replace(table=found)
+
+
+def _of_batch(tiles: jax.Array, rows: RowRanges) -> jax.Array:
+    """An order of tiles [B|1, tiles], of as many batch elements as ranges have."""
+    return jnp.broadcast_to(tiles, (rows.low.shape[0], tiles.shape[1]))
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -36,6 +36,19 @@ class RowRanges(NamedTuple):
     tags: Tags | None = None
 
 
+class MaskBits(NamedTuple):
+    """A mask of pairs as kernels read it (`masks.bits`), int32.
+
+    words [B|1, N|1, ceil(T / 64), 4 ceil(S / 128), 64]: bit t of [..., u, w, i] says whether row
+    64 u + i sees key 32 w + t. some, every [B|1, N|1, ceil(T / 64), ceil(S / 512)]: a bit for 64
+    rows and 16 keys: whether any of their pairs are seen, or all.
+    """
+
+    words: Array
+    some: Array
+    every: Array
+
+
 class Operands(NamedTuple):
     """Arrays of the forward.
 
@@ -43,7 +56,9 @@ class Operands(NamedTuple):
     query offset, 0); bias and mask, or None, broadcast to [B, N, T, S] without holding it; offset
     [] int32, the query offset of all entries of the batch, or None where they have their own;
     scale [], the softmax scale in the type of the sums, or None where it is static; rows: or None;
-    soft_cap [], likewise, or None where it is static or absent; sinks [N] in that type, or None.
+    soft_cap [], likewise, or None where it is static or absent; sinks [N] in that type, or None;
+    pairs: a mask that is evaluated where it is needed (`masks.pairs`), which the default path alone
+    does, or None; bits: what kernels take in place of it and of `mask`, or None.
     """
 
     query: Array
@@ -57,6 +72,8 @@ class Operands(NamedTuple):
     rows: RowRanges | None = None
     soft_cap: Array | None = None
     sinks: Array | None = None
+    pairs: Any = None
+    bits: MaskBits | None = None
 
 
 class Results(NamedTuple):

@@ -143,7 +143,8 @@ def kernel_keys(
     paged = problem.page_length is not None
     if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
-    short = takes_short_tile(arch, tile, _mean_keys(problem), problem.has_soft_cap)
+    many_registers = problem.has_soft_cap or problem.has_mask
+    short = takes_short_tile(arch, tile, _mean_keys(problem), many_registers)
     flags = {"polynomial_exp2": polynomial, "short": short}
     of_output = value_tile(Pass.FORWARD)
     return (key(Pass.FORWARD, of_output, **limits(Pass.FORWARD), **flags),), backward
@@ -215,8 +216,6 @@ def unsupported(problem: Problem) -> str | None:
     """Why no kernel of any architecture takes this problem, or None."""
     if problem.has_bias:
         return "bias: the kernels take no dense bias"
-    if problem.has_mask:
-        return "mask: the kernels take no dense mask (use is_causal, window or lengths)"
     if problem.scale is None:
         return "scale: it is traced, the kernels take a static one"
     if problem.dtype not in DTYPES:
@@ -239,7 +238,7 @@ def unsupported(problem: Problem) -> str | None:
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:
     """The arguments whose arrays a pass reads or writes beside those of every call."""
     asked = {
-        "segment_ids or mask": problem.has_ranges,
+        "segment_ids or mask": problem.has_ranges or problem.has_mask,
         "logits_soft_cap": problem.has_soft_cap,
         # To the backward sinks are in the log-sum-exp.
         "sinks": problem.has_sinks and kernel is Pass.FORWARD,
@@ -262,6 +261,19 @@ def _missing(problem: Problem, keys: tuple[KernelKey, ...], manifest: Manifest) 
             )
             found = ", ".join(near) or "none"
             return f"{asked_by(problem, key)}no kernel {key.name} is installed; there are: {found}"
+    return None
+
+
+def unread_mask(problem: Problem, keys: tuple[KernelKey, ...]) -> str | None:
+    """Why kernels do not take the mask of pairs of a call, or None."""
+    if not problem.has_mask:
+        return None
+    for key in keys:
+        if key.kernel in (Pass.FORWARD, Pass.BACKWARD) and not key.reads_mask:
+            return (
+                f"mask: {key.name} reads no bits of a boolean array, function, union or complement "
+                "(it takes is_causal, window, lengths, segment_ids and ranges)"
+            )
     return None
 
 
@@ -300,8 +312,9 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
             raise NotImplementedError(f"implementation='kernel': {reason}")
         return Plan(problem, forward_reason=reason, backward_reason=reason, arch=target.arch)
     forward, backward = kernel_keys(problem, target.arch, target.fast_exp2, target.design)
-    forward_reason = _missing(problem, forward, target.manifest)
-    backward_reason = forward_reason or _missing(problem, backward, target.manifest)
+    forward_reason = unread_mask(problem, forward) or _missing(problem, forward, target.manifest)
+    backward_reason = forward_reason or unread_mask(problem, backward)
+    backward_reason = backward_reason or _missing(problem, backward, target.manifest)
     backward_reason = backward_reason or _traced_cap(problem)
     if forward_reason is not None and implementation == "kernel":
         raise NotImplementedError(f"implementation='kernel': {forward_reason}")

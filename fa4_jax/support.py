@@ -16,7 +16,7 @@ from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
-from fa4_jax.masks import Mask, resolve, values
+from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.operands import RowRanges
 from fa4_jax.paged import call as paged_call
 from fa4_jax.paged import decode
@@ -32,6 +32,7 @@ from fa4_jax.plan import (
     kernel_keys,
     make_plan,
     new_buffers,
+    unread_mask,
     unsupported,
 )
 from fa4_jax.problem import Problem
@@ -128,7 +129,11 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+BitShape = tuple[int, ...] | None
+"""Shape of the words of bits that kernels would read of a mask, or None."""
+
+
+def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, BitShape]:
     """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation.
 
     Raises:
@@ -143,20 +148,21 @@ def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     )
     leaves, structure = jax.tree.flatten((args, kwargs))
     unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    found: list[Any] = []
+    found: list[tuple[Any, BitShape]] = []
 
     def trace(arrays: list[jax.Array]) -> None:
         rest = iter(arrays)
         given = [next(rest) if flag else x for x, flag in zip(leaves, unknown, strict=True)]
         positional, named = jax.tree.unflatten(structure, given)
         if call is decode:
-            problem = canonicalise_decode(DecodeCall(*positional, **named))[1]
+            found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], None))
         else:
-            problem = canonicalise(Call(*positional, **named))[1]
-        found.append(problem)
+            operands, problem = canonicalise(Call(*positional, **named))
+            found.append((problem, bits.shape_of(operands)))
 
     jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
-    return found[0], implementation
+    problem, shape = found[0]
+    return problem, implementation, shape
 
 
 def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwargs: Any) -> Support:
@@ -171,7 +177,7 @@ def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwarg
     Raises:
       ValueError, NotImplementedError: the call is wrong on any implementation.
     """
-    given, implementation = _problem(call, args, kwargs)
+    given, implementation, _ = _problem(call, args, kwargs)
     declined = "xla" if implementation == "xla" else None
     reason = "implementation='xla'" if declined else None
     if isinstance(given, PagedProblem):
@@ -191,7 +197,9 @@ def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwarg
         wanted = forward if call is decode else forward + backward
         missing = set(wanted) - set(catalogue.all_keys())
         reason = (
-            f"{asked_by(problem, min(missing))}no kernel {min(missing).name}" if missing else None
+            f"{asked_by(problem, min(missing))}no kernel {min(missing).name}"
+            if missing
+            else unread_mask(problem, forward + backward)
         )
     return Support(reason)
 
@@ -209,20 +217,20 @@ def explain(
     Raises:
       ValueError, NotImplementedError: as the call.
     """
-    problem, implementation = _problem(call, args, kwargs)
+    problem, implementation, packed = _problem(call, args, kwargs)
     target = find_target(arch)
     if isinstance(problem, PagedProblem):
         plan = _plan_of_decode(problem, target, implementation)
         pairs = _pairs_of_decode(problem.attention, args, kwargs)
-        return _explained(plan, pairs, target.manifest)
+        return _explained(plan, pairs, target.manifest, None)
     validate.known_sizes(problem, "explain")
     plan = make_plan(problem, target, implementation)
     rows = _known_rows(problem, args, kwargs)
-    return _explained(plan, visible_pairs(problem, kwargs, rows), target.manifest)
+    return _explained(plan, visible_pairs(problem, kwargs, rows), target.manifest, packed)
 
 
-def _explained(plan: Plan, pairs: int, manifest: Manifest | None) -> Explanation:
-    """pairs: of a row and a key, for one head."""
+def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitShape) -> Explanation:
+    """pairs: of a row and a key, for one head; packed: words of bits that kernels read."""
     head_dim, value_dim = plan.problem.head_dims
     pairs *= plan.problem.query_heads
     has_backward = plan.backward_reason != _NO_BACKWARD
@@ -232,7 +240,7 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None) -> Explanation
         tiles=_tiles(plan, manifest),
         designs=_designs(plan),
         splits=1 if plan.parts is None else plan.parts[0],
-        workspaces=_workspaces(plan),
+        workspaces=_workspaces(plan, packed),
         forward_flops=2 * (head_dim + value_dim) * pairs,
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs if has_backward else 0,
         forward_reason=plan.forward_reason,
@@ -279,7 +287,7 @@ def _designs(plan: Plan) -> dict[str, str]:
     }
 
 
-def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
+def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:
     launches = [kernel.launch for kernel in plan.forward + plan.backward]
     problem = plan.problem
     found = [
@@ -287,6 +295,8 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
         for name, (result, shape) in new_buffers(problem, launches, plan.parts).items()
         if name not in _OUTPUTS and 0 not in shape
     ]
+    if plan.forward and packed is not None:
+        found.append(Workspace("mask_bits", "i32", packed))
     split = group_split(plan)
     if split.parts > 1:
         shapes = given_shapes(split.plan.problem)
@@ -307,6 +317,7 @@ def _known_rows(problem: Problem, args: tuple[Any, ...], call: dict[str, Any]) -
     mask = args[4] if len(args) > 4 else call.get("mask")
     found = values.parts(mask if isinstance(mask, Mask) else None, call.get("segment_ids"))
     _, found = resolve.static_window(found)
+    found, _ = of_pairs.divided(found)
     offset = call.get("query_offset", 0)
     if not _known((found, offset)):
         return None
@@ -360,7 +371,13 @@ def _pairs_in_ranges(band: bands.Band, rows: RowRanges, batch: int) -> int:
 
 def table() -> str:
     """Markdown table of the key list: per architecture and type, the head dims of each feature."""
-    features = ("causal, window", "segments, masks, sinks", "soft cap", "deterministic")
+    features = (
+        "causal, window",
+        "segments, ranges, sinks",
+        "any mask",
+        "soft cap",
+        "deterministic",
+    )
     head = ("architecture", "type", "pass", "head_dim tiles", *features)
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     groups: dict[tuple[str, str, str], list[KernelKey]] = {}
@@ -369,9 +386,9 @@ def table() -> str:
             groups.setdefault((key.arch, key.dtype, name), []).append(key)
     for (arch, dtype, name), keys in groups.items():
         tiles = sorted({_head_dims(key) for key in keys})
-        band, ranges, capped, ordered = (
+        band, ranges, masked, capped, ordered = (
             {_head_dims(key) for key in keys if getattr(key, flag)} == set(tiles)
-            for flag in ("band", "ranges", "reads_cap", "deterministic")
+            for flag in ("band", "ranges", "reads_mask", "reads_cap", "deterministic")
         )
         # Outside a backward all that adds to an output does so in one order.
         repeatable = ordered or name != "backward"
@@ -379,7 +396,7 @@ def table() -> str:
             band, ranges, capped = True, True, True
         named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)
         cells = [arch, dtype, name, ", ".join(named)]
-        cells += ["yes" if flag else "no" for flag in (band, ranges, capped, repeatable)]
+        cells += ["yes" if flag else "no" for flag in (band, ranges, masked, capped, repeatable)]
         if name == _DECODE:
             cells[5] = "sinks"
         rows.append("| " + " | ".join(cells) + " |")

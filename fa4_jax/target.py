@@ -16,6 +16,12 @@ def named_target(arch: str) -> Target:
     return Target(arch, runtime.manifest(), runtime.why_no_kernels() or "")
 
 
+def has_kernels(arch: str | None) -> bool:
+    """Whether kernels are installed for this machine's GPU, or for the architecture named."""
+    target = current_target() if arch is None else named_target(arch)
+    return target.arch is not None and target.manifest is not None
+
+
 @functools.cache
 def current_target() -> Target:
     """The GPU that JAX uses and the installed kernels. Starts JAX's backends at its first call."""

@@ -268,6 +268,25 @@ def tokens(name: str, x: Any, batch: int, length: int, rank: int) -> Any:
     return x
 
 
+MOST_INTERVALS = 3
+
+
+def intervals(name: str, x: Any, batch: int, length: int, rank: int) -> Any:
+    """Ends of intervals as integers [B|1, T, n], n at most MOST_INTERVALS; [T, n] for rank 3.
+
+    Raises:
+      ValueError: another type or shape.
+    """
+    x = _integers(name, x)
+    shapes = ((length,),) if rank == 3 else ((batch, length), (1, length))
+    if x.shape[:-1] not in shapes or not 1 <= x.shape[-1] <= MOST_INTERVALS:
+        expected = f"[{length}, n]" if rank == 3 else f"[{batch} or 1, {length}, n]"
+        raise ValueError(
+            f"{name} must have shape {expected} with 1 <= n <= {MOST_INTERVALS}, got {x.shape}"
+        )
+    return x
+
+
 def prefix_lengths(x: Any, batch: int) -> Any:
     """Lengths of prefixes as an array: [] or [B] of an integer type.
 

@@ -33,15 +33,13 @@ def describe(key: KernelKey) -> Description:
     if key.kernel is Pass.BACKWARD_POST:
         return sm100_backward.post(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD and hopper:
-        return sm90_backward.description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
+        return sm90_backward.of_key(key)
     if key.kernel is Pass.BACKWARD:
         return sm100_backward.description(
             key.head_dim, key.value_dim, key.deterministic, key.pair, key.ranges
         )
     if hopper:
-        return sm90_forward.description(
-            key.head_dim, key.value_dim, key.band, key.ranges, key.short
-        )
+        return sm90_forward.of_key(key)
     return sm100_forward.description(key.head_dim, key.pair, key.ranges)
 
 

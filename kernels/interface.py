@@ -217,7 +217,9 @@ class RangeBuffers:
     """Keys of each row, int32; kernels/common/row_ranges.py. One batch element or all.
 
     query_order only for the forward, key_order only for a backward without a fixed order; neither
-    for the split forward.
+    for the split forward. mask_* and state_heads are bits of a mask of pairs
+    (kernels/common/pair_masks.py), only where a key reads them; mask_heads is 0 in a call without
+    one.
     """
 
     batch: Annotated[Any, Dim(0, "row_low")]
@@ -230,6 +232,12 @@ class RangeBuffers:
     tag_tiles: Pointer
     query_order: Pointer
     key_order: Pointer
+    mask_batch: Annotated[Any, Dim(0, "mask_bits")]
+    mask_heads: Annotated[Any, Dim(1, "mask_bits")]
+    state_heads: Annotated[Any, Dim(1, "mask_some")]
+    mask_bits: Pointer
+    mask_some: Pointer
+    mask_every: Pointer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ def problem_of(key: KernelKey, sizes: Sizes) -> Problem:
 
 
 def ranges(problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
-    """Makes ranges that every row has alike, tags that all match, and no sinks; see `Sizes`.
+    """Makes ranges that every row has alike, tags that all match, no sinks and no mask of pairs.
 
     Orders of tiles are as long as if these had one row; no kernel reads past its tiles.
     """
@@ -113,6 +113,9 @@ def ranges(problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
         "sinks": np.full(problem.query_heads, -np.inf, np.float32),
         "max_logit": np.zeros((1, 0), np.float32),
         "soft_cap": np.full(1, sizes.soft_cap, np.float32),
+        "mask_bits": np.zeros((1, 0, 1, 1, 1), np.int32),
+        "mask_some": np.zeros((1, 0, 1, 1), np.int32),
+        "mask_every": np.zeros((1, 0, 1, 1), np.int32),
     }
 
 

@@ -9,7 +9,7 @@ import itertools
 from fa4_jax import bands, catalogue
 from fa4_jax.conformance.row_masks import KINDS
 from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
-from fa4_jax.plan import kernel_keys, unsupported
+from fa4_jax.plan import kernel_keys, unread_mask, unsupported
 from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
@@ -79,7 +79,7 @@ class Case:
         forward, backward = kernel_keys(self.problem, arch)
         of_forward = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
         needed = forward if kernel in of_forward else forward + backward
-        return set(needed) <= _built()
+        return unread_mask(self.problem, needed) is None and set(needed) <= _built()
 
     @property
     def problem(self) -> Problem:
@@ -97,8 +97,8 @@ class Case:
             window=bands.limits(*sides, self.is_causal),
             has_lengths=not (self.query_lengths is None and self.key_lengths is None),
             has_bias=self.bias is not None,
-            has_mask=self.mask is not None,
-            has_ranges=bool(self.masks),
+            has_mask=self.mask is not None or any(KINDS[name].of_pairs for name in self.masks),
+            has_ranges=any(not KINDS[name].of_pairs for name in self.masks),
             has_tags=any(KINDS[name].has_tags for name in self.masks),
             soft_cap=self.soft_cap,
             has_soft_cap=self.soft_cap is not None,
@@ -275,6 +275,31 @@ def _row_masks() -> list[Case]:
     ]
 
 
+def _pair_masks() -> list[Case]:
+    """Masks of pairs: functions, intervals, unions, complements, arrays, and what joins them."""
+    sized = functools.partial(Case, query_length=300, key_length=420)
+    return [
+        sized(masks=("function",)),
+        sized(masks=("function",), head_dim=128, heads=(4, 2), is_causal=True, query_offset=120),
+        sized(masks=("function", "segments"), head_dim=96, deterministic=True),
+        sized(masks=("function",), head_dim=192, heads=(4, 1), query_offset=(-50, 200)),
+        sized(masks=("function",), head_dim=256, dtype="fp16", window=(150, 90)),
+        sized(masks=("intervals",), head_dim=128, query_lengths=(300, 111), dtype="fp16"),
+        sized(masks=("intervals", "scattered"), deterministic=True, heads=(3, 1)),
+        sized(masks=("images",), head_dim=128, query_length=333, key_length=333),
+        sized(masks=("images", "window"), head_dim=192, value_dim=128, deterministic=True),
+        sized(masks=("holes",), key_lengths=(130, 420), is_causal=True, query_offset=120),
+        sized(masks=("holes", "intervals"), head_dim=256, deterministic=True),
+        sized(mask=(2, 4, 300, 420), heads=(4, 2), head_dim=128, deterministic=True),
+        sized(mask=(1, 2, 300, 420), is_causal=True, key_lengths=(66, 420)),
+        sized(mask=(2, 1, 1, 420), head_dim=96, dtype="fp16", sinks=True, max_logit=True),
+        sized(mask=(1, 1, 300, 1), batch=1, heads=(2, 1), head_dim=128),
+        sized(masks=("function",), soft_cap=20.0, magnitude=3.0, heads=(4, 2)),
+        # So few queries that the heads of a group share a tile on Blackwell.
+        Case(masks=("function",), heads=(6, 2), query_length=90, key_length=391, head_dim=128),
+    ]
+
+
 def _scores() -> list[Case]:
     """Soft caps, sinks and largest scores."""
     sized = functools.partial(Case, query_length=257, key_length=391)
@@ -387,6 +412,7 @@ CASES: tuple[Case, ...] = tuple(
         + _heads()
         + _numerics()
         + _row_masks()
+        + _pair_masks()
         + _scores()
         + _short()
         + _short_scores()

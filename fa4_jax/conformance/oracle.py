@@ -104,6 +104,7 @@ def visible(
     offset = np.broadcast_to(np.asarray(case.query_offset), (case.batch,))[:, None, None]
     left, right = case.window if isinstance(case.window, tuple) else (case.window, case.window)
     seen = np.ones((case.batch, case.query_length, case.key_length), bool)
+    by_head = np.ones((1, 1, 1, 1), bool)
     if case.is_causal:
         seen &= j <= i + offset
     if left is not None:
@@ -111,13 +112,15 @@ def visible(
     if right is not None:
         seen &= j <= i + offset + right
     for name, arrays in (masks or {}).items():
-        seen &= KINDS[name].seen(case, arrays)
+        found = KINDS[name].seen(case, arrays)
+        by_head = by_head & (found if found.ndim == 4 else found[..., None, :, :])
     if case.query_lengths is not None:
         seen &= i < np.asarray(case.query_lengths)[:, None, None]
     if case.key_lengths is not None:
         seen &= j < np.asarray(case.key_lengths)[:, None, None]
     shape = (case.batch, case.heads[0], case.query_length, case.key_length)
-    return np.broadcast_to(seen[:, None] if mask is None else seen[:, None] & mask, shape)
+    seen = seen[:, None] & by_head
+    return np.broadcast_to(seen if mask is None else seen & mask, shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from fa4_jax import masks
@@ -27,6 +28,8 @@ class Sizes(Protocol):
     @property
     def batch(self) -> int: ...
     @property
+    def heads(self) -> tuple[int, int]: ...
+    @property
     def query_length(self) -> int: ...
     @property
     def key_length(self) -> int: ...
@@ -41,14 +44,17 @@ class Kind:
     Attributes:
       draw: random arrays of it.
       value: the mask value of these arrays.
-      seen: which row sees which key by them, pair by pair, broadcasting to bool [B, T, S].
+      seen: which row sees which key by them, pair by pair, broadcasting to bool [B, T, S], or
+        [B, N, T, S] if heads see different keys.
       has_tags: ids are compared, since they may come in any order.
+      of_pairs: no range of keys a row says it; kernels read its bits.
     """
 
     draw: Callable[[Sizes, np.random.Generator], Arrays]
     value: Callable[..., masks.Mask]
     seen: Callable[[Sizes, Arrays], np.ndarray]
     has_tags: bool = False
+    of_pairs: bool = False
 
 
 def _positions(case: Sizes) -> tuple[np.ndarray, np.ndarray]:
@@ -133,6 +139,69 @@ def _within_window(case: Sizes, sides: Arrays) -> np.ndarray:
     return (j >= i - sides[0]) & (j <= i + sides[1])
 
 
+def _tree(case: Sizes, rng: np.random.Generator) -> Arrays:
+    """A table of the keys that a function reads: what it makes is dense, sparse, full and empty."""
+    return (rng.integers(0, 9, case.key_length).astype(np.int32),)
+
+
+def _function(table: np.ndarray) -> masks.Mask:
+    return masks.function(_sees, table)
+
+
+def _sees(b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array, table: jax.Array) -> jax.Array:
+    """Boxes of 80 x 112 pairs, of which some are full, some are empty, some are neither."""
+    kind = (q // 80 + 3 * (k // 112) + b) % 4
+    return (kind == 0) | ((kind == 1) & ((q + table[k]) % 5 < 3)) | (kind == 2) & (k % 3 == h % 3)
+
+
+def _function_seen(case: Sizes, arrays: Arrays) -> np.ndarray:
+    i, j = _positions(case)
+    i = i[:, None]
+    b = np.arange(case.batch)[:, None, None, None]
+    h = np.arange(case.heads[0])[:, None, None]
+    kind = (i // 80 + 3 * (j // 112) + b) % 4
+    some = (kind == 1) & ((i + arrays[0][j]) % 5 < 3)
+    return (kind == 0) | some | ((kind == 2) & (j % 3 == h % 3))
+
+
+def _triples(case: Sizes, rng: np.random.Generator) -> Arrays:
+    """Three intervals a row, which overlap, are empty or lie beyond the keys."""
+    shape = case.batch, case.query_length, 3
+    low = rng.integers(-20, case.key_length + 20, shape)
+    low[:, : case.query_length // 2] = low[:, :1]  # The upper rows see the same keys.
+    high = low + rng.integers(-30, 90, shape)
+    return low.astype(np.int32), high.astype(np.int32)
+
+
+def _in_any(case: Sizes, ends: Arrays) -> np.ndarray:
+    j = np.arange(case.key_length)[:, None]
+    seen = (ends[0][:, :, None] <= j) & (j < ends[1][:, :, None])
+    return np.any(seen, axis=-1)
+
+
+def _images(case: Sizes, rng: np.random.Generator) -> Arrays:
+    """Ids of images among text, which has -1: their tokens see each other both ways."""
+    ids = np.full((case.batch, case.query_length), -1, np.int32)
+    keys = np.full((case.batch, case.key_length), -1, np.int32)
+    for b in range(case.batch):
+        for image, start in enumerate(rng.integers(0, case.key_length, 3)):
+            ids[b, start : start + 70] = keys[b, start : start + 70] = image
+    return ids, keys
+
+
+def _causal_but_for_images(query: np.ndarray, key: np.ndarray) -> masks.Mask:
+    return masks.window(None, 0) | masks.segments(query, key)
+
+
+def _image_seen(case: Sizes, ids: Arrays) -> np.ndarray:
+    i, j = _positions(case)
+    return (j <= i) | _meet(case, ids)
+
+
+def _holes(low: np.ndarray, high: np.ndarray) -> masks.Mask:
+    return ~masks.ranges(low, high)
+
+
 KINDS: dict[str, Kind] = {
     "segments": Kind(_packed, masks.segments, _meet, True),
     "scattered": Kind(_scattered, masks.segments, _meet, True),
@@ -142,6 +211,10 @@ KINDS: dict[str, Kind] = {
     "prefix": Kind(_prefixes, masks.prefix, _within_prefix),
     "chunked": Kind(lambda case, rng: (), lambda: masks.chunked(CHUNK), _same_chunk),
     "window": Kind(_sides, masks.window, _within_window),
+    "function": Kind(_tree, _function, _function_seen, of_pairs=True),
+    "intervals": Kind(_triples, masks.intervals, _in_any, of_pairs=True),
+    "images": Kind(_images, _causal_but_for_images, _image_seen, of_pairs=True),
+    "holes": Kind(_ends, _holes, lambda case, ends: ~_between(case, ends), of_pairs=True),
 }
 
 

@@ -49,11 +49,12 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def masking(inputs: Inputs) -> dict[str, Any]:
-    """Keyword arguments of `attention` for the masks of a case; beside a bool mask only ids go."""
+    """Keyword arguments of `attention` for the masks of a case."""
+    value = row_masks.value(inputs.masks)
     if inputs.mask is None:
-        return {"mask": row_masks.value(inputs.masks)}
-    (ids,) = inputs.masks.values() if inputs.masks else (None,)
-    return {"mask": jnp.asarray(inputs.mask), "segment_ids": ids}
+        return {"mask": value}
+    mask = jnp.asarray(inputs.mask)
+    return {"mask": mask if value is None else mask & value}
 
 
 def compute(

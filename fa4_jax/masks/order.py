@@ -6,7 +6,7 @@ together. To a kernel the order is any permutation: it says when a tile runs, no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,9 @@ def descending(length: Any, size: int) -> Array:
     return table.tiles(length, size) - 1 - ascending(length, size)
 
 
-def of_queries(rows: RowRanges, window: Window, extents: Array, size: int) -> Array:
+def of_queries(
+    rows: RowRanges, window: Window, extents: Array, size: int, boxes: Array | None = None
+) -> Array:
     """Tiles of `size` query rows, by the keys between the first and the last that each visits.
 
     Args:
@@ -37,6 +39,7 @@ def of_queries(rows: RowRanges, window: Window, extents: Array, size: int) -> Ar
       window: what else hides keys, of the call.
       extents: [B, 4], as in `operands.Operands`.
       size: rows of a tile.
+      boxes: of keys that each tile visits by a mask of pairs (`bits.boxes_of_queries`), or None.
 
     Returns:
       int32 [B|1, ceil(T / size)], as many as `rows` has batch elements.
@@ -49,24 +52,42 @@ def of_queries(rows: RowRanges, window: Window, extents: Array, size: int) -> Ar
     seen = (low < high) & (row < queries)
     first = table.tiled(jnp.where(seen, low, LIMIT), LIMIT, size).min(-1)
     last = table.tiled(jnp.where(seen, high, 0), 0, size).max(-1)
-    return _most_first(rows, jnp.maximum(last - first, 0))
+    visits = jnp.maximum(last - first, 0)
+    return _most_first(rows, visits if boxes is None else _fewer(visits, boxes))
 
 
-def of_keys(rows: RowRanges, window: Window, extents: Array, size: int, key_length: Any) -> Array:
-    """Tiles of `size` keys, by the entries of the tile table that see a key of each.
+class Tiles(NamedTuple):
+    """Tiles of `size` keys, of key_length; boxes: of rows that visit each by a mask of pairs."""
+
+    size: int
+    key_length: Any
+    boxes: Array | None = None
+
+
+def of_keys(rows: RowRanges, window: Window, extents: Array, tiles: Tiles) -> Array:
+    """Tiles of keys, by the entries of the tile table that see a key of each.
 
     Returns:
       int32 [B|1, ceil(S / size)], as `of_queries`.
     """
-    first_key = ascending(key_length, size)[..., None] * size
-    past_key = first_key + size
+    first_key = ascending(tiles.key_length, tiles.size)[..., None] * tiles.size
+    past_key = first_key + tiles.size
     first_row = ascending(rows.low.shape[1], table.TILE_ROWS)[:, None] * table.TILE_ROWS
     queries, keys, offset = (extents[:, i, None, None] for i in range(3))
     last_row = jnp.minimum(first_row + table.TILE_ROWS, queries) - 1
     low = jnp.maximum(rows.table[:, None, :, 0], first_row + offset - window[0])
     high = jnp.minimum(rows.table[:, None, :, 1], last_row + offset + window[1] + 1)
     meets = (low < past_key) & (high > first_key) & (first_row < queries) & (first_key < keys)
-    return _most_first(rows, jnp.sum(meets, axis=-1, dtype=jnp.int32))
+    visits = jnp.sum(meets, axis=-1, dtype=jnp.int32)
+    if tiles.boxes is not None:
+        visits = _fewer(visits * table.TILE_ROWS, tiles.boxes)
+    return _most_first(rows, visits)
+
+
+def _fewer(visits: Array, boxes: Array) -> Array:
+    """The fewer of both, [B|1, tiles], each as a share of the most that any tile has."""
+    visits, boxes = (x.astype(jnp.float32) / jnp.maximum(x.max(), 1) for x in (visits, boxes))
+    return (jnp.minimum(visits, boxes) * 2**20).astype(jnp.int32)
 
 
 def _most_first(rows: RowRanges, visits: Array) -> Array:

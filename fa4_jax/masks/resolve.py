@@ -98,6 +98,31 @@ def rows(parts: list[Any], call: Call) -> RowRanges | None:
         return None
     if any(isinstance(part, values.Prepared) for part in parts):
         return _prepared(parts, call)
+    found = given(parts, call)
+    if len(found.at_most) > 1:
+        raise NotImplementedError(
+            f"{len(found.at_most)} masks of block_causal: comparisons by <= of different ids are "
+            "not one; supported: one, with any number of segments, chunks, ranges and windows"
+        )
+    if validate.nothing((call.batch, call.query_length, call.key_length)):
+        return None
+    return combined(found, call.query_length, call.key_length)
+
+
+class Given(NamedTuple):
+    """What masks say, in arrays: all ranges hold, all ids of `equal` are equal, `at_most` is <=."""
+
+    limits: list[Range]
+    equal: list[Ids]
+    at_most: list[Ids]
+
+
+def given(parts: list[Any], call: Call) -> Given:
+    """What masks say that are ranges or compare ids.
+
+    Raises:
+      ValueError: an array has a wrong shape or type.
+    """
     limits, equal, at_most = list[Range](), list[Ids](), list[Ids]()
     for part in parts:
         match part:
@@ -118,22 +143,7 @@ def rows(parts: list[Any], call: Call) -> RowRanges | None:
                 limits.append(_window(left, right, call))
             case _:
                 raise ValueError(f"mask must be a bool array or of fa4_jax.masks, got {part!r}")
-    if len(at_most) > 1:
-        raise NotImplementedError(
-            f"{len(at_most)} masks of block_causal: comparisons by <= of different ids are not "
-            "one; supported: one, with any number of segments, chunks, ranges and windows"
-        )
-    if validate.nothing((call.batch, call.query_length, call.key_length)):
-        return None
-    return combined(Given(limits, equal, at_most), call.query_length, call.key_length)
-
-
-class Given(NamedTuple):
-    """What masks say, in arrays: all ranges hold, all ids of `equal` are equal, `at_most` is <=."""
-
-    limits: list[Range]
-    equal: list[Ids]
-    at_most: list[Ids]
+    return Given(limits, equal, at_most)
 
 
 def combined(given: Given, query_length: Any, key_length: Any) -> RowRanges:
@@ -209,13 +219,16 @@ def _prepared(parts: list[Any], call: Call) -> RowRanges | None:
         )
     (found,) = parts
     assert isinstance(found, values.Prepared)
+    bits = found.bits
     made_for, lengths = (found.query_length, found.key_length), (call.query_length, call.key_length)
     if made_for != lengths:
         raise ValueError(
             f"mask: its tile table was made for lengths (T, S) = {made_for}, but query and key "
             f"have {lengths}"
         )
-    if found.rows is not None and (size := found.rows.low.shape[0]) not in (1, call.batch):
+    made = [] if found.rows is None else [found.rows.low.shape[0]]
+    made += [] if bits is None else [bits.words.shape[0]]
+    if size := next((size for size in made if size not in (1, call.batch)), 0):
         raise ValueError(
             f"mask: its tile table was made for batch size {size}, but query has {call.batch}"
         )

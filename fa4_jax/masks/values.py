@@ -1,17 +1,20 @@
-"""What users write: masks as small values that compose with `&`.
+"""What users write: masks as small values that compose with `&`, `|` and `~`.
 
 A value says what is meant, in arrays of the run: nothing is compiled for it. `resolve` makes one
-range of keys a row of all that a call is given.
+range of keys a row of all that a call is given, and a mask of pairs of what ranges cannot say.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from fa4_jax.operands import RowRanges
+from fa4_jax import validate
+from fa4_jax.operands import MaskBits, RowRanges
 
 Ids = Any
 """int32 [B, T] where T == S, or a pair (query [B, T], key [B, S]); the axis B may be 1, and 3-D
@@ -19,20 +22,45 @@ calls drop it."""
 
 
 class Mask:
-    """Which keys a row sees. `a & b`: those that both show. A pytree; its arrays may be traced."""
+    """Which keys a row sees: `a & b` those that both show, `a | b` those that either does, `~a`
+    those that it hides. Either side may be a boolean array that broadcasts to [B, N, T, S].
+
+    A pytree; its arrays may be traced.
+    """
+
+    __array_ufunc__ = None  # NumPy's arrays leave operators to this class.
 
     def __and__(self, other: Any) -> Mask:
         """Both masks.
 
         Raises:
-          NotImplementedError: the other is no mask value.
+          ValueError: the other is neither a mask value nor a boolean array.
         """
-        if not isinstance(other, Mask):
-            raise NotImplementedError(
-                f"mask & {type(other).__name__}: masks compose with each other only; give "
-                "segment_ids beside a bool mask"
-            )
-        return Both(self, other)
+        return Both(self, as_mask(other))
+
+    def __or__(self, other: Any) -> Mask:
+        """What either mask shows; raises as `&`."""
+        return Union(self, as_mask(other))
+
+    def __invert__(self) -> Mask:
+        """What the mask hides."""
+        return Complement(self)
+
+    __rand__, __ror__ = __and__, __or__
+
+
+def as_mask(x: Any) -> Mask:
+    """A mask value, or a boolean array as one.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if isinstance(x, Mask):
+        return x
+    if not validate.is_array(x) or x.dtype != jnp.bool_:
+        what = f"an array of {x.dtype}" if validate.is_array(x) else type(x).__name__
+        raise ValueError(f"mask: masks compose with masks and boolean arrays, got {what}")
+    return Array(x)
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +70,49 @@ class Both(Mask):
 
     left: Mask
     right: Mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Union(Mask):
+    """The keys that either of two masks shows."""
+
+    left: Mask
+    right: Mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Complement(Mask):
+    """The keys that a mask hides."""
+
+    mask: Mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Array(Mask):
+    """A boolean array that broadcasts to [B, N, T, S]."""
+
+    array: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function(Mask):
+    """`function`."""
+
+    fn: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    operands: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Intervals(Mask):
+    """`intervals`."""
+
+    low: Any
+    high: Any
 
 
 @jax.tree_util.register_dataclass
@@ -103,6 +174,8 @@ class Prepared(Mask):
     query_length: int = dataclasses.field(metadata={"static": True})
     key_length: int = dataclasses.field(metadata={"static": True})
     rows: RowRanges | None
+    pairs: Any = None
+    bits: MaskBits | None = None
 
 
 def prefix(lengths: Any) -> Mask:
@@ -148,6 +221,31 @@ def ranges(low: Any, high: Any) -> Mask:
     return Ranges(low, high)
 
 
+def function(fn: Callable[..., Any], *operands: Any) -> Mask:
+    """Row and key meet where fn(b, h, q, k, *operands) is true.
+
+    Args:
+      fn: written in jax.numpy, elementwise. It gets int32 arrays that broadcast to [B, N, T, S], of
+        which it is asked for one part at a time: indices of batch entries and of query heads, the
+        rows' positions i + query_offset, and the keys' j; it returns a boolean array of what they
+        broadcast to. Programs are traced again for another function, so define it once.
+      operands: arrays that it reads, whole; traced ones come here, and must not be closed over.
+        A table of the queries, say [B, T], is read by table[b, q] if query_offset is 0.
+    """
+    return Function(fn, operands)
+
+
+def intervals(low: Any, high: Any) -> Mask:
+    """Row i sees the keys low[i, n] <= j < high[i, n] of any n: at most three intervals a row.
+
+    They may overlap or be empty.
+
+    Args:
+      low, high: int32 [B, T, n]; the axis B may be 1, and 3-D calls drop it.
+    """
+    return Intervals(low, high)
+
+
 def segments(query_ids: Any, key_value_ids: Any = None) -> Mask:
     """Row and key meet if their ids are equal; negative ids (padding) meet nothing.
 
@@ -169,6 +267,13 @@ def window(left: Any, right: Any) -> Mask:
 
 def _pair(query_ids: Any, key_value_ids: Any) -> Ids:
     return query_ids if key_value_ids is None else (query_ids, key_value_ids)
+
+
+def holds(mask: Any, kind: type[Mask]) -> bool:
+    """Whether a mask is composed of one of a kind, among others."""
+    if isinstance(mask, Both | Union):
+        return holds(mask.left, kind) or holds(mask.right, kind)
+    return holds(mask.mask, kind) if isinstance(mask, Complement) else isinstance(mask, kind)
 
 
 def parts(mask: Any, segment_ids: Ids = None) -> list[Any]:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fa4_jax import api, mesh_types
 from fa4_jax.api import Call
 from fa4_jax.extents import Extents
-from fa4_jax.masks import resolve, table, values
+from fa4_jax.masks import of_pairs, resolve, table, values
 from fa4_jax.operands import Operands, RowRanges, Tags
 from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.problem import Problem
@@ -45,6 +45,11 @@ def with_rows(
     if any(isinstance(part, values.Prepared) for part in values.parts(call.mask)):
         raise NotImplementedError(
             "mask: a tile table in fa4_jax.parallel; supported: the masks that it was made of"
+        )
+    if others := of_pairs.divided(values.parts(call.mask))[1]:
+        raise NotImplementedError(
+            f"mask: {type(others[0]).__name__.lower()} in fa4_jax.parallel; supported: "
+            "masks.ranges, segments, prefix, chunked, block_causal and window, composed with &"
         )
     t, s = problem.query_length, problem.key_length
     sizes = problem.batch, tokens.shards * t, tokens.shards * s

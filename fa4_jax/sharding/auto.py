@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fa4_jax import launches, log
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges
+from fa4_jax.operands import Cotangents, Gradients, MaskBits, Operands, Results, RowRanges
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 from fa4_jax.sharding.split import Axes, Split, local_plan, make_split, own_heads, shards
@@ -38,8 +38,9 @@ def forward(plan: Plan, operands: Operands) -> Results:
     q, k, lse = _factors(plan.problem)
     cap = [] if operands.soft_cap is None else [""]
     sinks = [] if operands.sinks is None else ["n"]
+    bits = _factors_of_bits(operands.bits)
     largest = ["b n"] if plan.problem.returns_max_logit else []
-    taken = ", ".join([q, k, k, "b e", *_factors_of_rows(operands.rows), *cap, *sinks])
+    taken = ", ".join([q, k, k, "b e", *_factors_of_rows(operands.rows), *cap, *sinks, *bits])
     rule = f"{taken} -> {', '.join([q, lse, *largest])}"
     return partitioned(local, _sharing(plan.problem, rule))(operands._replace(offset=None))
 
@@ -62,7 +63,7 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         return gradients._replace(key=dk, value=dv)
 
     q, k, lse = _factors(plan.problem)
-    rows = _factors_of_rows(operands.rows)
+    rows = [*_factors_of_rows(operands.rows), *_factors_of_bits(operands.bits)]
     rule = f"{', '.join([q, k, k, 'b e', *rows, q, lse, q, lse])} -> {q}, {k}, {k}"
     sharing = _sharing(plan.problem, rule)
     return partitioned(local, sharing)(operands._replace(offset=None), cotangents)
@@ -85,6 +86,16 @@ def _factors_of_rows(rows: RowRanges | None) -> list[str]:
     b = "b" if rows.low.shape[0] > 1 else "o"
     tags = [] if rows.tags is None else [f"{b} t", f"{b} t", f"{b} s", f"{b} u"]
     return [f"{b} t", f"{b} t", f"{b} u w", *tags]
+
+
+def _factors_of_bits(bits: MaskBits | None) -> list[str]:
+    """Dimensions of the arrays of bits; those of one batch entry or head for all stay whole."""
+    if bits is None:
+        return []
+    batch, heads = bits.words.shape[:2]
+    b, n = "b" if batch > 1 else "p", "n" if heads > 1 else "q"
+    states = f"{b} {n} x z"
+    return [f"{b} {n} x y r", states, states]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from fa4_jax import mesh_types
+from fa4_jax.masks.pairs import Pairs
 from fa4_jax.operands import Operands, Results
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
@@ -92,6 +93,7 @@ _DIMENSIONS = {
     "rows": ("batch", "length", "columns"),
     "soft_cap": (),
     "sinks": ("heads",),
+    "bits": ("batch", "heads", "query length", "key length", "columns"),
 }
 
 
@@ -108,9 +110,13 @@ def explicit_split(
       ValueError: as `attend_on_mesh`.
     """
     found: dict[str, dict[str, Axes]] = {"batch": {}, "heads": {}}
-    arrays = [(name, x) for name, tree in operands._asdict().items() for x in jax.tree.leaves(tree)]
-    for name, x in arrays:
-        for dimension, axes in zip(dimensions[name], mesh_types.explicit_axes(x), strict=False):
+    arrays = [
+        (name, x, named)
+        for name, tree in operands._asdict().items()
+        for x, named in _with_dimensions(tree, dimensions.get(name, ()))
+    ]
+    for name, x, named in arrays:
+        for dimension, axes in zip(named, mesh_types.explicit_axes(x), strict=False):
             if dimension in found:
                 found[dimension][name] = axes
             elif axes:
@@ -121,6 +127,15 @@ def explicit_split(
                 )
     batch, heads = (_longest(dimension, axes) for dimension, axes in found.items())
     return make_split(problem, batch, heads, mesh.shape)
+
+
+def _with_dimensions(tree: Any, named: tuple[str, ...]) -> list[tuple[Any, tuple[str, ...]]]:
+    """The arrays of an operand with the names of their dimensions; a mask of pairs knows them."""
+    if not isinstance(tree, Pairs):
+        return [(x, named) for x in jax.tree.leaves(tree)]
+    found = list[tuple[Any, tuple[str, ...]]]()
+    tree.mapped(lambda x, own: found.append((x, own)))
+    return found
 
 
 def _instead(dimension: str) -> str:

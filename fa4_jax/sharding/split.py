@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from fa4_jax.masks.pairs import BATCH, HEADS, Dimensions
 from fa4_jax.operands import Operands, Results
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
@@ -73,23 +74,28 @@ class Split:
     def operands(self, operands: Operands) -> Any:
         """Shardings of all operands; batch and heads of size 1 of a mask or a bias stay whole."""
 
-        def dense(x: jax.Array | None) -> PartitionSpec | None:
-            if x is None:
-                return None
-            batch, heads, _, _ = x.shape
-            return spec(self.batch if batch > 1 else (), self.heads if heads > 1 else (), (), ())
+        def dense(x: jax.Array) -> PartitionSpec:
+            batch, heads, *_ = x.shape
+            return spec(self.batch if batch > 1 else (), self.heads if heads > 1 else ())
+
+        def of_pairs(x: jax.Array, dimensions: Dimensions) -> PartitionSpec:
+            axes = {BATCH: self.batch, HEADS: self.heads}
+            named = zip(x.shape, dimensions, strict=True)
+            return spec(*(axes.get(name, ()) if size > 1 else () for size, name in named))
 
         return operands._replace(
             query=self.query,
             key=self.key,
             value=self.key,
             extents=spec(self.batch, ()),
-            bias=dense(operands.bias),
-            mask=dense(operands.mask),
+            bias=jax.tree.map(dense, operands.bias),
+            mask=jax.tree.map(dense, operands.mask),
             scale=None if operands.scale is None else spec(),
             rows=jax.tree.map(lambda x: spec(self.batch if x.shape[0] > 1 else ()), operands.rows),
             soft_cap=None if operands.soft_cap is None else spec(),
             sinks=None if operands.sinks is None else spec(self.heads),
+            pairs=None if operands.pairs is None else operands.pairs.mapped(of_pairs),
+            bits=jax.tree.map(dense, operands.bits),
         )
 
 

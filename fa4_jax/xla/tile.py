@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
+from fa4_jax.masks import bits
+from fa4_jax.masks.pairs import Pairs
 from fa4_jax.operands import Cotangents, Gradients, Operands, RowRanges, Tags
 from fa4_jax.problem import Problem
 from fa4_jax.xla.products import clean, dot, poison, select
@@ -117,6 +119,7 @@ class Call:
       soft_cap: [], in the type of the sums, or None.
       bias, mask: [b|1, k|1, g|1, t|1, s|1].
       row_ranges: as of `Operands`, the lengths padded; tile table and tile flags are not read.
+      pairs: a mask of pairs, its lengths padded, or None.
     """
 
     problem: Problem
@@ -130,6 +133,7 @@ class Call:
     bias: Array | None
     mask: Array | None
     row_ranges: RowRanges | None
+    pairs: Pairs | None
 
     @property
     def is_masked(self) -> bool:
@@ -146,7 +150,7 @@ class Call:
         return clean(x) if self.is_masked else x
 
     def visible(self, tile: Tile) -> Array | None:
-        """Pairs that band, ranges, mask and length allow, broadcasting to bool [b, k, g, t, s]."""
+        """Pairs that band, ranges, masks and length allow, broadcasting to bool [b, k, g, t, s]."""
         keys = _positions(tile.key, tile.keys)
         parts: list[Array] = []
         if self.problem.band:
@@ -160,6 +164,8 @@ class Call:
             parts += [x[:, None, None] for x in _in_ranges(self.row_ranges, tile, keys)]
         if self.mask is not None:
             parts.append(part_of(self.mask, tile))
+        if self.pairs is not None:
+            parts.append(by_group(self.pairs.seen(tile), self.problem))
         if self.pads_keys:
             parts.append((keys[None, :] < self.extents[:, 1:2])[:, None, None, None, :])
         return functools.reduce(operator.and_, parts) if parts else None
@@ -220,8 +226,7 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
     def grouped(x: Array | None) -> Array | None:
         if x is None:
             return None
-        heads = (1, 1) if x.shape[1] == 1 else (problem.kv_heads, problem.group)
-        x = x.reshape(x.shape[0], *heads, *x.shape[2:])
+        x = by_group(x, problem)
         x = x if x.shape[3] == 1 else padded(x, 3, rows)
         return x if x.shape[4] == 1 else padded(x, 4, keys)
 
@@ -229,8 +234,14 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
     ranges = None if operands.rows is None else _padded_ranges(problem, operands, rows, keys)
     return Call(
         *(problem, rows, keys, operands.extents, offset, scale, scales_query),
-        *(cap, bias, mask, ranges),
+        *(cap, bias, mask, ranges, bits.pairs_of(operands, rows, keys)),
     )
+
+
+def by_group(x: Array, problem: Problem) -> Array:
+    """A dense [B|1, N|1, t, s] with the heads of each KV head apart, [b|1, k|1, g|1, t, s]."""
+    heads = (1, 1) if x.shape[1] == 1 else (problem.kv_heads, problem.group)
+    return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
 def _padded_ranges(problem: Problem, operands: Operands, rows: Any, keys: Any) -> RowRanges:

@@ -7,6 +7,10 @@ a key tile visits need not be: a warp that walks over them searches the table, 3
 
 Ranges hide nothing in a block if all rows of its entry that see any key see all keys of the tile,
 and none compares tags. Rows that see no key have lse_log2 = +inf, so that their P is 0.
+
+Where a call has a mask of pairs (pair_masks), a key tile does not visit blocks whose boxes are all
+empty either, unless dQ is added in order: the key tiles that visit a block would not be
+consecutive.
 """
 
 import dataclasses
@@ -17,13 +21,37 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import row_ranges
+from kernels.common import pair_masks, row_ranges
+from kernels.common.pair_masks import BitsInMemory, Shape, States
 from kernels.common.row_ranges import Ranges
 
 NOTHING, BY_LIMITS, BY_TAGS = 0, 1, 2
 """What ranges hide in a block: nothing; keys outside of rows' limits; and by their tags, too."""
 
+BY_BITS = 4
+"""Added to it where bits of a mask of pairs hide keys, too."""
+
 _LANES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask of pairs, which a call may lack.
+
+    Attributes:
+      states: of the KV head; bits: of any query head.
+      keys: of a tile.
+      skips: blocks in which no pair is seen are not visited.
+    """
+
+    states: States
+    bits: BitsInMemory
+    keys: int
+    skips: bool
+
+
+NO_MASK: Any = None
+"""Of a kernel that reads no masks of pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +63,7 @@ class Visits:
       blocks: the query blocks that the band allows.
       first_key, past_key: of the tile.
       count: of the blocks that the tile visits.
+      mask: a mask of pairs, where the kernel reads one.
     """
 
     ranges: Ranges
@@ -42,6 +71,7 @@ class Visits:
     first_key: Int32
     past_key: Int32
     count: Int32
+    mask: Mask = NO_MASK
 
 
 NO_VISITS: Any = None
@@ -49,7 +79,11 @@ NO_VISITS: Any = None
 
 
 def make_visits(
-    ranges: Ranges, blocks: bands.BlockRange, first_key: Int32, shape: tuple[int, int]
+    ranges: Ranges,
+    blocks: bands.BlockRange,
+    first_key: Int32,
+    shape: tuple[int, int],
+    mask: Mask | None = None,
 ) -> Visits:
     """Counts what a key tile visits; a whole warp calls it.
 
@@ -58,7 +92,7 @@ def make_visits(
       shape: query rows of a block, keys of a tile.
     """
     rows, keys = shape
-    visits = Visits(ranges, blocks, first_key, first_key + keys, Int32(0))
+    visits = Visits(ranges, blocks, first_key, first_key + keys, Int32(0), mask)
     return dataclasses.replace(visits, count=_count(visits, rows))
 
 
@@ -77,7 +111,21 @@ def _visits(visits: Visits, block: Int32, rows: int) -> cutlass.Boolean:
     inside = (block >= visits.blocks.begin) & (block < visits.blocks.end)
     known = Int32(cutlass.select_(inside, block, visits.blocks.begin))
     least_low, most_high, _, _ = _entry(visits.ranges, known, rows)
-    return inside & (least_low < visits.past_key) & (most_high > visits.first_key)
+    meets = inside & (least_low < visits.past_key) & (most_high > visits.first_key)
+    if visits.mask is None or not visits.mask.skips:
+        return meets
+    return meets & (_states(visits, known, rows)[0] != 0)
+
+
+@cute.jit
+def _states(visits: Visits, block: Int32, rows: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
+    """Returns whether a mask of pairs shows any of a block's pairs, and whether all, as 0 or 1."""
+    some, every = Int32(1), Int32(1)
+    if visits.mask.states.given:
+        shape = Shape(rows, visits.mask.keys)
+        found = pair_masks.seen(visits.mask.states, block * rows, visits.first_key, shape)
+        some, every = Int32(found[0]), Int32(found[1])
+    return some, every
 
 
 def _entry(ranges: Ranges, block: Int32, rows: int) -> list[Int32]:
@@ -127,7 +175,8 @@ def next_block(
 
 
 def hidden(visits: Visits, block: Int32, rows: int) -> Int32:
-    """Returns what ranges hide in a block of rows from the key tile: NOTHING, BY_LIMITS, BY_TAGS.
+    """Returns what ranges hide in a block of rows from the key tile: NOTHING, BY_LIMITS, BY_TAGS;
+    and BY_BITS is added.
 
     Args:
       rows: of a block.
@@ -137,7 +186,10 @@ def hidden(visits: Visits, block: Int32, rows: int) -> Int32:
     full = (most_low <= visits.first_key) & (least_high >= visits.past_key)
     compares = row_ranges.element(ranges.compares, _entry_index(block, rows)) != 0
     by_limits = Int32(cutlass.select_(full, Int32(NOTHING), Int32(BY_LIMITS)))
-    return Int32(cutlass.select_(compares, Int32(BY_TAGS), by_limits))
+    by_ranges = Int32(cutlass.select_(compares, Int32(BY_TAGS), by_limits))
+    if visits.mask is None:
+        return by_ranges
+    return by_ranges + (1 - _states(visits, block, rows)[1]) * BY_BITS
 
 
 def first_key_tile(visits: Visits, block: Int32, shape: tuple[int, int]) -> Int32:

@@ -9,14 +9,16 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import row_ranges, tensors
+from kernels.common import pair_masks, row_ranges, tensors
 from kernels.common.backward_ranges import (
     NO_VISITS,
+    Mask,
     Visits,
     first_key_tile,
     make_visits,
     next_block,
 )
+from kernels.common.pair_masks import BitsInMemory
 from kernels.common.row_ranges import RangesInMemory
 from kernels.common.schedule import batch_band, nth_tile, ordered_tile, turn
 from kernels.interface import RangeBuffers, Sizes, Window
@@ -193,5 +195,11 @@ def earlier_tiles(work: Work, block: Int32, band: bool, shape: tuple[int, int]) 
 def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: BackwardShape) -> Work:
     """Returns a key tile's work where rows have ranges in memory; a whole warp calls it."""
     ranges = row_ranges.of_batch(buffers, sizes, work.batch)
-    visits = make_visits(ranges, work.blocks, work.first_key, (shape.m, shape.n))
+    mask = None
+    if buffers.mask_bits is not None:
+        states = pair_masks.states(buffers, sizes, work.batch, work.kv_head)
+        bits = BitsInMemory(buffers, sizes, Int32(0))
+        # Without an order of tiles dQ is added in order.
+        mask = Mask(states, bits, shape.n, skips=buffers.key_order is not None)
+    visits = make_visits(ranges, work.blocks, work.first_key, (shape.m, shape.n), mask)
     return dataclasses.replace(work, visits=visits)

@@ -41,7 +41,7 @@ from kernels.interface import (
 from kernels.kernel_source import KernelSource
 
 _COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "page_table")
-_RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))[1:]
+_RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
         *("lse", "dlse", "lse_log2", "delta", "dq_acc", "sinks", "max_logit", "soft_cap"),
@@ -104,12 +104,14 @@ class ForwardHost:
       dtype: storage type.
       ranges: whether rows have ranges of keys in memory.
       reads_cap: whether the kernel reads a soft cap.
+      reads_mask: whether it reads bits of a mask of pairs.
     """
 
     description: Description
     dtype: Any
     ranges: bool = False
     reads_cap: bool = False
+    reads_mask: bool = False
     kernel: Any
 
     @cute.jit
@@ -137,6 +139,7 @@ class ForwardHost:
             counters = (buffers.tile_ticket,)
         if cutlass.const_expr(self.ranges):
             absent = launches.absent_orders(forward=True, deterministic=False)
+            absent += () if self.reads_mask else launches.MASK
             ranges = dataclasses.replace(ranges, **dict.fromkeys(absent))
             if cutlass.const_expr(not self.reads_cap):
                 logits = dataclasses.replace(logits, soft_cap=None)
@@ -159,6 +162,7 @@ class BackwardHost:
       deterministic: dQ is added in order, by counters.
       ranges: whether rows have ranges of keys in memory.
       reads_cap: whether the kernel reads a soft cap.
+      reads_mask: whether it reads bits of a mask of pairs.
     """
 
     description: Description
@@ -166,6 +170,7 @@ class BackwardHost:
     deterministic: bool
     ranges: bool = False
     reads_cap: bool = False
+    reads_mask: bool = False
     kernel: Any
 
     @cute.jit
@@ -190,6 +195,7 @@ class BackwardHost:
         more = ()
         if cutlass.const_expr(self.ranges):
             absent = launches.absent_orders(forward=False, deterministic=self.deterministic)
+            absent += () if self.reads_mask else launches.MASK
             ranges = dataclasses.replace(ranges, **dict.fromkeys(absent))
             more = (ranges, cap) if self.reads_cap else (ranges,)
         self.kernel(maps, rows, sizes, scalars, *more).launch(

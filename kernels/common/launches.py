@@ -216,7 +216,12 @@ def _ranges(key: KernelKey) -> tuple[Param, ...]:
     if not key.ranges:
         return ()
     skipped = absent_orders(forward=key.kernel is Pass.FORWARD, deterministic=key.deterministic)
+    skipped += () if key.reads_mask else MASK
     return tuple(p for p in interface.params(interface.RangeBuffers) if p.name not in skipped)
+
+
+MASK = ("mask_batch", "mask_heads", "state_heads", "mask_bits", "mask_some", "mask_every")
+"""What a kernel that reads no bits of masks lacks of the buffers of ranges."""
 
 
 def absent_orders(*, forward: bool, deterministic: bool) -> tuple[str, ...]:

@@ -201,6 +201,13 @@ def multiply_m16n8k16(
     )
 
 
+def anew(x: Int32) -> Int32:
+    """mov: returns x, so that no register holds what follows from it outside of this place."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
+    )
+
+
 def await_launch_before():
     """Waits for the launch before this one, and lets the next one start; all threads call it.
 

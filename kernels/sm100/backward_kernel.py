@@ -35,7 +35,7 @@ class BackwardKernel(BackwardHost):
         self.config, self.row_roles = config, row_roles
         self.description, self.dtype = config.description, config.dtype
         self.deterministic = config.deterministic
-        self.ranges = self.reads_cap = config.ranges
+        self.ranges = self.reads_cap = self.reads_mask = config.ranges
 
     @cute.kernel
     def kernel(

@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from kernels.common import row_ranges
-from kernels.common.backward_ranges import BY_TAGS, NOTHING
+from kernels.common.backward_ranges import BY_BITS, BY_TAGS, NOTHING
 from kernels.common.backward_schedule import NO_RANGES, Work
+from kernels.common.pair_masks import BOX_ROWS, BitsInMemory, plane_of
 from kernels.common.row_ranges import RangesInMemory
 from kernels.common.softmax import select
 from kernels.common.state import Limits
@@ -28,13 +29,16 @@ class HiddenKeys:
     """What ranges hide of a warp's keys from some queries of a step.
 
     Attributes:
-      hidden: NOTHING, BY_LIMITS or BY_TAGS (backward_ranges).
+      hidden: NOTHING, BY_LIMITS or BY_TAGS, and BY_BITS (backward_ranges).
+      work, step: of which head's bits hide keys, then.
       ranges: of the batch element.
       first_query: of the call; a lane has every 32nd from its own on.
       key: the lane's; those of a warp are consecutive.
     """
 
     hidden: Int32
+    work: Work
+    step: Int32
     ranges: RangesInMemory
     first_query: Int32
     key: Int32
@@ -48,7 +52,7 @@ def of_step(work: Work, step: Int32, key: Int32, first_query: Int32) -> HiddenKe
     """Returns what ranges hide, where they are in memory; arguments as of `HiddenKeys`."""
     if work.ranges is None:
         return NO_RANGES
-    return HiddenKeys(work.hidden(step), work.ranges, first_query, key)
+    return HiddenKeys(work.hidden(step), work, step, work.ranges, first_query, key)
 
 
 @cute.jit
@@ -87,11 +91,23 @@ def hide(exponents: cute.Tensor, keys: HiddenKeys, limits: Limits):
 @cute.jit
 def _keys_of_query(keys: HiddenKeys, limits: Limits, part: cutlass.Constexpr[int]) -> Uint32:
     """Returns a bit for each of the warp's keys: whether the lane's query of a part sees it."""
-    seen = row_ranges.bits_between(limits.low, limits.high, keys.key - cute.arch.lane_idx())
-    if keys.hidden == BY_TAGS:
+    first_key, seen = keys.key - cute.arch.lane_idx(), Uint32(0xFFFFFFFF)
+    by_ranges = keys.hidden % BY_BITS
+    if by_ranges != NOTHING:
+        seen = row_ranges.bits_between(limits.low, limits.high, first_key)
+    if by_ranges == BY_TAGS:
         ranges = keys.ranges.arrays()
         tag = row_ranges.key_tag(ranges, keys.key)
         seen = seen & row_ranges.bits_of_tags(ranges, keys.query(part), tag)
+    if keys.hidden >= BY_BITS:
+        own, query = keys.ranges, keys.query(part)
+        head = keys.work.head(keys.step)
+        plane = plane_of(own.buffers.mask_batch, own.buffers.mask_heads, own.batch, head)
+        bits = BitsInMemory(own.buffers, own.sizes, plane)
+        # A pair's second tile may lie past the last words.
+        first_key = cutlass.min(first_key, (bits.words() - 1) * _LANES)
+        place = bits.place(query, first_key) + query % BOX_ROWS
+        seen = seen & Uint32(row_ranges.element(own.buffers.mask_bits, place))
     return seen
 
 

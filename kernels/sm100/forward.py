@@ -44,6 +44,7 @@ from cutlass import Float32, Int32
 from fa4_jax.key import KernelKey
 from kernels.common import resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.key_visits import Visits, make_walk
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
@@ -62,6 +63,10 @@ from kernels.sm100.forward_schedule import (
     of_cta,
     to_words,
 )
+from kernels.sm100.forward_visits import by_mask, publish, published, visits_of
+
+Walk = tuple[Visits, cute.Tensor, Int32]
+"""Visits of a tile, the register of a walk over them, and how many visits the CTA had before."""
 
 
 class Forward(ForwardHost):
@@ -70,7 +75,7 @@ class Forward(ForwardHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        self.ranges, self.reads_cap = key.ranges, key.reads_cap
+        self.ranges, self.reads_cap, self.reads_mask = key.ranges, key.reads_cap, key.reads_mask
         self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
 
@@ -135,7 +140,7 @@ class Forward(ForwardHost):
                 else:
                     self.products.mma(shared, rounds)
             elif warp == load.first_warp:
-                self.load(maps, shared, rounds)
+                self.load(maps, shared, rounds, call)
             elif warp == description.role("store").first_warp:
                 self.store(maps, shared, rounds)
             else:
@@ -154,6 +159,7 @@ class Forward(ForwardHost):
             work = assign(schedule.tile(round_index), schedule, self.config.shape, ranges)
             if cutlass.const_expr(self.ranges):
                 work = by_table(work, ranges, schedule.sizes, self.config.shape)
+                work = by_mask(work, ranges, schedule.sizes, self.config.shape)
             work = of_cta(work, schedule, self.config.shape)
             use = shared.barriers.work_empty.use(round_index)
             shared.barriers.work_empty.wait_free(use)
@@ -163,7 +169,7 @@ class Forward(ForwardHost):
                 cute.arch.mbarrier_arrive(shared.barriers.work_full.at(use))
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, rounds: Int32):
+    def load(self, maps: Maps, shared: Shared, rounds: Int32, call: Call):
         """Load warp: loads Q of every tile, then K and V of each block, last block first."""
         tile = self.config.tile
         loads_done, tiles_done = Int32(0), Int32(0)
@@ -171,7 +177,8 @@ class Forward(ForwardHost):
             work = pop_work(self.config, shared, round_index)
             count = work.blocks.end - work.blocks.begin
             if count > 0:
-                self.load_tile(maps, shared, work, loads_done, tiles_done)
+                visits = visits_of(work, call.ranges, call.sizes, self.config.shape, tile.ctas)
+                self.load_tile(maps, shared, work, visits, loads_done, tiles_done)
                 tiles_done += 1
                 loads_done += 2 * count
         # Shared memory must outlive every commit's arrival.
@@ -182,14 +189,23 @@ class Forward(ForwardHost):
 
     @cute.jit
     def load_tile(
-        self, maps: Maps, shared: Shared, work: Work, loads_done: Int32, tiles_done: Int32
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        visits: Visits | None,
+        loads_done: Int32,
+        tiles_done: Int32,
     ):
         """Loads one tile that has blocks, after `loads_done` loads into the ring."""
         tile, d = self.config.tile, self.config.head_dim
         units = tile.rows // UNIT
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
         prefetch = tile.buffers_per_tile
-        self.load_block(maps, "k", shared, work, last, loads_done)
+        walk = make_walk(visits)
+        own = (visits, walk, loads_done // 2)
+        block = self.block_of_k(shared, own, last, Int32(0))
+        self.load_block(maps, "k", shared, work, block, loads_done)
         loads_done += 1
         for t in cutlass.range_constexpr(tile.query_tiles):
             full = shared.barriers.q_full[t].first
@@ -206,14 +222,34 @@ class Forward(ForwardHost):
                     tensors.tma_load(maps.q, source, target, full)
         for i in cutlass.range_constexpr(1, prefetch):
             if i < count:
-                self.load_block(maps, "k", shared, work, last - i, loads_done)
+                block = self.block_of_k(shared, own, last, Int32(i))
+                self.load_block(maps, "k", shared, work, block, loads_done)
                 loads_done += 1
         for step in cutlass.range(count, unroll=1):
-            self.load_block(maps, "v", shared, work, last - step, loads_done)
+            block = self.block_of_v(shared, own, last, step)
+            self.load_block(maps, "v", shared, work, block, loads_done)
             loads_done += 1
             if step + prefetch < count:
-                self.load_block(maps, "k", shared, work, last - step - prefetch, loads_done)
+                block = self.block_of_k(shared, own, last, step, prefetch)
+                self.load_block(maps, "k", shared, work, block, loads_done)
                 loads_done += 1
+
+    def block_of_k(
+        self, shared: Shared, own: Walk, last: Int32, step: Int32, prefetch: int = 0
+    ) -> Int32:
+        """Returns the block of step + prefetch, and publishes it; last: of the tile's visits."""
+        if not self.ranges:
+            return last - step - prefetch if prefetch else last - step
+        visits, walk, visits_done = own
+        step = step + prefetch
+        return publish(shared.visits, visits, walk, last + 1, step, visits_done + step)
+
+    def block_of_v(self, shared: Shared, own: Walk, last: Int32, step: Int32) -> Int32:
+        """Returns the block of a step whose K has been loaded."""
+        if not self.ranges:
+            return last - step
+        block, _ = published(shared.visits, own[2] + step)
+        return cute.arch.make_warp_uniform(block)
 
     def coordinates(
         self, work: Work, unit: Int32, shape: tuple[int, int], column: Int32 | int = 0

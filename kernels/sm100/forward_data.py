@@ -9,7 +9,7 @@ from kernels.common.ring import Ring, Use, nth_use
 from kernels.common.schedule import ForwardShape
 from kernels.interface import Window
 from kernels.sm100 import products
-from kernels.sm100.forward_description import WORK_WORDS, description
+from kernels.sm100.forward_description import RANGE_WORDS, WORK_WORDS, description
 from kernels.sm100.forward_schedule import Work, from_words
 from kernels.sm100.tiles import (
     BUFFERS,
@@ -67,7 +67,8 @@ def peek_work(
     """
     use = shared.barriers.work_full.use(round_index)
     shared.barriers.work_full.wait(use)
-    words = [shared.work[i, use.slot] for i in range(WORK_WORDS + config.ranges)]
+    count = WORK_WORDS + (RANGE_WORDS if config.ranges else 0)
+    words = [shared.work[i, use.slot] for i in range(count)]
     return from_words(words, window, config.ranges)
 
 

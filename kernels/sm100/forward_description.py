@@ -23,7 +23,8 @@ from kernels.description import (
 )
 from kernels.sm100.tiles import BUFFERS, FORWARD_TILES, ForwardTile
 
-WORK_WORDS = 13  # what describes one query tile's work; one more says whether tags are compared
+WORK_WORDS = 13  # what describes one query tile's work
+RANGE_WORDS = 5  # more with ranges: whether tags are compared; blocks that band and table allow
 WORK_SLOTS = 2  # tiles whose work is known at a time
 SOFTMAX_GROUPS = 2
 UNIT = 8  # query rows of one head in a tile that heads share: an atom of the swizzle
@@ -48,7 +49,7 @@ def description(head_dim: int, pair: bool, ranges: bool) -> Description:
                 "by score buffer and warp",
             ),
         ),
-        regions=_regions(tile, head_dim, WORK_WORDS + ranges),
+        regions=(*(_visits(tile) if ranges else ()), *_regions(tile, head_dim, ranges)),
         division=Division(tile.m, persistent=True),
         maps=_maps(tile, head_dim),
         tensor_memory=_columns(tile, head_dim),
@@ -127,7 +128,19 @@ def _barriers(tile: ForwardTile, head_dim: int, roles: tuple[Role, ...]) -> tupl
     )
 
 
-def _regions(tile: ForwardTile, head_dim: int, work_words: int) -> tuple[Region, ...]:
+def _visits(tile: ForwardTile) -> tuple[Region, ...]:
+    """Describes the visits that the load warp has published, in as many slots as it needs.
+
+    When it publishes visit i, it has waited for the slot of V(i - p), which is use p + 2 (i - p) of
+    a ring of k slots; K runs p blocks ahead. So V(i - p - k / 2) has been used, and its P before.
+    """
+    needed = tile.buffers_per_tile + (tile.kv_stages + 1) // 2
+    slots = 1 << (needed - 1).bit_length()
+    return (Region("visits", (slots,), "blocks of visits, and whether ranges hide any", "i32"),)
+
+
+def _regions(tile: ForwardTile, head_dim: int, ranges: bool) -> tuple[Region, ...]:
+    work_words = WORK_WORDS + (RANGE_WORDS if ranges else 0)
     span, rows = tile.span_bytes, tile.rows
     ring, columns_of_v = tile.kv_stages, tile.columns_of_v(head_dim)
     kv = "one ring: K(0), V(0), K(1), V(1), ... of the blocks"

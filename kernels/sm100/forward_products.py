@@ -217,7 +217,7 @@ class ProductRoles:
     @cute.jit
     def clear_padding(self, v: cute.Tensor, work: Work):
         """Writes 0 to the last block's values past the key length, which may hold anything."""
-        first_row = work.band.key_length - (work.blocks.end - 1) * self.config.tile.n
+        first_row = work.band.key_length - work.last_block * self.config.tile.n
         thread, _, _ = cute.arch.thread_idx()
         tensors.zero_rows(v, first_row, thread % 32, 32)
         cute.arch.fence_proxy("async.shared", space="cta")

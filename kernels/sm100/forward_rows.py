@@ -10,7 +10,9 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, row_ranges, tensors
+from kernels.common.pair_masks import is_given
 from kernels.common.resources import Shared
+from kernels.common.ring import Use
 from kernels.common.softmax import (
     LN_2,
     LOG2_E,
@@ -33,6 +35,7 @@ from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
 from kernels.sm100.forward_schedule import Work
+from kernels.sm100.forward_visits import Hidden, hidden_of, published
 from kernels.sm100.tiles import SPECULATIVE_KEYS
 
 CHUNK = 32  # columns of tensor memory that a thread loads at a time
@@ -70,11 +73,13 @@ class Keys:
       limits: by the band and by the row's range, if it has one.
       tags: where those of the row and of its keys are, if rows have ranges of keys in memory.
       maximum: the row's largest score so far, likewise; the reference may lag behind it.
+      hidden: what else hides keys, likewise.
     """
 
     limits: Limits
     tags: row_ranges.TagsInMemory = row_ranges.NO_TAGS
     maximum: cute.Tensor = row_ranges.NO_TAGS
+    hidden: Hidden = row_ranges.NO_TAGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +171,9 @@ class RowRoles:
             if count > 0:
                 done = done.after(count)
 
-    def keys_of_row(self, work: Work, row: Int32, call: Call) -> Keys:
+    def keys_of_row(self, work: Work, of: Row, call: Call) -> Keys:
         """Returns which keys a row may see: by the band and, if there are any, by its ranges."""
+        row = of.query
         low, high = bands.row_limits(work.band, row, tensors.INT32)
         if call.ranges is None:
             return Keys(Limits(low, high))
@@ -177,7 +183,8 @@ class RowRoles:
         maximum = cute.make_rmem_tensor((1,), Float32)
         maximum[0] = -Float32.inf
         tags = row_ranges.TagsInMemory(call.ranges, call.sizes, work.batch, row)
-        return Keys(limits, tags, maximum)
+        hidden = hidden_of(work, call.ranges, call.sizes, row, of.head)
+        return Keys(limits, tags, maximum, hidden)
 
     @cute.jit
     def softmax_tile(
@@ -193,7 +200,7 @@ class RowRoles:
         thread, _, _ = cute.arch.thread_idx()
         t = cute.arch.make_warp_uniform(thread // self.config.tile.rows)
         lane_row = thread % self.config.tile.rows
-        keys = self.keys_of_row(work, row.query, call)
+        keys = self.keys_of_row(work, row, call)
         state = RowState(-Float32.inf, Float32(0.0), Float32(0.0))
         begin, end = work.blocks.begin, work.blocks.end
         if end > begin:
@@ -206,7 +213,9 @@ class RowRoles:
                 phases = ((end, right, True), (right, begin, False))
             if cutlass.const_expr(self.config.ranges):
                 # Where tags are compared no block is without a mask, so right and left are begin.
-                tagged = cutlass.select_(work.compares != 0, begin, end)
+                tagged = Int32(cutlass.select_(work.compares != 0, begin, end))
+                # Under a mask of pairs the visits from `right` on are those that need it.
+                tagged = cutlass.select_(is_given(call.ranges), right, tagged)
                 phases = ((end, tagged, TAGS), (tagged, right, True), *phases[1:])
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
@@ -270,8 +279,7 @@ class RowRoles:
         probabilities_at = scores_at + (p.first - s.first)
         matches = []
         if cutlass.const_expr(masked == TAGS):
-            first_keys = [block.index * n + first for first in range(0, n, 32)]
-            matches = [row_ranges.matches(keys.tags, key, keys.limits) for key in first_keys]
+            matches = self.matches(shared, block, use, keys)
         shared.barriers.s_full.wait(use)
         ptx.fence_after_sync()
         scores = softmax.capped(ptx.tmem_load(scores_at, n), scales.before_cap)
@@ -318,6 +326,35 @@ class RowRoles:
         self.release(self.config.part_full(shared.barriers, last).at(use))
         sums = softmax.accumulate(sums, values[n - PIECE :])
         return RowState(new, shift, state.row_sum * factor + softmax.total(sums))
+
+    def matches(self, shared: Shared, block: Block, use: Use, keys: Keys) -> list[Uint32]:
+        """Returns a bit for each key of a block: whether the row sees it by limits, tags and bits.
+
+        Under a mask of pairs it waits for the scores, since the block is known then.
+        """
+        n = self.config.tile.n
+        words = cute.make_rmem_tensor((n // 32,), Uint32)
+        self.find_matches(shared, block, use, keys, words)
+        return [words[i] for i in range(n // 32)]
+
+    @cute.jit
+    def find_matches(self, shared: Shared, block: Block, use: Use, keys: Keys, words: cute.Tensor):
+        """Writes what `matches` returns."""
+        index, limited, hidden = block.index, Int32(1), keys.hidden
+        given = hidden.bits.given()
+        if given:
+            shared.barriers.s_full.wait(use)
+            index, limited = published(shared.visits, block.ordinal)
+        for part in cutlass.range_constexpr(cute.size(words)):
+            key = index * self.config.tile.n + 32 * part
+            seen = Uint32(0xFFFFFFFF)
+            if limited != 0:
+                seen = row_ranges.bits_between(keys.limits.low, keys.limits.high, key)
+            if hidden.compares != 0:
+                seen = seen & row_ranges.matches(keys.tags, key, keys.limits)
+            if given:
+                seen = seen & hidden.word(key)
+            words[part] = seen
 
     def mask(
         self, scores: list[Float32], first_key: Int32, keys: Keys, matches: list[Uint32]

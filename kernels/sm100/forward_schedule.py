@@ -7,6 +7,7 @@ the swizzled layout of shared memory, so a unit is one TMA box whatever `pack` i
 """
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,8 +25,11 @@ from kernels.common.schedule import (
     ordered_tile,
 )
 from kernels.interface import RangeBuffers, Sizes, Window
-from kernels.sm100.forward_description import UNIT
+from kernels.sm100.forward_description import UNIT, WORK_WORDS
 from kernels.sm100.tiles import ForwardTile
+
+NO_BLOCKS: Any = None
+"""Of a tile whose rows have no ranges in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,12 @@ class Work:
     blocks: bands.BlockRange
     padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
     compares: Int32 | int = 0  # whether tags have to be compared
+    own: bands.BlockRange = NO_BLOCKS  # blocks that band and table allow; `blocks` may be visits
+
+    @property
+    def last_block(self) -> Int32:
+        """The last block that band and table allow."""
+        return (self.blocks if self.own is None else self.own).end - 1
 
     def unit(self, index: Int32) -> tuple[Int32, Int32]:
         """Returns (first query, head) of a unit of this tile."""
@@ -53,14 +63,17 @@ def to_words(work: Work, ranges: bool) -> list[Int32]:
     return [
         *(work.first_unit, work.pack, work.head, work.kv_head, work.batch),
         *mask_words(work.band, work.blocks, work.padded_keys),
-        *([work.compares] if ranges else []),
+        *([work.compares, *vars(work.own).values()] if ranges else []),
     ]
 
 
 def from_words(words: list[Int32], window: Window | None, ranges: bool) -> Work:
     """Inverts `to_words`; a role that does not apply the mask gives no window."""
-    compares = words.pop() if ranges else 0
-    return Work(*words[:5], *from_mask_words(words[5:], window), compares)
+    mask = from_mask_words(words[5:WORK_WORDS], window)
+    if not ranges:
+        return Work(*words[:5], *mask)
+    own = bands.BlockRange(*words[WORK_WORDS + 1 :])
+    return Work(*words[:5], *mask, words[WORK_WORDS], own)
 
 
 def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: ForwardShape) -> Work:
@@ -69,7 +82,7 @@ def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: ForwardShap
     In a pair it is the pair's tile, whose first unit is the even CTA's.
     """
     ranges = row_ranges.of_batch(buffers, sizes, work.batch)
-    first, last = _queries(work.first_unit, work.pack, shape.m)
+    first, last = queries_of(work.first_unit, work.pack, shape.m)
     entries = -(-shape.m // row_ranges.TABLE_ROWS) + 1  # a tile of packed heads may begin anywhere
     rows = row_ranges.Rows(first, cutlass.min(last, sizes.query_length - 1), entries)
     blocks, compares = row_ranges.limit_blocks(work.blocks, ranges, rows, shape.n)
@@ -87,7 +100,7 @@ def of_cta(work: Work, schedule: Schedule, shape: ForwardShape) -> Work:
     return dataclasses.replace(work, first_unit=first_unit)
 
 
-def _queries(first_unit: Int32, pack: Int32, rows: int) -> tuple[Int32, Int32]:
+def queries_of(first_unit: Int32, pack: Int32, rows: int) -> tuple[Int32, Int32]:
     """Returns the first and the last query of a tile of so many rows."""
     first = first_unit // pack * UNIT
     return first, (first_unit + rows // UNIT - 1) // pack * UNIT + UNIT - 1
@@ -125,7 +138,7 @@ def assign(
     head = packed_head * pack
     band = batch_band(schedule.extents, batch_index, schedule.window if shape.band else None)
     first_unit = tile * (shape.m // UNIT)
-    first_query, last_query = _queries(first_unit, pack, shape.m)
+    first_query, last_query = queries_of(first_unit, pack, shape.m)
     rows = last_query - first_query + 1
     blocks = bands.visited_blocks(band, first_query, rows, shape.n, tensors.INT32)
     padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)

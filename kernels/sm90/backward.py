@@ -31,7 +31,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import backward_ranges, ptx, resources, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.backward_ranges import NOTHING, make_walk
 from kernels.common.backward_schedule import BackwardShape, StartIndex, Work, assign, by_table
 from kernels.common.hosts import BackwardHost, backward_source
@@ -50,7 +50,7 @@ from kernels.sm90.backward_data import (
     Step,
     make_products,
 )
-from kernels.sm90.backward_description import VISIT_WORDS, description
+from kernels.sm90.backward_description import of_key
 from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
@@ -69,11 +69,12 @@ class Backward(BackwardHost):
         self.head_dim, self.value_dim = key.head_dim, key.value_dim
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
+        self.reads_mask = key.reads_mask
         self.deterministic = key.deterministic
         by_order = key.ranges and not key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
-        self.description = description(key.head_dim, key.value_dim, key.deterministic, key.ranges)
+        self.description = of_key(key)
         self.shape = BackwardShape(
             m=self.tile.m,
             n=self.tile.keys,
@@ -171,7 +172,7 @@ class Backward(BackwardHost):
         for step in cutlass.range(steps * work.group, unroll=1):
             member = step // steps
             block = self.query_gradient.query_block(work, step - member * steps, walk)
-            hidden = self.hidden(work, block)
+            visit = self.visit_words(work, block, member)
             head = work.kv_head * work.group + member
             query = coordinates[None, None, head, work.batch]
             query_tiles = [cute.local_tile(query, (tile.m, d), (block, 0)) for d in dims]
@@ -187,19 +188,19 @@ class Backward(BackwardHost):
                 empty.wait_free(use)
                 with cute.arch.elect_one():
                     if cutlass.const_expr(self.ranges and operand == 0):
-                        self.publish(shared, use, (block, hidden))
+                        self.publish(shared, use, visit)
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.m * (dims[operand] * 2 + 4))
                     ptx.bulk_load(statistics.iterator, source, tile.m * 4, full)
                 tensors.tma_load((maps.q, maps.do)[operand], query_tiles[operand], target, full)
 
-    def hidden(self, work: Work, block: Int32) -> Int32 | int:
-        """Returns what ranges hide in a query block; it reads the table."""
-        return backward_ranges.hidden(work.visits, block, self.tile.m) if self.ranges else NOTHING
+    def visit_words(self, work: Work, block: Int32, member: Int32) -> tuple[Int32, ...]:
+        """Returns what the load warp publishes of a step; it reads the table."""
+        return backward_mask.visit_words(work, block, member, self.tile.m) if self.ranges else ()
 
-    def publish(self, shared: Shared, use: Use, visit: tuple[Int32, Int32 | int]):
+    def publish(self, shared: Shared, use: Use, visit: tuple[Int32, ...]):
         """Writes what a step is, as `visit` reads it: one thread, which then arrives on q_full."""
-        for i in range(VISIT_WORDS):
-            shared.visits[i, use.slot] = visit[i]
+        for i, word in enumerate(visit):
+            shared.visits[i, use.slot] = word
 
     def uses(self, shared: Shared, step: Int32) -> tuple[Use, Use]:
         """Returns a step's uses of the rings of Q and of dO."""
@@ -253,7 +254,7 @@ class Backward(BackwardHost):
             for index in cutlass.range(steps, unroll=1):
                 block, hidden = self.visit(shared, work, member, index)
                 step = member * steps + index
-                place = Step(member, block, step, group, hidden)
+                place = Step(member, block, step, group, hidden, self.words_of(shared, step))
                 self.step(shared, work, rows, (grads_acc, slices), exponents, place)
         if cutlass.const_expr(self.query_gradient.hands_over_late):
             self.query_gradient.hand_over(shared, steps * work.group)
@@ -385,9 +386,13 @@ class Backward(BackwardHost):
             return self.query_gradient.query_block(work, index), NOTHING
         use = shared.barriers.q_full.use(member * work.block_count() + index)
         shared.barriers.q_full.wait(use)
-        words = [shared.visits[i, use.slot] for i in range(VISIT_WORDS)]
+        words = [shared.visits[i, use.slot] for i in range(2)]
         block, hidden = map(cute.arch.make_warp_uniform, words)
         return block, hidden
+
+    def words_of(self, shared: Shared, step: Int32) -> cute.Tensor | None:
+        """Returns what the load warp has published of a step, or None."""
+        return shared.visits[None, shared.barriers.q_full.use(step).slot] if self.ranges else None
 
     def operand(self, mma: cute.TiledMma, values: cute.Tensor) -> cute.Tensor:
         """Rounds scores or their gradient to operand A of the dV or dK product, in registers."""

@@ -1,6 +1,7 @@
 """Data of the Hopper backward's main kernel: its operands, its work, its products."""
 
 import dataclasses
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -19,6 +20,7 @@ class Step:
       index: of the step among all of the CTA's.
       group: which of the MMA warpgroups it is.
       hidden: what ranges hide in the block (backward_ranges), where rows have them in memory.
+      words: all that the load warp has published of the step, in shared memory.
     """
 
     member: Int32
@@ -26,6 +28,7 @@ class Step:
     index: Int32
     group: Int32
     hidden: Int32 | int = 0
+    words: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

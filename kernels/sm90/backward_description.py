@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from fa4_jax.key import KernelKey
 from kernels.common import ends_description
 from kernels.description import (
     Barrier,
@@ -33,16 +34,19 @@ VISIT_WORDS = 2
 """int32 words that say what a step is: its query block, and what ranges hide in it."""
 
 _VISITS = "query block of a step, and what ranges hide in it"
+_BITS = ", and where the bits of a mask of pairs are"
 
 
 @functools.cache
-def description(
-    head_dim: int, value_dim: int, deterministic: bool, ranges: bool = False
-) -> Description:
-    """Describes the main backward kernel of a head dim."""
+def of_key(key: KernelKey) -> Description:
+    """Describes the main backward kernel of a key."""
+    head_dim, value_dim, deterministic = key.head_dim, key.value_dim, key.deterministic
     tile = BACKWARD_TILES[head_dim, value_dim]
     staged = tile.stages_dq(deterministic)
-    visits = (Region("visits", (VISIT_WORDS, tile.stages), _VISITS, "i32"),) if ranges else ()
+    words, text = VISIT_WORDS, _VISITS
+    if key.reads_mask:
+        words, text = words + tile.m // WARPGROUP_ROWS, text + _BITS
+    visits = (Region("visits", (words, tile.stages), text, "i32"),) if key.ranges else ()
     return Description(
         roles=_roles(tile, staged, deterministic),
         barriers=_barriers(tile, staged, deterministic),

@@ -61,7 +61,7 @@ class PairParts(Backward):
         blocks = work.block_count()
         member = step // blocks
         block, hidden = self.visit(shared, work, member, step - member * blocks)
-        return Step(member, block, step, Int32(group), hidden)
+        return Step(member, block, step, Int32(group), hidden, self.words_of(shared, step))
 
     def padded(self, work: Work, block: Int32) -> cutlass.Boolean:
         """Whether a query block holds rows past the length that TMA reads."""

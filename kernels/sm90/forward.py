@@ -16,8 +16,8 @@ FlashAttention-4 for the rescaling threshold and the tile order; its polynomial 
 pay here, see docs/hopper.md.)
 
 With ranges (kernels/common/row_ranges.py) rows' limits, and tags where they are needed, come from
-memory, and so do sinks (forward_output.py); each head's largest score goes there. Bias, dense masks
-and dropout are not supported.
+memory, and so do sinks (forward_output.py); each head's largest score goes there. A call may then
+have a mask of pairs, too (forward_visits.py). Bias and dropout are not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
@@ -44,8 +44,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, row_ranges, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
@@ -53,8 +54,9 @@ from kernels.common.state import Scales, make_scales
 from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.forward_data import Operands, Place, Rows, make_rows
-from kernels.sm90.forward_description import description
+from kernels.sm90.forward_data import Operands, Place, Rows, TileRanges, make_rows, ranges_of
+from kernels.sm90.forward_description import of_key
+from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import (
     Work,
@@ -66,6 +68,7 @@ from kernels.sm90.forward_schedule import (
     publish_end,
     published,
 )
+from kernels.sm90.forward_visits import make_visits
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, TICKET_BLOCKS, WARPGROUP
 
 
@@ -77,8 +80,9 @@ class Forward(ForwardHost):
         self.head_dim, self.value_dim = key.head_dim, key.value_dim
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
+        self.reads_mask = key.reads_mask
         self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
-        self.description = description(key.head_dim, key.value_dim, key.band, key.ranges, key.short)
+        self.description = of_key(key)
         names = ("issue_turn", "epilogue", "padding")
         self.issue_turn, epilogue, self.padding = map(self.description.named_barrier, names)
         self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
@@ -138,13 +142,17 @@ class Forward(ForwardHost):
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
             work = assign(index, schedule, self.shape, ranges)
+            visits = NO_VISITS
             if cutlass.const_expr(self.ranges):
                 work = by_table(work, ranges, schedule.sizes, self.shape)
+            if cutlass.const_expr(self.reads_mask):
+                visits, work = make_visits(work, ranges, schedule.sizes, self.shape)
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, self.words(shared, tiles_done))
             self.load_query(maps, shared, work, tiles_done)
-            ticket = self.load_blocks(maps, shared, work, tile_ticket, tiles_done, blocks_done)
+            done = (tiles_done, blocks_done)
+            ticket = self.load_blocks(maps, shared, work, visits, tile_ticket, done)
             tiles_done += 1
             blocks_done += work.blocks.end - work.blocks.begin
             if cutlass.const_expr(self.by_ticket):
@@ -174,18 +182,18 @@ class Forward(ForwardHost):
         maps: Maps,
         shared: Shared,
         work: Work,
+        visits: Visits | None,
         tile_ticket: cute.Pointer | None,
-        tiles_done: Int32,
-        blocks_done: Int32,
+        done: tuple[Int32, Int32],
     ) -> Int32:
-        """Loads K and V of a tile's blocks, after `blocks_done` in earlier tiles.
+        """Loads K and V of a tile's blocks, after so many tiles and blocks are done.
 
         Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
         """
-        tile = self.tile
+        tile, (tiles_done, blocks_done) = self.tile, done
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         count = work.blocks.end - work.blocks.begin
-        ticket = Int32(0)
+        ticket, walk = Int32(0), make_walk(visits)
         if cutlass.const_expr(self.by_ticket):
             if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                 ticket = ptx.take_ticket(tile_ticket)
@@ -193,7 +201,7 @@ class Forward(ForwardHost):
             if cutlass.const_expr(self.by_ticket):
                 if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                     ticket = ptx.take_ticket(tile_ticket)
-            block = work.blocks.end - 1 - step
+            block, limited = block_of_step(visits, walk, work.blocks.end, step)
             use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
                 columns = (self.head_dim, self.value_dim)[operand]
@@ -206,6 +214,8 @@ class Forward(ForwardHost):
                     if step == 0:
                         shared.barriers.o_empty.wait_free(tiles_done)
                 with cute.arch.elect_one():
+                    if cutlass.const_expr(self.reads_mask and operand == 0):
+                        shared.visits[0, use.slot], shared.visits[1, use.slot] = block, limited
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.n * columns * 2)
                 tensors.tma_load(
                     (maps.k, maps.v)[operand],
@@ -238,10 +248,10 @@ class Forward(ForwardHost):
         more = is_tile(self.words(shared, tiles_done))
         while more:
             words = self.words(shared, tiles_done)
-            work = published(words, schedule.window if self.band else None, self.ranges)
+            work = published(words, schedule.window if self.band else None)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
             head = of_head(results, work, schedule.sizes)
-            own = row_ranges.of_batch(ranges, schedule.sizes, work.batch)
+            own = ranges_of(ranges, schedule.sizes, work)
             self.mma_tile(maps, shared, work, own, head, scales, tiles_done, blocks_done)
             tiles_done += 1
             blocks_done += work.blocks.end - work.blocks.begin
@@ -285,7 +295,7 @@ class Forward(ForwardHost):
         maps: Maps,
         shared: Shared,
         work: Work,
-        ranges: row_ranges.Ranges | None,
+        ranges: TileRanges | None,
         head: HeadResults,
         scales: Scales,
         tiles_done: Int32,
@@ -358,17 +368,20 @@ class Forward(ForwardHost):
         k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         warpgroup.wait_group(0)
+        visit = visit_of(shared, rows, use.slot, end)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
-            self.mask(mma.scores, rows, end - 1)
+            hide(mma.scores, rows, end - 1, visit, self.tile.n)
         self.softmax_block(mma.scores, rows, scales)
         wgmma.round_fragment(mma.scores, mma.probabilities)
         if work.padded_keys:
             thread, _, _ = cute.arch.thread_idx()
             shared.barriers.v_full.wait(use)
-            self.clear_padding(shared.v[None, None, use.slot], work, thread - WARPGROUP)
+            v, thread = shared.v[None, None, use.slot], thread - WARPGROUP
+            block = end - 1 if visit is None else visit[0]
+            clear_padding(v, thread, work.band.key_length - block * self.tile.n, self.padding)
 
     @cute.jit
     def step(
@@ -395,34 +408,18 @@ class Forward(ForwardHost):
         if cutlass.const_expr(self.takes_turns):
             self.pass_turn(place.group)
         warpgroup.wait_group(1)
+        if cutlass.const_expr(masked):
+            visit = visit_of(shared, rows, use.slot, block + 1)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
         if cutlass.const_expr(masked):
-            self.mask(mma.scores, rows, block)
+            hide(mma.scores, rows, block, visit, self.tile.n)
         factors = self.softmax_block(mma.scores, rows, scales)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
         wgmma.round_fragment(mma.scores, mma.probabilities)
-
-    @cute.jit
-    def mask(self, scores: cute.Tensor, rows: Rows, block: Int32):
-        """Sets scores of a block that the rows do not see to -inf."""
-        first_key = block * self.tile.n + rows.first_column
-        softmax.mask_band(scores, first_key, rows.low, rows.high)
-        if cutlass.const_expr(rows.tags is not None):
-            if rows.tags.wanted:
-                softmax.mask_tags(scores, first_key, rows.tags)
-
-    @cute.jit
-    def clear_padding(self, v: cute.Tensor, work: Work, thread: Int32):
-        """Writes 0 to the last block's values past the key length, which may hold anything."""
-        first_row = work.band.key_length - (work.blocks.end - 1) * self.tile.n
-        threads = self.tile.mma_warpgroups * WARPGROUP
-        tensors.zero_rows(v, first_row, thread, threads)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        resources.meet(self.padding)
 
     def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
         """Replaces scores by P, updates row references and sums, returns rescale factors."""

@@ -9,6 +9,8 @@ from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import row_ranges, tensors
+from kernels.common.pair_masks import BitsInMemory
+from kernels.interface import RangeBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_schedule import Work
 
@@ -48,6 +50,7 @@ class Rows:
       maximum: of its scores, where rows have ranges; the reference may lag behind it.
       first_column: of the thread in a block of scores.
       tags: what is compared besides, where rows have ranges of keys in memory.
+      bits: of a mask of pairs, which a call with ranges may have.
     """
 
     low: cute.Tensor
@@ -57,6 +60,7 @@ class Rows:
     first_column: Int32
     tags: row_ranges.Tags = row_ranges.NO_TAGS
     maximum: cute.Tensor = NO_MAXIMUM
+    bits: BitsInMemory = NO_MAXIMUM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +76,26 @@ class Place:
     ring_end: Int32
 
 
+@dataclasses.dataclass(frozen=True)
+class TileRanges:
+    """What hides keys of a tile's rows in memory: ranges of the batch element, bits of the head."""
+
+    ranges: row_ranges.Ranges
+    bits: BitsInMemory
+
+
+def ranges_of(buffers: RangeBuffers | None, sizes: Sizes, work: Work) -> TileRanges | None:
+    """Returns a tile's ranges, or None."""
+    if buffers is None:
+        return None
+    bits = NO_MAXIMUM
+    if buffers.mask_bits is not None:
+        bits = BitsInMemory(buffers, sizes, work.plane, work.first_row)
+    return TileRanges(row_ranges.arrays(buffers, sizes, work.batch), bits)
+
+
 @cute.jit
-def make_rows(
-    work: Work, ranges: row_ranges.Ranges | None, first_row: Int32, first_column: Int32
-) -> Rows:
+def make_rows(work: Work, ranges: TileRanges | None, first_row: Int32, first_column: Int32) -> Rows:
     """Makes rows first_row, first_row + 8, ... as they are before the first block."""
     low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
     high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
@@ -92,8 +112,9 @@ def make_rows(
 
 
 @cute.jit
-def with_ranges(rows: Rows, work: Work, ranges: row_ranges.Ranges, first_row: Int32) -> Rows:
+def with_ranges(rows: Rows, work: Work, own: TileRanges, first_row: Int32) -> Rows:
     """Returns rows whose limits are those of their ranges, too."""
+    ranges = own.ranges
     for row in cutlass.range_constexpr(softmax.ROWS):
         low, high = row_ranges.row_limits(ranges, first_row + 8 * row)
         rows.low[row] = cutlass.max(rows.low[row], low)
@@ -102,4 +123,4 @@ def with_ranges(rows: Rows, work: Work, ranges: row_ranges.Ranges, first_row: In
     maximum.fill(-Float32.inf)
     wanted = work.compares != 0
     tags = row_ranges.make_tags(ranges, wanted, first_row, softmax.ROWS)
-    return dataclasses.replace(rows, tags=tags, maximum=maximum)
+    return dataclasses.replace(rows, tags=tags, maximum=maximum, bits=own.bits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from fa4_jax.key import KernelKey
 from kernels.description import (
     Barrier,
     Description,
@@ -25,17 +26,20 @@ from kernels.sm90.tiles import (
 )
 
 WORK_WORDS = 12
-"""int32 words that say what a tile's work is; one more says whether tags are compared."""
+"""int32 words that say what a tile's work is; with ranges one more says whether tags are compared,
+and where bits of a mask are read another one which head's they are."""
+
+VISIT_WORDS = 2
+"""int32 words that say what a block is under a mask of pairs; forward_visits."""
 
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
 @functools.cache
-def description(
-    head_dim: int, value_dim: int, band: bool, ranges: bool = False, short: bool = False
-) -> Description:
-    """Describes the forward kernel of head dims, with or without a band and ranges of keys."""
-    tile = FORWARD_TILES[head_dim, value_dim, short]
+def of_key(key: KernelKey) -> Description:
+    """Describes the forward kernel of a key."""
+    head_dim, value_dim, band, ranges = key.head_dim, key.value_dim, key.band, key.ranges
+    tile = FORWARD_TILES[head_dim, value_dim, key.short]
     budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
@@ -71,7 +75,7 @@ def description(
                 meaning="values past the key length are cleared",
             ),
         ),
-        regions=_regions(tile, (head_dim, value_dim), ranges),
+        regions=_regions(tile, (head_dim, value_dim), ranges, key.reads_mask),
         division=Division(tile.m, persistent=True, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
@@ -98,14 +102,19 @@ def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
     )
 
 
-def _regions(tile: ForwardTile, dims: tuple[int, int], ranges: bool) -> tuple[Region, ...]:
+def _regions(
+    tile: ForwardTile, dims: tuple[int, int], ranges: bool, mask: bool
+) -> tuple[Region, ...]:
     span, (d, value_dim), ring = tile.span_bytes, dims, tile.kv_stages
     output = operand("o", (tile.m, value_dim), span, "the output on its way")
     tiles = tile.q_stages
-    words = WORK_WORDS + ranges
+    words = WORK_WORDS + ranges + mask
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
+    text = "key blocks, and whether ranges hide any of them, under a mask of pairs"
+    visits = (Region("visits", (VISIT_WORDS, ring), text, "i32"),) if mask else ()
     return (
         work,
+        *visits,
         operand("q", (tile.m, d, tiles), span, "query tiles"),
         operand("k", (tile.n, d, ring), span, "K blocks"),
         operand("v", (tile.n, value_dim, ring), span, "V blocks"),

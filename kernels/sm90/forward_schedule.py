@@ -22,6 +22,7 @@ from kernels.common.schedule import (
     ordered_tile,
 )
 from kernels.interface import RangeBuffers, Sizes, Window
+from kernels.sm90.forward_description import WORK_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Work:
     blocks: bands.BlockRange
     padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
     compares: Int32 | int = 0  # whether tags have to be compared
+    plane: Int32 | int = 0  # of the bits of a mask of pairs (pair_masks)
 
 
 def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
@@ -90,6 +92,7 @@ def publish(work: Work, words: cute.Tensor):
         *(work.first_row, work.head, work.kv_head, work.batch),
         *mask_words(work.band, work.blocks, work.padded_keys),
         Int32(work.compares),
+        Int32(work.plane),
     )
     for i in range(cute.size(words)):
         words[i] = values[i]
@@ -105,8 +108,8 @@ def is_tile(words: cute.Tensor) -> cutlass.Boolean:
     return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
 
 
-def published(words: cute.Tensor, window: Window | None, ranges: bool) -> Work:
+def published(words: cute.Tensor, window: Window | None) -> Work:
     """Reads a tile's work."""
     values = [cute.arch.make_warp_uniform(words[i]) for i in range(cute.size(words))]
-    mask = values[4:-1] if ranges else values[4:]
-    return Work(*values[:4], *from_mask_words(mask, window), values[-1] if ranges else 0)
+    mask = from_mask_words(values[4:WORK_WORDS], window)
+    return Work(*values[:4], *mask, *values[WORK_WORDS:])

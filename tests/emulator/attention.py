@@ -17,6 +17,7 @@ from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import KernelKey, Pass
+from fa4_jax.masks import bits
 from fa4_jax.plan import Kernel, in_memory, kernel_keys, scalars
 from kernels import emulator
 from kernels.build import cache, compile
@@ -191,6 +192,7 @@ def kernel(key: KernelKey) -> Kernel:
 
 def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
     operands, problem = api.canonicalise(runner.call(case, inputs))
+    operands = operands._replace(bits=bits.of_operands(operands), mask=None, pairs=None)
     forward, *backward = map(kernel, keys)
     backward = [one for one in backward if one.key.kernel is Pass.BACKWARD]
     buffers = launches.backward_buffers(problem, operands, backward[0]) if backward else {}

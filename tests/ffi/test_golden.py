@@ -208,6 +208,9 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
             "soft_cap": Array("f32", (p.batch % 2 if is_split else 1,)),
             "sinks": Array("f32", (0 if is_split and p.batch % 2 else p.heads,)),
             "max_logit": Array("f32", (p.batch, p.heads if p.batch % 2 else 0)),
+            "mask_bits": Array("i32", (p.batch, p.heads, tiles, 4, 64)),
+            "mask_some": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
+            "mask_every": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
         }
     row_blocks = -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS)
     parts = 1 + p.key_length % 40, row_blocks, p.heads if p.batch % 2 else 0, 0

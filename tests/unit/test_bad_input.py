@@ -154,7 +154,6 @@ def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
     [
         ({}, "query dtype f32"),
         ({"bias": zeros(1, 1, T, S)}, "bias"),
-        ({"mask": zeros(1, 1, T, S, dtype=bool)}, "mask"),
         ({"scale": "traced", "dtype": jnp.bfloat16}, "scale: it is traced"),
         ({"head_dim": 12, "dtype": jnp.bfloat16}, "head_dim 12"),
         ({"head_dim": 264, "dtype": jnp.float16}, "head_dim 264"),
@@ -162,7 +161,6 @@ def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
     ids=[
         "float32",
         "bias",
-        "mask",
         "scale",
         "head_dim_12",
         "head_dim_264",
@@ -189,8 +187,6 @@ def test_two_comparisons_by_at_most_are_not_implemented():
     mask = masks.block_causal(ids(2, T), ids(2, S))
     with pytest.raises(NotImplementedError, match="2 masks of block_causal"):
         call(mask=mask & mask & masks.chunked(3))
-    with pytest.raises(NotImplementedError, match="mask & ndarray"):
-        _ = mask & np.ones((T, S), bool)
 
 
 def test_traced_ids_of_a_wide_type_are_refused():

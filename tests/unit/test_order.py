@@ -63,7 +63,7 @@ def test_the_longest_tiles_come_first(
     hulls = hulls.sum(0, keepdims=True) if shared else hulls
     found = ordered(order.of_queries(rows, window, extents, size), hulls.shape[1])
     assert (np.diff(np.take_along_axis(hulls, found, axis=1)) <= 0).all()
-    ordered(order.of_keys(rows, window, extents, size, s), -(-s // size))
+    ordered(order.of_keys(rows, window, extents, order.Tiles(size, s)), -(-s // size))
 
 
 def test_a_document_s_first_keys_come_first():
@@ -73,7 +73,7 @@ def test_a_document_s_first_keys_come_first():
     high = jnp.asarray(np.where(ids == 0, 256, 1024)[None], jnp.int32)
     rows = RowRanges(low, high, table.limits(low, high))
     extents = jnp.array([[1024, 1024, 0, 0]], jnp.int32)
-    found = order.of_keys(rows, bands.CAUSAL, extents, 128, 1024)
+    found = order.of_keys(rows, bands.CAUSAL, extents, order.Tiles(128, 1024))
     np.testing.assert_array_equal(found, [[2, 3, 4, 5, 0, 6, 1, 7]])
     found = order.of_queries(rows, bands.CAUSAL, extents, 128)
     np.testing.assert_array_equal(found, [[7, 6, 5, 4, 1, 3, 0, 2]])
