@@ -2,26 +2,31 @@
 
     python -m benchmarks.decode             # two minutes on a GPU
     python -m benchmarks.decode --parts 1 4 16 33 66 132 264   # our kernel alone, divided otherwise
+    python -m benchmarks.decode --few-keys  # the ordinary and the split forward of few keys
 
 It measures as `python -m benchmarks.attention --group decode` does, beside it our kernel on the
-same keys in pages of 64 tokens in random order, and writes no file. With --parts it shows the
-microseconds of our kernel with these numbers of parts of the keys, for `fa4_jax.splits`.
+same keys in pages of 64 tokens in random order and, where it can be imported, flash-attn-4 from a
+CUDA graph, and writes no file. With --parts it shows the microseconds of our kernel with these
+numbers of parts of the keys, for `fa4_jax.splits.COST_BLOCKS`; --few-keys is for its LEAST_KEYS.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import unittest.mock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import measure, shapes
+from benchmarks import measure, shapes, torch_peer
 from benchmarks.peers import CUDNN, OURS, XLA
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol, Timing, interleave
-from fa4_jax import extents, ffi_call, launches
+from fa4_jax import extents, ffi_call, launches, splits
 from fa4_jax.operands import Operands
 from fa4_jax.plan import Plan, make_plan, scalars
 from fa4_jax.problem import Problem, default_scale
@@ -59,6 +64,8 @@ def parts_s(case: Case, numbers: list[int], protocol: Protocol) -> dict[str, Tim
             for _ in range(case.chained):
                 buffers = {"q": query, "k": key, "v": value, "extents": extents.stacked(*limits)}
                 buffers["parts"] = jnp.zeros((parts, *parts_of_rule[1:]), jnp.int32)
+                operands = Operands(query, key, value, buffers["extents"])
+                buffers |= launches.split_buffers(plan.problem, operands)
                 for kernel in plan.forward:
                     buffers |= ffi_call.launch(kernel, buffers, scalars(plan.problem))
                 query = buffers["o"]
@@ -110,7 +117,55 @@ def paged_s(case: Case, protocol: Protocol) -> float:
     return timing.median / case.chained
 
 
-def row(case: Case, record: dict[str, Any], paged: str) -> str:
+FEW_KEYS = (64, 128, 192, 256, 384, 512, 1024)
+"""Key lengths that are near `splits.LEAST_KEYS`."""
+
+
+def show_few_keys(batch: int, protocol: Protocol) -> None:
+    """Prints microseconds of the ordinary and of the split forward, by the number of keys."""
+    cells = []
+    for keys in FEW_KEYS:
+        case = dataclasses.replace(shapes.DECODE[0], batch=batch, key_length=keys)
+        found = interleave({name: _forward(case, name) for name in ("ordinary", "split")}, protocol)
+        each = [_microseconds(found[name], case.chained) for name in ("ordinary", "split")]
+        cells.append(f"{keys}: {' / '.join(each)}")
+    print(f"batch {batch}, ordinary / split by keys: {', '.join(cells)}", flush=True)
+
+
+def _forward(case: Case, name: str) -> Any:
+    """Returns a chain of calls of the "ordinary" or of the "split" forward."""
+    least = 0 if name == "split" else case.key_length + 1
+    with unittest.mock.patch.object(splits, "LEAST_KEYS", least):
+        plan = plan_of(case)
+    assert (plan.parts is not None) == (name == "split")
+    inputs = measure.make_inputs(case)[:3]
+    limits = [jnp.full(case.batch, length) for length in (case.query_length, case.key_length)]
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        for _ in range(case.chained):
+            operands = Operands(query, key, value, extents.stacked(*limits))
+            query = launches.forward(plan, operands).output
+        return query
+
+    return functools.partial(jax.jit(run).lower(*inputs).compile(), *inputs)
+
+
+def _microseconds(timing: Timing | Exception, chained: int) -> str:
+    if isinstance(timing, Timing):
+        return f"{timing.median / chained * 1e6:.1f}"
+    return measure.describe(timing)[:60]
+
+
+def flash_attn_4_cell(case: Case, protocol: Protocol) -> str:
+    """Returns microseconds of a call of flash-attn-4, or why there are none."""
+    try:
+        call = torch_peer.chained(case, measure.make_inputs(case))
+    except Exception as error:  # One case must not end the table.
+        return measure.describe(error)[:60]
+    return _microseconds(interleave({"one": call}, protocol)["one"], case.chained)
+
+
+def row(case: Case, record: dict[str, Any], others: list[str]) -> str:
     """Returns a case's line of the table."""
     sizes = f"{case.batch}, {case.query_length}, {case.key_length}, "
     cells = [sizes + "/".join(map(str, case.heads)) + f", {case.head_dim}"]
@@ -119,7 +174,7 @@ def row(case: Case, record: dict[str, Any], paged: str) -> str:
         failed = result.get("error", result.get("absent", "none"))[:60]
         cells.append(f"{result['median_s'] * 1e6:.1f}" if "median_s" in result else failed)
     ours = record["forward"]["results"].get(OURS, {})
-    cells += [paged, f"{floor_s(case) * 1e6:.1f}"]
+    cells += [*others, f"{floor_s(case) * 1e6:.1f}"]
     cells.append(f"{floor_s(case) / ours['median_s']:.2f}" if "median_s" in ours else "")
     differences = [
         f"{result['difference']:.1e}"
@@ -141,20 +196,28 @@ def main() -> None:
     """Measures case by case and prints the table as it grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
     parser.add_argument("--loops", type=int, default=5, help="bursts of each contender (5)")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--few-keys", action="store_true", help="ordinary and split forward")
     parser.add_argument("--parts", type=int, nargs="+", help="numbers of parts of our kernel")
     options = parser.parse_args()
-    head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "ours, pages", "floor", "share", "differences")
+    torch_peer.load()  # before JAX starts its devices
     print(jax.devices()[0].device_kind)
     protocol = Protocol(options.loops, 0.03)
-    for case in shapes.DECODE if options.parts else ():
+    for batch in (1, 8, 64) if options.few_keys else ():
+        show_few_keys(batch, protocol)
+    cases = [case for case in shapes.DECODE if options.only in case.id]
+    for case in cases if options.parts else ():
         show_parts(case, options.parts, protocol)
         jax.clear_caches()
-    if options.parts:
+    if options.parts or options.few_keys:
         return
+    head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "ours, pages", torch_peer.FA4)
+    head = (*head, "floor", "share", "differences")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
-    for case in shapes.DECODE:
+    for case in cases:
         try:
-            line = row(case, measure.measure(case, protocol), paged_cell(case, protocol))
+            others = [cell(case, protocol) for cell in (paged_cell, flash_attn_4_cell)]
+            line = row(case, measure.measure(case, protocol), others)
         except Exception as error:  # One case must not end the table.
             line = f"| {case.id}: {measure.describe(error)} |"
         print(line, flush=True)

@@ -103,7 +103,7 @@ def _no_gradients(flags: Operands, operands: Operands) -> Gradients:
     return _no_instances(found, operands)
 
 
-def _one_by_one(function: Callable[..., Any], batched: Any, args: Any) -> Any:
+def one_by_one(function: Callable[..., Any], batched: Any, args: Any) -> Any:
     """Maps over the batched leaves in a loop; the others are used in place."""
     leaves, structure = jax.tree.flatten(args)
     flags = jax.tree.leaves(batched)
@@ -174,7 +174,7 @@ def forward(plan: Plan) -> Callable[[Operands], Results]:
         elif way == "heads":
             out = _forward_in_heads(plan, size, operands)
         else:
-            out = _one_by_one(operation, (flags,), (operands,))
+            out = one_by_one(operation, (flags,), (operands,))
         return out, _all_true(out)
 
     return operation
@@ -217,7 +217,7 @@ def backward(plan: Plan) -> Callable[[Operands, Cotangents], Gradients]:
             out = _unfold(backward(folded)(own, _fold(cotangents, flags[1], size)), size)
         else:
             # Each instance has a gradient of its own for an operand that all of them share.
-            out = _one_by_one(operation, flags, args)
+            out = one_by_one(operation, flags, args)
         return out, _all_true(out)
 
     return operation

@@ -35,13 +35,15 @@ def architecture_of(capability: int) -> str | None:
 def keys(arch: str) -> Iterator[KernelKey]:
     """The kernels of one architecture, in build order."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIM_TILES):
-        yield from _forward(arch, dtype, head_dim)
+        yield from _forward(arch, dtype, head_dim, head_dim)
+        if (narrow := NARROW_VALUES.get((arch, Pass.FORWARD, head_dim))) is not None:
+            yield from _forward(arch, dtype, head_dim, narrow)
         for paged in (False, True):
             yield KernelKey(arch, Pass.FORWARD_SPLIT, dtype, head_dim, paged=paged)
         yield KernelKey(arch, Pass.FORWARD_JOIN, dtype, head_dim)
         yield from _backward(arch, dtype, head_dim, head_dim)
-        if (arch, head_dim) in NARROW_VALUES:
-            yield from _backward(arch, dtype, head_dim, NARROW_VALUES[arch, head_dim])
+        if (narrow := NARROW_VALUES.get((arch, Pass.BACKWARD, head_dim))) is not None:
+            yield from _backward(arch, dtype, head_dim, narrow)
 
 
 def all_keys() -> tuple[KernelKey, ...]:
@@ -49,21 +51,18 @@ def all_keys() -> tuple[KernelKey, ...]:
     return tuple(sorted(key for arch in ARCHITECTURES for key in keys(arch)))
 
 
-def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
+def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[KernelKey]:
+    def key(**flags: bool) -> KernelKey:
+        return KernelKey(arch, Pass.FORWARD, dtype, head_dim, value_dim=value_dim, **flags)
+
     polynomial = (False, True) if (arch, head_dim) in POLYNOMIAL_EXP2_TILES else (False,)
-    both = designs.has_both(arch, Pass.FORWARD, (head_dim, head_dim))
+    both = designs.has_both(arch, Pass.FORWARD, (head_dim, value_dim))
     pairs = (False, True) if both else (False,)
     for pair, band, polynomial_exp2 in itertools.product(pairs, (False, True), polynomial):
-        yield KernelKey(
-            *(arch, Pass.FORWARD, dtype, head_dim),
-            band=band,
-            polynomial_exp2=polynomial_exp2,
-            pair=pair,
-        )
+        yield key(band=band, polynomial_exp2=polynomial_exp2, pair=pair)
     has_short = (arch, head_dim) in SHORT_TILES
     for pair, polynomial_exp2, soft_cap in itertools.product(pairs, polynomial, _caps(arch)):
-        yield KernelKey(
-            *(arch, Pass.FORWARD, dtype, head_dim),
+        yield key(
             band=True,
             polynomial_exp2=polynomial_exp2,
             ranges=True,
@@ -72,9 +71,7 @@ def _forward(arch: str, dtype: str, head_dim: int) -> Iterator[KernelKey]:
             short=has_short and soft_cap,
         )
     for ranges in (False, True) if has_short else ():
-        yield KernelKey(
-            *(arch, Pass.FORWARD, dtype, head_dim), band=True, ranges=ranges, short=True
-        )
+        yield key(band=True, ranges=ranges, short=True)
 
 
 def _caps(arch: str) -> tuple[bool, ...]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax.api import attention
-from fa4_jax.masks import Mask
+from fa4_jax.masks import Mask, segments
 
 _OWN_MEANING = ("is_causal", "deterministic", "return_residual", "return_max_logit")
 
@@ -48,6 +48,19 @@ def _dense(x: jax.Array | None, leading: list[int]) -> jax.Array | None:
 
 def _boolean(mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else mask.astype(jnp.bool_)
+
+
+def _of_one_row(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> Any:
+    """The mask [B or 1, 1, 1, S] of a call with one row, as one that kernels take: ids of keys.
+
+    Flax's layers have such a mask when they decode.
+    """
+    if mask is None or query.ndim != 4 or mask.ndim != 4 or query.shape[1] != 1:
+        return mask
+    if mask.shape[1:] != (1, 1, key.shape[1]):
+        return mask
+    shown = jnp.broadcast_to(mask[:, 0, 0], key.shape[:2])
+    return segments(jnp.zeros(query.shape[:2], jnp.int32), jnp.where(shown, 0, -1))
 
 
 def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
@@ -89,10 +102,11 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
 
         bias and mask broadcast to [..., N, T, S]. mask is any array that is non-zero where a query
         may see a key, or a value of `fa4_jax.masks`, for whose arrays the axes [...] are one batch:
-        Flax's layers hand it on as it is. The softmax is in float32. Masks like causal ones are
-        better given as is_causal or as options: they need no array. precision is accepted where it
-        changes nothing: if it is the default, or the operands have 16 bits, whose products are
-        exact in float32.
+        Flax's layers hand it on as it is. With one row, as when a layer decodes, an array that is
+        the same for all heads runs on the kernels, where other arrays do not. The softmax is in
+        float32. Masks like causal ones are better given as is_causal or as options: they need no
+        array. precision is accepted where it changes nothing: if it is the default, or the operands
+        have 16 bits, whose products are exact in float32.
 
         Raises:
           NotImplementedError: dropout, sown weights, an einsum of the caller's, or another
@@ -114,12 +128,14 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
             raise NotImplementedError(f"precision {precision} of {dtype}: supported: DEFAULT")
         *leading, _, _, _ = query.shape
         q, k, v = (_one_leading_axis(x.astype(dtype)) for x in (query, key, value))
+        if not isinstance(mask, Mask):
+            mask = _of_one_row(_dense(_boolean(mask), leading), q, k)
         output = attention(
             q,
             k,
             v,
             _dense(bias, leading),
-            mask if isinstance(mask, Mask) else _dense(_boolean(mask), leading),
+            mask,
             is_causal=is_causal,
             deterministic=deterministic_gradients,
             **options,

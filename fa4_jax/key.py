@@ -39,11 +39,17 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
-NARROW_VALUES = {("sm_90a", 192): 128, ("sm_100f", 192): 128}
-"""(arch, head_dim) with a backward of its own for values of at most so many columns: DeepSeek's.
+NARROW_VALUES = {
+    ("sm_90a", Pass.FORWARD, 192): 128,
+    ("sm_90a", Pass.BACKWARD, 192): 128,
+    ("sm_100f", Pass.BACKWARD, 192): 128,
+}
+"""(arch, pass, head_dim) with kernels of their own for values of at most so many columns:
+DeepSeek's.
 
-Hopper's spares 13 % of the products. Blackwell's is one CTA's: where tensor memory cannot hold dV
-and dK of 192 columns each, it can hold 128 and 192.
+On Hopper they spare a sixth of the forward's products and 13 % of the backward's. Blackwell's
+backward is one CTA's: where tensor memory cannot hold dV and dK of 192 columns each, it can hold
+128 and 192.
 """
 
 
@@ -170,7 +176,7 @@ def takes_short_tile(arch: str, tile: int, mean_keys: int, many_registers: bool)
     return most is not None and (many_registers or mean_keys <= most)
 
 
-def backward_value_dim(arch: str, tile: int, value_dim: int) -> int:
-    """Tile head dim of values in the backward whose head dim has tile `tile`."""
-    narrow = NARROW_VALUES.get((arch, tile), 0)
+def value_dim_tile(arch: str, kernel: Pass, tile: int, value_dim: int) -> int:
+    """Tile head dim of values in a forward or backward whose head dim has tile `tile`."""
+    narrow = NARROW_VALUES.get((arch, kernel, tile), 0)
     return narrow if value_dim <= narrow else tile

@@ -106,6 +106,26 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     return _varying({**buffers, "soft_cap": _soft_cap(cap)}, operands)
 
 
+def split_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
+    """What a split forward takes beside q, k, v, extents and `parts`.
+
+    Arrays of what the call does not have are without elements: then nothing is read.
+    """
+    cap = problem.soft_cap if operands.soft_cap is None else operands.soft_cap
+    sinks = jnp.zeros(0) if operands.sinks is None else operands.sinks
+    buffers = {
+        "soft_cap": jnp.zeros(0, jnp.float32) if cap is None else _soft_cap(cap),
+        "sinks": sinks.astype(jnp.float32),
+    }
+    if problem.page_length is None:
+        rows = operands.rows
+        if rows is None:
+            none = jnp.zeros((1, 0), jnp.int32)
+            rows = RowRanges(none, none, none[..., None])
+        buffers |= range_buffers(rows)
+    return _varying(buffers, operands)
+
+
 def _soft_cap(cap: float | jax.Array | None) -> jax.Array:
     """The soft cap as kernels read it: a kernel for calls with and without one takes 0 for none."""
     return jnp.full(1, 0.0 if cap is None else cap, jnp.float32)
@@ -124,19 +144,24 @@ def forward(plan: Plan, operands: Operands, page_table: jax.Array | None = None)
     H]. Key j of entry b is row j % page_length of page page_table[b, j // page_length]. A number of
     no page counts as the nearest one's; entries past the key length are not read.
     """
+    problem, parts = plan.problem, plan.parts
     buffers = {
         "q": operands.query,
         "k": operands.key,
         "v": operands.value,
         "extents": operands.extents,
-        **forward_buffers(plan.problem, operands, plan.forward[0]),
     }
     if page_table is not None:
         buffers["page_table"] = page_table
-    if plan.parts is not None:
-        buffers |= _varying({"parts": jnp.zeros(plan.parts, jnp.int32)}, operands)
-    results = _run(plan.forward, plan.problem, buffers)
-    largest = results["max_logit"] if plan.problem.returns_max_logit else None
+    if parts is None:
+        buffers |= forward_buffers(problem, operands, plan.forward[0])
+    else:
+        buffers |= _varying({"parts": jnp.zeros(parts, jnp.int32)}, operands)
+        buffers |= split_buffers(problem, operands)
+    results = _run(plan.forward, problem, buffers)
+    if not problem.returns_max_logit:
+        return Results(results["o"], results["lse"], None)
+    largest = results["max_logit"] if parts is None else results["row_max"].max(axis=-1)
     return Results(results["o"], results["lse"], largest)
 
 

@@ -18,9 +18,9 @@ from fa4_jax.key import (
     POLYNOMIAL_EXP2_TILES,
     KernelKey,
     Pass,
-    backward_value_dim,
     head_dim_tile,
     takes_short_tile,
+    value_dim_tile,
 )
 from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
 from fa4_jax.problem import Problem
@@ -127,23 +127,27 @@ def kernel_keys(
             "soft_cap": problem.has_soft_cap and arch in CAPPED_APART,
         }
 
-    value_tile = backward_value_dim(arch, tile, problem.head_dims[1])
+    def value_tile(kernel: Pass) -> int:
+        return value_dim_tile(arch, kernel, tile, problem.head_dims[1])
+
+    of_gradient = value_tile(Pass.BACKWARD)
     backward = (
-        key(Pass.BACKWARD_PRE, value_tile, deterministic=problem.deterministic),
+        key(Pass.BACKWARD_PRE, of_gradient, deterministic=problem.deterministic),
         key(
-            *(Pass.BACKWARD, value_tile),
+            *(Pass.BACKWARD, of_gradient),
             deterministic=problem.deterministic,
             **limits(Pass.BACKWARD),
         ),
-        key(Pass.BACKWARD_POST, value_tile),
+        key(Pass.BACKWARD_POST, of_gradient),
     )
     paged = problem.page_length is not None
-    if paged or (splits.takes(problem) and not in_memory(problem, Pass.FORWARD)):
+    if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     many_registers = problem.has_soft_cap or problem.has_mask
     short = takes_short_tile(arch, tile, _mean_keys(problem), many_registers)
     flags = {"polynomial_exp2": polynomial, "short": short}
-    return (key(Pass.FORWARD, **limits(Pass.FORWARD), **flags),), backward
+    of_output = value_tile(Pass.FORWARD)
+    return (key(Pass.FORWARD, of_output, **limits(Pass.FORWARD), **flags),), backward
 
 
 def _mean_keys(problem: Problem) -> int:
@@ -223,10 +227,12 @@ def unsupported(problem: Problem) -> str | None:
             return f"{name} {head_dim}: the kernels take at most {HEAD_DIM_TILES[-1]}"
     if problem.page_length is None:
         return None
-    if problem.page_length % PAGE_KEYS:
-        return f"pages of {problem.page_length} tokens: the kernels take multiples of {PAGE_KEYS}"
-    asked = in_memory(problem, Pass.FORWARD)
-    return f"{asked[0]} with pages: no kernel takes both" if asked else None
+    page = problem.page_length
+    if page % PAGE_KEYS:
+        near = sorted({max(page // PAGE_KEYS, 1) * PAGE_KEYS, -(-page // PAGE_KEYS) * PAGE_KEYS})
+        nearest = " and ".join(map(str, near))
+        return f"pages of {page} tokens: the kernels take multiples of {PAGE_KEYS}, next {nearest}"
+    return "segment_ids or mask with pages: no kernel takes both" if problem.has_ranges else None
 
 
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:

@@ -23,12 +23,15 @@ LEAST_KEYS = 256
 COST_BLOCKS = 2
 """Blocks that take about as long as a part's start and end. Other values were not measured."""
 
-Parts = tuple[int, int, int]
-"""Shape of the buffer `parts`, which has no elements: (parts of the keys, blocks of rows, 0)."""
+Parts = tuple[int, int, int, int]
+"""Shape of the buffer `parts`, which has no elements: (parts of the keys, blocks of rows, N where
+the largest scores are wanted or else 0, 0)."""
 
 
 def takes(problem: Problem) -> bool:
-    """Whether a problem that reads nothing but q, k, v and extents runs on the split forward."""
+    """Whether a problem runs on the split forward, which reads no mask of pairs and no bias."""
+    if problem.has_mask or problem.has_bias:
+        return False
     sizes = (
         *(problem.batch, problem.query_length, problem.key_length),
         *(problem.query_heads, problem.kv_heads),
@@ -54,4 +57,5 @@ def parts(problem: Problem, arch: str) -> Parts:
     def cost(splits: int) -> int:
         return -(-each * splits // slots) * (-(-blocks // splits) + COST_BLOCKS)
 
-    return min(range(1, min(blocks, slots, SPLIT_MOST_PARTS) + 1), key=cost), row_blocks, 0
+    count = min(range(1, min(blocks, slots, SPLIT_MOST_PARTS) + 1), key=cost)
+    return count, row_blocks, problem.query_heads if problem.returns_max_logit else 0, 0

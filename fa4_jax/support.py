@@ -11,15 +11,22 @@ import jax.core
 import numpy as np
 
 from fa4_jax import bands, catalogue, designs, validate
-from fa4_jax.api import Call, canonicalise, find_target
+from fa4_jax.api import Call, attention, canonicalise, find_target
 from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
 from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.operands import RowRanges
+from fa4_jax.paged import call as paged_call
+from fa4_jax.paged import decode
+from fa4_jax.paged import kernel as paged_kernel
+from fa4_jax.paged.arguments import DecodeCall
+from fa4_jax.paged.arguments import canonicalise as canonicalise_decode
+from fa4_jax.paged.problem import PagedProblem
 from fa4_jax.plan import (
     Plan,
+    Target,
     asked_by,
     given_shapes,
     kernel_keys,
@@ -30,15 +37,23 @@ from fa4_jax.plan import (
 )
 from fa4_jax.problem import Problem
 
+_LENGTHS_OF_DECODE = (
+    *("query", "key_pages", "value_pages", "page_table"),
+    *("lengths", "query_lengths"),
+)
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4}
 _OUTPUTS = ("dq", "dk", "dv")
+_NO_BACKWARD = "decode has no derivative"
 _UNKNOWN = bands.UNBOUNDED
 """Stands for an offset that is traced; no call has it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Yes, or the reason why not. True exactly if the kernels take the call, both ways."""
+    """Yes, or the reason why not. True exactly if the kernels take the call, both ways.
+
+    `decode` has one way.
+    """
 
     reason: str | None
 
@@ -72,11 +87,13 @@ class Explanation:
       tiles: per kernel name, its tile sizes.
       designs: per kernel name, "single" (thread blocks work alone) or "pair" (two of a cluster
         share operands).
-      splits: parts that the forward divides the keys into; 1 divides nothing.
+      splits: parts that the forward divides the keys into; 1 divides nothing. Devices that share
+        a call out divide their own parts of it.
       workspaces: buffers beyond inputs and outputs, in a forward with its backward.
       forward_flops, backward_flops: multiplications and additions of visible pairs: 4 H and 10 H
         each. Lengths, offsets and masks that are traced count as if there were no limit.
-      forward_reason, backward_reason: why the default path runs, else None.
+      forward_reason, backward_reason: why the default path runs, else None. `decode` has no
+        backward.
     """
 
     forward: tuple[str, ...]
@@ -94,6 +111,8 @@ class Explanation:
         lines = []
         for name, flops in (("forward", self.forward_flops), ("backward", self.backward_flops)):
             kernels, reason = getattr(self, name), getattr(self, f"{name}_reason")
+            if reason == _NO_BACKWARD:
+                continue
             path = "kernels" if kernels else f"default path ({reason})"
             lines.append(f"{name}: {flops / 1e9:.3f} GFLOP, {path}")
             lines += [
@@ -114,8 +133,14 @@ BitShape = tuple[int, ...] | None
 """Shape of the words of bits that kernels would read of a mask, or None."""
 
 
-def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Any, BitShape]:
-    """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation."""
+def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, BitShape]:
+    """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation.
+
+    Raises:
+      ValueError: there is no such call, and as the call itself.
+    """
+    if call not in (attention, decode):
+        raise ValueError(f"call must be fa4_jax.attention or fa4_jax.decode, got {call!r}")
     kwargs = dict(kwargs)
     validate.flag("return_residual", kwargs.pop("return_residual", False))
     implementation = validate.choice(
@@ -123,42 +148,54 @@ def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, An
     )
     leaves, structure = jax.tree.flatten((args, kwargs))
     unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    found: list[tuple[Problem, BitShape]] = []
+    found: list[tuple[Any, BitShape]] = []
 
     def trace(arrays: list[jax.Array]) -> None:
         rest = iter(arrays)
         given = [next(rest) if flag else x for x, flag in zip(leaves, unknown, strict=True)]
         positional, named = jax.tree.unflatten(structure, given)
-        operands, problem = canonicalise(Call(*positional, **named))
-        found.append((problem, bits.shape_of(operands)))
+        if call is decode:
+            found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], None))
+        else:
+            operands, problem = canonicalise(Call(*positional, **named))
+            found.append((problem, bits.shape_of(operands)))
 
     jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
     problem, shape = found[0]
     return problem, implementation, shape
 
 
-def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
+def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwargs: Any) -> Support:
     """Whether the kernels take a call, forward and backward.
 
     Args:
       *args, **kwargs: as for `attention`. Arrays may be `jax.ShapeDtypeStruct`s.
+      call: `attention`, or `decode`, whose arguments the others are then.
       arch: "sm_90a" asks about the key list for that architecture, whatever this machine has;
         None about the GPU and the kernels that are here.
 
     Raises:
       ValueError, NotImplementedError: the call is wrong on any implementation.
     """
-    problem, implementation, _ = _problem(args, kwargs)
+    given, implementation, _ = _problem(call, args, kwargs)
     declined = "xla" if implementation == "xla" else None
+    reason = "implementation='xla'" if declined else None
+    if isinstance(given, PagedProblem):
+        problem = paged_kernel.of_pages(given)
+        reason = reason or paged_kernel.unsupported(given)
+    else:
+        problem = given
     if arch is None:
         plan = make_plan(problem, find_target(None), declined)
-        return Support(plan.forward_reason or plan.backward_reason)
+        backward_reason = None if call is decode else plan.backward_reason
+        return Support(reason or plan.forward_reason or backward_reason)
     if arch not in catalogue.ARCHITECTURES:
         return Support(f"arch {arch}: there are kernels for {', '.join(catalogue.ARCHITECTURES)}")
-    reason = "implementation='xla'" if declined else unsupported(problem)
+    reason = reason or unsupported(problem)
     if reason is None:
         forward, backward = kernel_keys(problem, arch, design=designs.asked())
-        missing = set(forward + backward) - set(catalogue.all_keys())
+        wanted = forward if call is decode else forward + backward
+        missing = set(wanted) - set(catalogue.all_keys())
         reason = (
             f"{asked_by(problem, min(missing))}no kernel {min(missing).name}"
             if missing
@@ -167,34 +204,71 @@ def supports(*args: Any, arch: str | None = None, **kwargs: Any) -> Support:
     return Support(reason)
 
 
-def explain(*args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    *args: Any, call: Any = attention, arch: str | None = None, **kwargs: Any
+) -> Explanation:
     """Which kernels, tiles, workspaces and FLOPs a call uses here.
 
     Args:
       *args, **kwargs: as for `attention`. Arrays may be `jax.ShapeDtypeStruct`s.
+      call: `attention`, or `decode`, whose arguments the others are then.
       arch: as for `attention`: what a program uses that is lowered for such a GPU.
 
     Raises:
-      ValueError, NotImplementedError: as `attention`.
+      ValueError, NotImplementedError: as the call.
     """
-    problem, implementation, packed = _problem(args, kwargs)
-    validate.known_sizes(problem, "explain")
+    problem, implementation, packed = _problem(call, args, kwargs)
     target = find_target(arch)
+    if isinstance(problem, PagedProblem):
+        plan = _plan_of_decode(problem, target, implementation)
+        pairs = _pairs_of_decode(problem.attention, args, kwargs)
+        return _explained(plan, pairs, target.manifest, None)
+    validate.known_sizes(problem, "explain")
     plan = make_plan(problem, target, implementation)
     rows = _known_rows(problem, args, kwargs)
-    pairs = visible_pairs(problem, kwargs, rows) * problem.query_heads
-    head_dim, value_dim = problem.head_dims
+    return _explained(plan, visible_pairs(problem, kwargs, rows), target.manifest, packed)
+
+
+def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitShape) -> Explanation:
+    """pairs: of a row and a key, for one head; packed: words of bits that kernels read."""
+    head_dim, value_dim = plan.problem.head_dims
+    pairs *= plan.problem.query_heads
+    has_backward = plan.backward_reason != _NO_BACKWARD
     return Explanation(
         forward=tuple(kernel.key.name for kernel in plan.forward),
         backward=tuple(kernel.key.name for kernel in plan.backward),
-        tiles=_tiles(plan, target.manifest),
+        tiles=_tiles(plan, manifest),
         designs=_designs(plan),
         splits=1 if plan.parts is None else plan.parts[0],
         workspaces=_workspaces(plan, packed),
         forward_flops=2 * (head_dim + value_dim) * pairs,
-        backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs,
+        backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs if has_backward else 0,
         forward_reason=plan.forward_reason,
         backward_reason=plan.backward_reason,
+    )
+
+
+def _plan_of_decode(problem: PagedProblem, target: Target, implementation: Any) -> Plan:
+    """The launches of a call of `decode`, or the reason why it has none."""
+    found = paged_call.make_plan(problem, implementation, target)
+    own = paged_kernel.of_pages(problem)
+    if found.kernels is None:
+        reason = found.reason or "implementation='xla'"
+        return Plan(own, forward_reason=reason, backward_reason=_NO_BACKWARD)
+    return dataclasses.replace(found.kernels, backward=(), backward_reason=_NO_BACKWARD)
+
+
+def _pairs_of_decode(problem: Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Pairs of a row and a token that it sees, for one head; lengths that are traced are full."""
+    given = DecodeCall(*args, **{k: v for k, v in kwargs.items() if k in _LENGTHS_OF_DECODE})
+    batch, rows, tokens = problem.batch, problem.query_length, problem.key_length
+    lengths, own = (
+        np.clip(np.broadcast_to(x if x is not None and _known(x) else full, (batch,)), 0, full)
+        for x, full in ((given.lengths, tokens), (given.query_lengths, rows))
+    )
+    return sum(
+        bands.visible_pairs(problem.band_of(int(t), int(s), int(s) - int(t)))
+        for t, s in zip(own, lengths, strict=True)
     )
 
 
@@ -219,7 +293,7 @@ def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:
     found = [
         Workspace(name, result.dtype, shape)
         for name, (result, shape) in new_buffers(problem, launches, plan.parts).items()
-        if name not in _OUTPUTS
+        if name not in _OUTPUTS and 0 not in shape
     ]
     if plan.forward and packed is not None:
         found.append(Workspace("mask_bits", "i32", packed))
@@ -308,8 +382,7 @@ def table() -> str:
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     groups: dict[tuple[str, str, str], list[KernelKey]] = {}
     for key in catalogue.all_keys():
-        if key.kernel in (Pass.FORWARD, Pass.BACKWARD):
-            name = "forward" if key.kernel is Pass.FORWARD else "backward"
+        if (name := _name_of_pass(key)) is not None:
             groups.setdefault((key.arch, key.dtype, name), []).append(key)
     for (arch, dtype, name), keys in groups.items():
         tiles = sorted({_head_dims(key) for key in keys})
@@ -317,12 +390,28 @@ def table() -> str:
             {_head_dims(key) for key in keys if getattr(key, flag)} == set(tiles)
             for flag in ("band", "ranges", "reads_mask", "reads_cap", "deterministic")
         )
-        repeatable = ordered or name == "forward"  # each output is the work of one thread block
+        # Outside a backward all that adds to an output does so in one order.
+        repeatable = ordered or name != "backward"
+        if name in _SPLIT:  # One kernel has all of these.
+            band, ranges, capped = True, True, True
         named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)
         cells = [arch, dtype, name, ", ".join(named)]
         cells += ["yes" if flag else "no" for flag in (band, ranges, masked, capped, repeatable)]
+        if name == _DECODE:
+            cells[5] = "sinks"
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+_SHORT, _DECODE = "forward of few rows", "decode"
+_SPLIT = (_SHORT, _DECODE)
+
+
+def _name_of_pass(key: KernelKey) -> str | None:
+    """What the table calls a kernel's pass, or None of a kernel that only belongs to another."""
+    if key.kernel is Pass.FORWARD_SPLIT:
+        return _DECODE if key.paged else _SHORT
+    return {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}.get(key.kernel)
 
 
 def _head_dims(key: KernelKey) -> tuple[int, int]:

@@ -93,9 +93,14 @@ class ForwardScalars:
 
 @dataclasses.dataclass(frozen=True)
 class SplitScalars:
-    """Scalars of the split forward."""
+    """Numbers of the split forward.
+
+    caps: 1 where scores are capped, by soft_cap f32 [1]; 0 where it has no element.
+    """
 
     scale_log2: F32
+    caps: Annotated[Any, Dim(0, "soft_cap")]
+    soft_cap: Pointer
     window: Window
 
 
@@ -140,22 +145,28 @@ class SplitLoads:
 class SplitBuffers:
     """What the split forward reads and writes by pointers.
 
-    o_parts f32 [batch, splits, query_length, heads, value_dim] and lse_parts f32 [batch, splits,
-    query_length, heads], in units of log2: the results of parts of the keys.
+    o_parts f32 [batch, splits, query_length, heads, value_dim], lse_parts f32 [batch, splits,
+    query_length, heads] and max_parts of the same shape, or with no heads where largest scores are
+    not wanted, both in units of log2: the results of parts of the keys.
     """
 
     q: Pointer
     extents: Pointer
     o_parts: Pointer
     lse_parts: Pointer
+    max_parts: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitShape:
-    """How many parts the keys have, and the packed rows: `parts` is an array without elements."""
+    """How many parts the keys have, and the packed rows: `parts` is an array without elements.
+
+    max_heads: N where the largest scores are wanted, else 0.
+    """
 
     splits: Annotated[Any, Dim(0, "parts")]
     row_blocks: Annotated[Any, Dim(1, "parts")]
+    max_heads: Annotated[Any, Dim(2, "parts")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,32 +184,42 @@ class PageBuffers:
 
 @dataclasses.dataclass(frozen=True)
 class JoinBuffers:
-    """Operands and results of the kernel that joins the parts of a split forward."""
+    """Operands and results of the kernel that joins the parts of a split forward.
+
+    row_max f32 [batch, heads, query_length]: each row's largest score, where they are wanted.
+    """
 
     o_parts: Pointer
     lse_parts: Pointer
+    max_parts: Pointer
+    extents: Pointer
+    sinks: Pointer
     o: Pointer
     lse: Pointer
+    row_max: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinShape:
-    """Shape of o_parts."""
+    """Shape of o_parts; how many heads have sinks and largest scores: all or none."""
 
     batch: Annotated[Any, Dim(0, "o_parts")]
     splits: Annotated[Any, Dim(1, "o_parts")]
     query_length: Annotated[Any, Dim(2, "o_parts")]
     heads: Annotated[Any, Dim(3, "o_parts")]
     value_dim: Annotated[Any, Dim(4, "o_parts")]
+    sink_heads: Annotated[Any, Dim(0, "sinks")]
+    max_heads: Annotated[Any, Dim(3, "max_parts")]
 
 
 @dataclasses.dataclass(frozen=True)
 class RangeBuffers:
     """Keys of each row, int32; kernels/common/row_ranges.py. One batch element or all.
 
-    query_order only for the forward, key_order only for a backward without a fixed order. mask_*
-    and state_heads are bits of a mask of pairs (kernels/common/pair_masks.py), only where a key
-    reads them; mask_heads is 0 in a call without one.
+    query_order only for the forward, key_order only for a backward without a fixed order; neither
+    for the split forward. mask_* and state_heads are bits of a mask of pairs
+    (kernels/common/pair_masks.py), only where a key reads them; mask_heads is 0 in a call without
+    one.
     """
 
     batch: Annotated[Any, Dim(0, "row_low")]
@@ -217,6 +238,13 @@ class RangeBuffers:
     mask_bits: Pointer
     mask_some: Pointer
     mask_every: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRanges(RangeBuffers):
+    """Keys of each row of a split forward; range_rows: T, or 0 where rows have no ranges."""
+
+    range_rows: Annotated[Any, Dim(1, "row_low")]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.day_one.litmus import BLACKWELL
 from benchmarks.day_one.outcome import Result, Verdict
 from fa4_jax import designs
 from fa4_jax.conformance.cases import CASES, Case
-from fa4_jax.key import HEAD_DIM_TILES, Pass, backward_value_dim, head_dim_tile
+from fa4_jax.key import HEAD_DIM_TILES, Pass, head_dim_tile, value_dim_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +65,8 @@ def _tiles(arch: str, case: Case, gradients: bool) -> tuple[Pass, tuple[int, int
     tile = head_dim_tile(max(case.head_dim, case.value_dim or 0))
     if tile is None:
         return None
-    if not gradients:
-        return Pass.FORWARD, (tile, tile)
-    value = backward_value_dim(arch, tile, case.value_dim or case.head_dim)
-    return Pass.BACKWARD, (tile, value)
+    kernel = Pass.BACKWARD if gradients else Pass.FORWARD
+    return kernel, (tile, value_dim_tile(arch, kernel, tile, case.value_dim or case.head_dim))
 
 
 def _other_design(arch: str, case: Case, gradients: bool) -> str | None:

@@ -64,24 +64,27 @@ class Estimator:
 
     def _forward(self, code: Code, shape: Shape) -> float:
         key, cost, length = code.key, self.cost(code), shape.length
-        m, n, row = code.tile["m"], code.tile["n"], 2 * key.head_dim
+        m, n = code.tile["m"], code.tile["n"]
+        query_row, output_row = 2 * key.head_dim, 2 * key.value_dim
+        kv_row = query_row + output_row
         band = bands.Band(length, length, 0, bands.UNBOUNDED, 0 if key.band else bands.UNBOUNDED)
         heads, count = shape.batch * shape.heads, -(-length // m)
-        section = max(L2_BUDGET_BYTES // (2 * row) // length, 1)
+        section = max(L2_BUDGET_BYTES // kv_row // length, 1)
         tiles: list[list[Work]] = []
         for index, head in by_tile(heads, count, section):
             tile = count - 1 - index if key.band else index
             blocks = bands.visited_blocks(band, tile * m, m, n, bands.PYTHON)
             steps = [
-                Work(cost.step, reads=(Access(("kv", head, block), 2 * n * row),))
+                Work(cost.step, reads=(Access(("kv", head, block), n * kv_row),))
                 for block in range(blocks.end - 1, blocks.begin - 1, -1)
             ]
-            query, output = (Access((x, head, tile), m * row) for x in ("q", "o"))
+            query = Access(("q", head, tile), m * query_row)
+            output = Access(("o", head, tile), m * output_row)
             steps[0] = dataclasses.replace(steps[0], reads=(query, *steps[0].reads))
             extra = cost.tile if code.launch.persistent else cost.start
             steps[-1] = dataclasses.replace(steps[-1], cycles=cost.step + extra, writes=(output,))
             tiles.append(steps)
-        stages = FORWARD_TILES[key.head_dim, key.short].kv_stages
+        stages = FORWARD_TILES[key.head_dim, key.value_dim, key.short].kv_stages
         grid = Grid(self.rates, stages)
         if not code.launch.persistent:
             return grid.run(tiles)

@@ -349,6 +349,35 @@ def _short() -> list[Case]:
     ]
 
 
+def _short_scores() -> list[Case]:
+    """Few query rows with soft caps, sinks, largest scores, ranges and tags."""
+    sized = functools.partial(Case, query_length=1, key_length=391)
+    draft = functools.partial(sized, query_length=4, is_causal=True, query_offset=387)
+    return [
+        sized(sinks=True, heads=(8, 1), key_lengths=(0, 391)),
+        draft(sinks=True, heads=(8, 2), query_lengths=(4, 2), key_lengths=(391, 0), head_dim=128),
+        draft(sinks=True, heads=(2, 2), window=(127, 0), magnitude=20.0, dtype="fp16"),
+        sized(soft_cap=2.0, magnitude=3.0, heads=(8, 2), head_dim=128, key_lengths=(391, 100)),
+        draft(soft_cap=30.0, window=(100, 0), head_dim=256, value_dim=192, poison=True),
+        sized(max_logit=True, heads=(4, 1), key_lengths=(0, 391), head_dim=96),
+        draft(max_logit=True, query_lengths=(0, 3), heads=(3, 1), growing=True, head_dim=192),
+        draft(masks=("ranges",), heads=(4, 1), head_dim=128),
+        sized(masks=("ranges",), query_length=32, heads=(2, 2), dtype="fp16", batch=3),
+        sized(masks=("scattered",), query_length=10, heads=(6, 1), query_lengths=(10, 3)),
+        draft(masks=("segments",), key_lengths=(391, 200), heads=(2, 1), head_dim=256),
+        sized(masks=("chunked", "window"), query_length=6, query_offset=(30, 385), head_dim=192),
+        draft(
+            masks=("unsorted", "segments"),
+            soft_cap=20.0,
+            sinks=True,
+            max_logit=True,
+            magnitude=2.0,
+            head_dim=128,
+            heads=(8, 2),
+        ),
+    ]
+
+
 def _default_only() -> list[Case]:
     """What no kernel takes: float32, any head dim, dense bias and mask."""
     sized = functools.partial(Case, query_length=90, key_length=130)
@@ -386,6 +415,7 @@ CASES: tuple[Case, ...] = tuple(
         + _pair_masks()
         + _scores()
         + _short()
+        + _short_scores()
         + _default_only()
     )
 )

@@ -53,9 +53,8 @@ class PagedCase:
     def has_kernel(self) -> bool:
         """Whether kernels of every architecture take this case."""
         rows = self.rows * (self.heads[0] // self.heads[1])
-        plain = self.soft_cap is None and not self.sinks and self.scales is None
         sizes = self.page % PAGE_KEYS == 0 and rows <= SPLIT_ROWS and self.head_dim % 8 == 0
-        return self.dtype in DTYPES and plain and sizes
+        return self.dtype in DTYPES and self.scales is None and sizes
 
     @property
     def id(self) -> str:
@@ -217,6 +216,28 @@ PAGED_CASES = (
     PagedCase(rows=70, lengths=(70, 75, 12), query_lengths=(70, 30, 12), dtype="bf16"),
     PagedCase(page=1, table_pages=40, lengths=(40, 3), rows=2),
     PagedCase(page=256, table_pages=2, lengths=(300, 5), dtype="bf16"),
+    PagedCase(sinks=True, soft_cap=2.0, heads=(8, 1), dtype="bf16", head_dim=64),
+    _DRAFT(sinks=True, query_lengths=(4, 1, 3, 0), dtype="bf16", head_dim=128, heads=(8, 2)),
+    _DRAFT(soft_cap=20.0, window=18, dtype="fp16", page=32, table_pages=3, value_dim=24),
+    PagedCase(dtype="bf16", head_dim=96, lengths=(500, 81, 80), heads=(2, 2)),
+    PagedCase(dtype="fp16", head_dim=256, page=64, table_pages=3, lengths=(190, 0, 64)),
+    PagedCase(
+        dtype="bf16",
+        head_dim=128,
+        heads=(8, 2),
+        table_pages=40,
+        lengths=(640, 333, 1),
+        window=200,
+        shared=3,
+    ),
+    _DRAFT(
+        dtype="bf16",
+        head_dim=192,
+        value_dim=128,
+        heads=(16, 1),
+        page=32,
+        lengths=(160, 100, 3, 0),
+    ),
     PagedCase(scales="K", dtype="bf16"),
     PagedCase(scales="PK", dtype="fp16", rows=3, window=30),
     PagedCase(scales="PK", dtype="bf16", rows=1, value_dim=8),

@@ -100,10 +100,9 @@ def decode(
       key_scale, value_scale: float32 [K] or [P, K], factors of float8_e4m3fn pages; 1 by default.
       return_residual: also return the log-sum-exp of each row.
       implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; at most 64 rows
-        T * N / K; pages of a multiple of 16 tokens; no soft cap, sinks or float8 pages), "xla" is
-        the default path, pure JAX in O(length) memory. None takes kernels where they fit, and says
-        in the log why not where a program is lowered for CUDA. With several devices it takes them
-        inside `shard_map` and on Explicit mesh axes alone: Auto axes would gather the pages.
+        T * N / K; pages of a multiple of 16 tokens, not float8; scale a number), "xla" is the
+        default path, pure JAX in O(length) memory. None takes kernels where they fit, and says in
+        the log why not where a program is lowered for CUDA.
       check: names lengths and page numbers that are out of range instead of clamping them:
         ValueError outside jit, inside through `jax.experimental.checkify.checkify`.
 
@@ -139,12 +138,14 @@ def run(call: DecodeCall, implementation: Implementation, return_residual: bool)
     """
     operands, problem = canonicalise(call)
     validate.flag("return_residual", return_residual)
-    plan = make_plan(problem, implementation)
+    plan = make_plan(problem, implementation, find_target(None))
     output, lse, _ = mesh.decode_on_mesh(attend, plan, operands)
     return (output, lse) if return_residual else output
 
 
-def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPlan:
+def make_plan(
+    problem: PagedProblem, implementation: Implementation, target: plans.Target
+) -> PagedPlan:
     """What computes a call: the kernels where they fit, otherwise the default path.
 
     Raises:
@@ -157,7 +158,7 @@ def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPla
     pages = kernel.of_pages(problem)
     reason = plans.unsupported(pages) or kernel.unsupported(problem)
     if reason is None:
-        found = plans.make_plan(pages, find_target(None), implementation)
+        found = plans.make_plan(pages, target, implementation)
         if found.forward:
             return PagedPlan(problem, None, found)
         reason = found.forward_reason
@@ -171,11 +172,9 @@ def make_plan(problem: PagedProblem, implementation: Implementation) -> PagedPla
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(plan: PagedPlan, operands: PagedOperands) -> Results:
     """Output [B, T, N, H] and log-sum-exp [B, N, T] of a plan."""
-    kernels, reason = plan.kernels, plan.reason
-    if kernels is not None and not kernels.insist and not kernel.is_on_one_device(operands):
-        kernels, reason = None, kernel.SEVERAL_DEVICES
-    if reason is not None:
-        message = f"decode uses the default path: {reason}"
+    kernels = plan.kernels
+    if plan.reason is not None:
+        message = f"decode uses the default path: {plan.reason}"
         operands = operands._replace(extents=operands.extents + dispatch.left_out(message))
     attention = plan.problem.attention
     if validate.is_empty(attention):

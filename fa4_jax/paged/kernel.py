@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import launches, mesh_types
+from fa4_jax import mesh_types
+from fa4_jax.batching import one_by_one
 from fa4_jax.key import SPLIT_ROWS
-from fa4_jax.operands import Operands, Results
+from fa4_jax.operands import Results
+from fa4_jax.paged import auto
 from fa4_jax.paged.problem import PagedOperands, PagedProblem
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
@@ -31,17 +34,6 @@ def unsupported(problem: PagedProblem) -> str | None:
     return None
 
 
-SEVERAL_DEVICES = (
-    "there are several devices, and the kernels with pages have no partitioning rule for Auto mesh "
-    "axes; inside shard_map or on Explicit axes each device runs them, or implementation='kernel'"
-)
-
-
-def is_on_one_device(operands: PagedOperands) -> bool:
-    """Whether the compiler cannot share the call out over devices."""
-    return jax.device_count() == 1 or bool(mesh_types.union_varying(operands))
-
-
 def of_pages(problem: PagedProblem) -> Problem:
     """The problem that the kernels' plan is made of."""
     return dataclasses.replace(problem.attention, page_length=problem.page_size)
@@ -49,44 +41,65 @@ def of_pages(problem: PagedProblem) -> Problem:
 
 def forward(plan: Plan, operands: PagedOperands) -> Results:
     """Output [B, T, N, H] and log-sum-exp [B, N, T]; under vmap one call with a larger batch."""
+    own = _of_entries(operands)
+    pooled = _with(operands, jax.tree.map(lambda x: x[None], own))
+    found = _forward(plan, pooled)
+    return Results(found.output[0], found.lse[0], None)
+
+
+def _of_entries(operands: PagedOperands) -> PagedOperands:
+    """The operands without sinks and soft cap, which all entries and pools share."""
+    return operands._replace(soft_cap=None, sinks=None)
+
+
+def _with(operands: PagedOperands, own: PagedOperands) -> PagedOperands:
+    """The operands `own`, and sinks and soft cap of `operands`."""
+    return own._replace(soft_cap=operands.soft_cap, sinks=operands.sinks)
+
+
+def _forward(plan: Plan, operands: PagedOperands) -> Results:
+    """`auto.forward`, batched by JAX: in a loop over sinks or caps, otherwise as one launch."""
 
     @jax.custom_batching.custom_vmap
     def call(operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
         axes = mesh_types.union_varying(operands)
         own = jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands)
-        arrays = Operands(own.query, own.key_pages, own.value_pages, own.extents)
-        found = launches.forward(plan, arrays, own.page_table)
+        found = auto.forward(plan, own)
         return found.output, found.lse
 
     @call.def_vmap
     def _(size: int, batched: list[Any], operands: PagedOperands) -> tuple[Any, Any]:
-        own = _one_batch(size, batched[0], operands)
-        found = forward(plan.resized(batch=size * plan.problem.batch), own)
-        output, lse = (x.reshape(size, -1, *x.shape[1:]) for x in (found.output, found.lse))
-        return (output, lse), (True, True)
+        has_axis = batched[0]
+        if has_axis.soft_cap or has_axis.sinks:
+            found = one_by_one(functools.partial(_forward, plan), batched, (operands,))
+            return (found.output, found.lse), (True, True)
+        whole = jax.tree.map(
+            lambda x, flag: x if flag else jnp.broadcast_to(x, (size, *x.shape)),
+            *(_of_entries(operands), _of_entries(has_axis)),
+        )
+        if has_axis.key_pages or has_axis.value_pages:
+            own = jax.tree.map(_as_one_axis, whole)
+            found = _forward(plan, _with(operands, own))
+            split = (_as_two_axes(x, size) for x in (found.output, found.lse))
+            return tuple(split), (True, True)
+        # Pages that all share: each pool has more batch entries.
+        own = jax.tree.map(lambda x: _as_one_axis(jnp.moveaxis(x, 0, 1), 1), whole)
+        own = own._replace(key_pages=operands.key_pages, value_pages=operands.value_pages)
+        found = _forward(plan, _with(operands, own))
+        split = (jnp.moveaxis(_as_two_axes(x, size, 1), 1, 0) for x in (found.output, found.lse))
+        return tuple(split), (True, True)
 
     output, lse = call(operands)
     return Results(output, lse, None)
 
 
-def _one_batch(size: int, batched: Any, operands: PagedOperands) -> PagedOperands:
-    """Operands of `size` calls as those of one; pools of their own are laid one after another."""
+def _as_one_axis(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Axes `axis` and the next one as one."""
+    shape = x.shape
+    return x.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
-    def joined(x: jax.Array, has_axis: bool) -> jax.Array:
-        x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-        return x.reshape(-1, *x.shape[2:])
 
-    keys, values, table = operands.key_pages, operands.value_pages, operands.page_table
-    own_pools = batched.key_pages or batched.value_pages
-    if own_pools:
-        pages = keys.shape[1 if batched.key_pages else 0]
-        first = jnp.arange(size, dtype=jnp.int32)[:, None, None] * pages
-        table = jnp.clip(table if batched.page_table else table[None], 0, pages - 1) + first
-        keys, values = joined(keys, batched.key_pages), joined(values, batched.value_pages)
-    return operands._replace(
-        query=joined(operands.query, batched.query),
-        key_pages=keys,
-        value_pages=values,
-        page_table=joined(table, own_pools or batched.page_table),
-        extents=joined(operands.extents, batched.extents),
-    )
+def _as_two_axes(x: jax.Array, size: int, axis: int = 0) -> jax.Array:
+    """An axis as two, of which the first has `size`."""
+    shape = x.shape
+    return x.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def forward(plan: Plan, operands: Operands) -> Results:
     largest = ["b n"] if plan.problem.returns_max_logit else []
     taken = ", ".join([q, k, k, "b e", *_factors_of_rows(operands.rows), *cap, *sinks, *bits])
     rule = f"{taken} -> {', '.join([q, lse, *largest])}"
-    return _partitioned(plan.problem, local, rule)(operands._replace(offset=None))
+    return partitioned(local, _sharing(plan.problem, rule))(operands._replace(offset=None))
 
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
@@ -65,7 +65,8 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
     q, k, lse = _factors(plan.problem)
     rows = [*_factors_of_rows(operands.rows), *_factors_of_bits(operands.bits)]
     rule = f"{', '.join([q, k, k, 'b e', *rows, q, lse, q, lse])} -> {q}, {k}, {k}"
-    return _partitioned(plan.problem, local, rule)(operands._replace(offset=None), cotangents)
+    sharing = _sharing(plan.problem, rule)
+    return partitioned(local, sharing)(operands._replace(offset=None), cotangents)
 
 
 def _factors(problem: Problem) -> tuple[str, str, str]:
@@ -97,45 +98,71 @@ def _factors_of_bits(bits: MaskBits | None) -> list[str]:
     return [f"{b} {n} x y r", states, states]
 
 
-def _partitioned(problem: Problem, local: Callable[..., Any], rule: str) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """How the compiler may share an operation out.
+
+    Attributes:
+      rule: Shardy's, over the flat operands. Its factors a (pools), b (batch), n and k (heads) may
+        be sharded; the others are whole on every device.
+      split: from a mesh and the operands, as the compiler has sharded them, to what that means.
+      specs: from the split and the operands to the shardings of operands and results.
+    """
+
+    rule: str
+    split: Callable[[Mesh, tuple[Any, ...]], Split]
+    specs: Callable[[Split, tuple[Any, ...]], tuple[Any, Any]]
+
+
+def _sharing(problem: Problem, rule: str) -> Sharing:
+    """That of operands, or of operands and cotangents."""
+
+    def split(mesh: Mesh, args: tuple[Any, ...]) -> Split:
+        q, k = args[0].query, args[0].key
+        _tell_of_gathering(mesh, args[0])
+        return auto_split(problem, mesh, ((q, 0), (k, 0)), ((q, 2), (k, 2)))
+
+    def specs(split: Split, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        own = split.operands(args[0])
+        if len(args) == 1:
+            return (own,), split.results(problem)
+        cotangents = Cotangents(split.query, split.lse, split.query, split.lse)  # type: ignore[arg-type]
+        return (own, cotangents), Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
+
+    return Sharing(rule, split, specs)
+
+
+def partitioned(local: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
     """One device's work as an operation on all devices' operands.
 
     Args:
       local: takes a Split and the device's parts of the operands.
-      rule: Shardy's, over the flat operands.
     """
     enclosing = jax.sharding.get_abstract_mesh()
     if not enclosing.empty and enclosing.manual_axes == enclosing.axis_names:
         return functools.partial(local, Split())
 
     def partition(mesh: Mesh, args: tuple[Any, ...], _: Any) -> Any:
-        operands = args[0]
         if enclosing.manual_axes:
-            mesh = _rest(enclosing, operands)
-        split = _auto_split(problem, mesh, operands)
-        _tell_of_gathering(mesh, operands)
+            mesh = _rest(enclosing, args)
+        split = sharing.split(mesh, args)
         if enclosing.manual_axes:
             # The compiler's mesh is that of one group of devices, whose axis_index and psum are not
             # those of the program. Where query heads follow the KV heads neither is needed.
             split = dataclasses.replace(split, heads=split.kv_heads)
-        arg_specs: Any = (split.operands(operands),)
-        result_specs = split.results(problem)
-        if len(args) == 2:
-            arg_specs += (Cotangents(split.query, split.lse, split.query, split.lse),)  # type: ignore[arg-type]
-            result_specs = Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
         arg_shardings, result_shardings = (
             jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-            for specs in (arg_specs, result_specs)
+            for specs in sharing.specs(split, args)
         )
         return mesh, functools.partial(_without_mesh, local, split), result_shardings, arg_shardings
 
     operation = custom_partitioning(lambda *args: local(Split(), *args))
     operation.def_partition(
         partition,
-        sharding_rule=rule,
+        sharding_rule=sharing.rule,
         # In the order of the rule, as the compiler asks for.
-        need_replication_factors=tuple(dict.fromkeys(re.findall("[thseuwopqxyzr]", rule))),
-        # A sharding may divide a mesh axis, which no PartitionSpec can name: `_mesh_axes` takes the
+        need_replication_factors=tuple(dict.fromkeys(re.findall("[c-jlmo-z]", sharing.rule))),
+        # A sharding may divide a mesh axis, which no PartitionSpec can name: `mesh_axes` takes the
         # whole axes only.
         decode_shardings=False,
     )
@@ -148,30 +175,42 @@ def _without_mesh(local: Callable[..., Any], *args: Any) -> Any:
         return local(*args)
 
 
-def _rest(enclosing: Any, operands: Operands) -> Mesh:
+def _rest(enclosing: Any, args: tuple[Any, ...]) -> Mesh:
     """Inside a shard_map over some of the axes: the mesh of the others, of one group of devices."""
     sizes = [enclosing.shape[axis] for axis in enclosing.auto_axes]
-    devices = list(operands.query.sharding.device_set)[: math.prod(sizes)]
+    devices = list(jax.tree.leaves(args)[0].sharding.device_set)[: math.prod(sizes)]
     return Mesh(np.array(devices).reshape(sizes), enclosing.auto_axes)
 
 
-def _auto_split(problem: Problem, mesh: Mesh, operands: Operands) -> Split:
+Dimensions = Iterable[tuple[Any, int]]
+"""Dimensions of operands; the first that is sharded counts."""
+
+
+def first_axes(mesh: Mesh, dimensions: Dimensions) -> Axes:
+    """Mesh axes over which the first of these dimensions that is sharded is so."""
+    return next(filter(None, (mesh_axes(mesh, x, i) for x, i in dimensions)), ())
+
+
+def auto_split(
+    problem: Problem, mesh: Mesh, batch: Dimensions, heads: Dimensions, pools: Dimensions = ()
+) -> Split:
     """The split that the compiler has chosen, as far as whole mesh axes describe it."""
-    q, k = operands.query, operands.key
-    batch = _mesh_axes(mesh, q, 0) or _mesh_axes(mesh, k, 0)
-    heads = _mesh_axes(mesh, q, 2) or _mesh_axes(mesh, k, 2)
-    heads = tuple(axis for axis in heads if axis not in batch)
+    of_pools = first_axes(mesh, pools)
+    of_batch = tuple(axis for axis in first_axes(mesh, batch) if axis not in of_pools)
+    taken = of_pools + of_batch
+    of_heads = tuple(axis for axis in first_axes(mesh, heads) if axis not in taken)
     while True:
         try:
-            return make_split(problem, batch, heads, mesh.shape)
+            split = make_split(problem, of_batch, of_heads, mesh.shape)
+            return dataclasses.replace(split, pools=of_pools)
         except ValueError:
-            heads = heads[:-1]
+            of_heads = of_heads[:-1]
 
 
 def _tell_of_gathering(mesh: Mesh, operands: Operands) -> None:
     """Says once that a sequence is gathered, and what does not."""
     for name, x in zip(("query", "key", "value"), operands[:3], strict=True):
-        if axes := _mesh_axes(mesh, x, 1):
+        if axes := mesh_axes(mesh, x, 1):
             log.warn_once(
                 f"{name} {x.shape} is sharded along its length, over mesh axis "
                 f"{' and '.join(map(repr, axes))}: every device gathers it whole; "
@@ -179,7 +218,7 @@ def _tell_of_gathering(mesh: Mesh, operands: Operands) -> None:
             )
 
 
-def _mesh_axes(mesh: Mesh, x: Any, dimension: int) -> Axes:
+def mesh_axes(mesh: Mesh, x: Any, dimension: int) -> Axes:
     """Mesh axes that cut a dimension of x into equal parts, major first."""
     sharding = x.sharding._to_xla_hlo_sharding(x.ndim)
     if sharding.is_replicated() or mesh.empty:

@@ -31,6 +31,7 @@ class Split:
       batch, heads: axes of the batch and of the query heads.
       kv_heads: those of `heads`, from the first, that the KV heads are sharded over too.
       sequence: axes of both lengths, which context parallelism alone shards.
+      pools: axes of several pools of pages, which only a vmap of `decode` has.
       axis_sizes: (name, size) of every axis of the mesh.
     """
 
@@ -38,6 +39,7 @@ class Split:
     heads: Axes = ()
     kv_heads: Axes = ()
     sequence: Axes = ()
+    pools: Axes = ()
     axis_sizes: tuple[tuple[str, int], ...] = ()
 
     def shards(self, axes: Axes) -> int:

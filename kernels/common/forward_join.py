@@ -3,6 +3,8 @@
     w_s = 2^(lse_s - largest),  lse = (largest + log2(sum of w_s)) * ln(2),
     o = sum of w_s o_s / sum of w_s
 
+A sink is one more part, whose output is 0; a row's largest score is that of its parts.
+
 A CTA has one row of one head. Each thread has a part's weight, or several; then groups of threads
 share the parts, a thread 4 columns, and at last the groups' sums are added. All of it is in one
 order, whatever runs beside it. Parts whose LSE is -inf have no output: what is read there is
@@ -15,10 +17,18 @@ from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import SPLIT_MOST_PARTS, KernelKey
 from kernels.common import resources, tensors
-from kernels.common.softmax import LN_2, exp2, finite_reference, fmax, select
+from kernels.common.softmax import (
+    LN_2,
+    LOG2_E,
+    exp2,
+    finite_reference,
+    fmax,
+    select,
+    with_sink,
+)
 from kernels.common.split_description import JOIN_WARPS, VECTOR, join, join_lanes
 from kernels.common.split_hosts import JoinHost, join_source
-from kernels.interface import JoinBuffers
+from kernels.interface import JoinBuffers, JoinShape
 from kernels.kernel_source import KernelSource
 
 _LANES = 32
@@ -36,46 +46,68 @@ class ForwardJoin(JoinHost):
         self.groups = _THREADS // self.lanes
 
     @cute.kernel
-    def kernel(
-        self,
-        buffers: JoinBuffers,
-        splits: Int32,
-        query_length: Int32,
-        heads: Int32,
-        value_dim: Int32,
-    ):
+    def kernel(self, buffers: JoinBuffers, shape: JoinShape):
         shared = resources.allocate(self.description, self.dtype)
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
-        rows = query_length * heads
+        rows = shape.query_length * shape.heads
         batch = row // rows
         in_batch = row - batch * rows
-        first = Int64(batch) * splits * rows + in_batch
+        token = in_batch // shape.heads
+        head = in_batch - token * shape.heads
+        first = Int64(batch) * shape.splits * rows + in_batch
         cute.arch.griddepcontrol_wait()
-        lse_parts = cute.make_tensor(
-            buffers.lse_parts + first, cute.make_layout(splits, stride=Int64(rows))
-        )
-        largest, total = self.weigh(shared, lse_parts, splits)
-        self.add_parts(shared, buffers.o_parts, first, rows, splits, value_dim)
+        sink_log2, is_row = self.sink(buffers, shape, batch, head, token)
+        parts = cute.make_layout(shape.splits, stride=Int64(rows))
+        lse_parts = cute.make_tensor(buffers.lse_parts + first, parts)
+        largest, total = self.weigh(shared, lse_parts, shape.splits)
+        self.add_parts(shared, buffers.o_parts, first, rows, shape.splits, shape.value_dim)
         cute.arch.sync_threads()
+        inverse, lse = with_sink(largest, total, sink_log2)
+        place = (Int64(batch) * shape.heads + head) * shape.query_length + token
         if thread == 0:
-            token = in_batch // heads
-            head = in_batch - token * heads
-            place = (Int64(batch) * heads + head) * query_length + token
-            lse = (largest + cute.math.log2(total, fastmath=True)) * LN_2
-            lse = select(total == 0.0, -Float32.inf, lse)
+            lse = select(is_row, lse, -Float32.inf)
             cute.make_tensor(buffers.lse + place, cute.make_layout(1))[0] = lse
-        if thread * VECTOR < value_dim:
-            inverse = select(total == 0.0, Float32(0.0), 1.0 / total)
+        if thread * VECTOR < shape.value_dim:
             output = cute.make_rmem_tensor((VECTOR,), self.dtype)
             for j in cutlass.range_constexpr(VECTOR):
                 value = Float32(0.0)
                 for group in cutlass.range_constexpr(self.groups):
                     value = value + shared.sums[thread * VECTOR + j, group]
                 output[j] = (value * inverse).to(self.dtype)
-            offset = cute.assume(Int64(row) * value_dim + thread * VECTOR, divby=VECTOR)
+            offset = cute.assume(Int64(row) * shape.value_dim + thread * VECTOR, divby=VECTOR)
             target = cute.make_tensor(buffers.o + offset, cute.make_layout(VECTOR))
             cute.autovec_copy(output, target)
+        if (shape.max_heads > 0) & (thread < _LANES):
+            max_parts = cute.make_tensor(buffers.max_parts + first, parts)
+            self.store_largest(max_parts, shape.splits, buffers.row_max + place)
+
+    @cute.jit
+    def sink(
+        self, buffers: JoinBuffers, shape: JoinShape, batch: Int32, head: Int32, token: Int32
+    ) -> tuple[Float32, cutlass.Boolean]:
+        """Returns a row's sink in units of log2, and whether it is within the query length.
+
+        Without sinks -inf, and the length does not matter: rows past it have no part.
+        """
+        sink_log2, is_row = -Float32.inf, cutlass.Boolean(True)
+        if shape.sink_heads > 0:
+            sink_log2 = cute.make_tensor(buffers.sinks + head, cute.make_layout(1))[0] * LOG2_E
+            length = cute.make_tensor(buffers.extents + Int64(batch) * 4, cute.make_layout(1))[0]
+            is_row = token < length
+        return sink_log2, is_row
+
+    @cute.jit
+    def store_largest(self, max_parts: cute.Tensor, splits: Int32, target: cute.Pointer):
+        """Stores the largest score of a row, by one warp."""
+        lane = cute.arch.lane_idx()
+        largest = -Float32.inf
+        for part in cutlass.range(lane, splits, _LANES, unroll=1):
+            largest = fmax(largest, max_parts[part])
+        for step in cutlass.range_constexpr(5):
+            largest = fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
+        if lane == 0:
+            cute.make_tensor(target, cute.make_layout(1))[0] = largest * LN_2
 
     @cute.jit
     def weigh(

@@ -8,6 +8,7 @@ lengths are, and which part a block is in depends on shapes alone.
     MMA warps  have 16 rows each, and of the blocks each some 32 keys (Note [warps]); S, P, O are in
                registers; per 32 keys a warp computes
         S  = Q K^T      mma.sync, K by ldmatrix
+        S  = tanh(S * before_cap)   where scores are capped; then tags are compared
         P  = exp2(S * scale_log2 - maximum * scale_log2)
         O += P V        mma.sync, V by ldmatrix
     then the warps of the same rows join what they have, through shared memory, and store O / sum
@@ -29,12 +30,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa4_jax import bands
 from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, finite_reference, fmax, rescale_factor, select
-from kernels.common.split_data import Addresses, Rows, Work, assign
+from kernels.common.split_data import (
+    NO_RANGES,
+    Addresses,
+    Call,
+    Rows,
+    Scales,
+    Work,
+    assign,
+    make_scales,
+    row_limits,
+)
 from kernels.common.split_description import (
     MMA_WARPS,
     SPLIT_TILES,
@@ -43,11 +53,18 @@ from kernels.common.split_description import (
     split,
 )
 from kernels.common.split_hosts import SplitHost, split_source
-from kernels.interface import HeadDims, PageBuffers, Sizes, SplitBuffers, SplitScalars, SplitShape
+from kernels.common.split_scores import HALVES, TILE_KEYS, cap, compare_tags
+from kernels.interface import (
+    HeadDims,
+    PageBuffers,
+    Sizes,
+    SplitBuffers,
+    SplitRanges,
+    SplitScalars,
+    SplitShape,
+)
 from kernels.kernel_source import KernelSource
 
-_HALVES = 2  # rows of a thread: lane // 4 and 8 more
-_TILE_KEYS = 8  # columns of one mma.sync
 _DEPTH = 16  # of one mma.sync
 
 
@@ -74,7 +91,7 @@ class ForwardSplit(SplitHost):
         dims: HeadDims,
         parts: SplitShape,
         scalars: SplitScalars,
-        pages: PageBuffers | None = None,
+        of_keys: PageBuffers | SplitRanges,
     ):
         cute.arch.griddepcontrol_launch_dependents()  # They wait until this kernel is over.
         shared = resources.allocate(self.description, self.dtype)
@@ -87,20 +104,18 @@ class ForwardSplit(SplitHost):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        work = assign(buffers.extents, sizes, parts, scalars)
+        ranges = NO_RANGES if cutlass.const_expr(self.paged) else of_keys
+        call = Call(buffers, sizes, dims, parts, scalars, ranges)
+        work = assign(call)
         if warp_index == load.first_warp:
             if cutlass.const_expr(not self.paged):
                 self.load(maps, shared, work, parts.splits)
             elif sizes.key_length % SPLIT_KEYS == 0:
-                self.load_pages(
-                    maps, shared, work, parts.splits, sizes.key_length, pages, SPLIT_KEYS
-                )
+                self.load_pages(maps, shared, work, call, of_keys, SPLIT_KEYS)
             else:
-                self.load_pages(
-                    maps, shared, work, parts.splits, sizes.key_length, pages, PAGE_KEYS
-                )
+                self.load_pages(maps, shared, work, call, of_keys, PAGE_KEYS)
         else:
-            self.mma(shared, work, buffers, sizes, dims, parts, scalars)
+            self.mma(shared, work, call)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, work: Work, splits: Int32):
@@ -123,8 +138,7 @@ class ForwardSplit(SplitHost):
         maps: Maps,
         shared: Shared,
         work: Work,
-        splits: Int32,
-        page_length: Int32,
+        call: Call,
         pages: PageBuffers,
         rows: cutlass.Constexpr[int],
     ):
@@ -133,6 +147,7 @@ class ForwardSplit(SplitHost):
         A lane reads the place of a copy in the table, a block ahead. Past the length the last page
         is loaded again, and page numbers past the last count as the last one, or below 0 as 0.
         """
+        splits, page_length = call.parts.splits, call.sizes.key_length
         lane = cute.arch.lane_idx()
         copies = SPLIT_KEYS // rows
         last = (work.band.key_length - 1) // page_length
@@ -190,50 +205,35 @@ class ForwardSplit(SplitHost):
                 )
 
     @cute.jit
-    def mma(
-        self,
-        shared: Shared,
-        work: Work,
-        buffers: SplitBuffers,
-        sizes: Sizes,
-        dims: HeadDims,
-        parts: SplitShape,
-        scalars: SplitScalars,
-    ):
+    def mma(self, shared: Shared, work: Work, call: Call):
         """MMA warp: computes its rows' share of this part, joins it with others', stores it."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiles = (work.rows + WARP_ROWS - 1) // WARP_ROWS
         row_tiles = Int32(cutlass.select_(tiles > 2, Int32(4), tiles))
-        rows = self.make_rows(shared, work, buffers.q, sizes, dims, row_tiles)
+        scales = make_scales(call.scalars)
+        rows = self.make_rows(shared, work, call, row_tiles)
         addresses = self.make_addresses(shared)
         steps = SPLIT_KEYS // self.tile.step_keys
         for i in cutlass.range(work.count, unroll=1):
             use = shared.barriers.kv_full.use(i)
             shared.barriers.kv_full.wait(use)
-            first_key = (work.first_block + i * parts.splits) * SPLIT_KEYS
+            first_key = (work.first_block + i * call.parts.splits) * SPLIT_KEYS
             for step in cutlass.range_constexpr(steps):
                 if ((steps * i + step) & (rows.key_groups - 1)) == rows.key_group:
                     stage = use.slot * self.block_bytes
-                    self.step(rows, addresses, stage, step, first_key, work, scalars.scale_log2)
+                    own = Addresses(addresses.k + stage, addresses.v + stage)
+                    self.step(rows, own, step, first_key, work, call, scales)
             cute.arch.sync_warp()  # One lane says for all that they have read the block.
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
-        self.leave(shared, rows, warp, scalars.scale_log2)
-        self.store(shared, work, buffers, sizes, dims, parts, row_tiles)
+        self.leave(shared, rows, warp, scales.scale_log2)
+        self.store(shared, work, call, row_tiles)
 
     @cute.jit
-    def make_rows(
-        self,
-        shared: Shared,
-        work: Work,
-        q: cute.Pointer,
-        sizes: Sizes,
-        dims: HeadDims,
-        row_tiles: Int32,
-    ) -> Rows:
+    def make_rows(self, shared: Shared, work: Work, call: Call, row_tiles: Int32) -> Rows:
         """Loads the queries of a warp's rows from global memory; rows past the last are 0."""
-        d = self.head_dim
+        d, sizes, dims = self.head_dim, call.sizes, call.dims
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         key_group = warp // row_tiles
@@ -243,29 +243,29 @@ class ForwardSplit(SplitHost):
             query = shared.query[None, thread, None]
         rows = Rows(
             query=query,
-            low=cute.make_rmem_tensor((_HALVES,), Int32),
-            high=cute.make_rmem_tensor((_HALVES,), Int32),
-            maximum=cute.make_rmem_tensor((_HALVES,), Float32),
-            row_sum=cute.make_rmem_tensor((_HALVES,), Float32),
-            acc=cute.make_rmem_tensor((4, d // _TILE_KEYS), Float32),
+            low=cute.make_rmem_tensor((HALVES,), Int32),
+            high=cute.make_rmem_tensor((HALVES,), Int32),
+            maximum=cute.make_rmem_tensor((HALVES,), Float32),
+            row_sum=cute.make_rmem_tensor((HALVES,), Float32),
+            acc=cute.make_rmem_tensor((4, d // TILE_KEYS), Float32),
             key_group=key_group,
             key_groups=MMA_WARPS // row_tiles,
         )
         rows.maximum.fill(-Float32.inf)
         rows.row_sum.fill(0.0)
         rows.acc.fill(0.0)
-        for half in cutlass.range_constexpr(_HALVES):
+        for half in cutlass.range_constexpr(HALVES):
             row = first + 8 * half
             is_row = row < work.first_row + work.rows
             row = cutlass.min(row, work.first_row + work.rows - 1)
             token = row // work.group
-            low, high = bands.row_limits(work.band, token, tensors.INT32)
+            low, high = row_limits(work, call, token)
             sees = is_row & (token < work.band.query_length)
             rows.low[half] = low
             rows.high[half] = Int32(cutlass.select_(sees, high, low))
             head = work.kv_head * work.group + row - token * work.group
             vector = (Int64(work.batch) * sizes.query_length + token) * sizes.heads + head
-            source = q + vector * dims.head_dim
+            source = call.buffers.q + vector * dims.head_dim
             for part in cutlass.range_constexpr(2 * (d // _DEPTH)):
                 column = 8 * part + (lane % 4) * 2
                 there = is_row & (column < dims.head_dim)
@@ -304,30 +304,33 @@ class ForwardSplit(SplitHost):
         self,
         rows: Rows,
         addresses: Addresses,
-        stage: Int32,
         step: cutlass.Constexpr[int],
         first_key: Int32,
         work: Work,
-        scale_log2: Float32,
+        call: Call,
+        scales: Scales,
     ):
         """Adds a step's keys to a warp's output.
 
         Args:
-          stage: first byte of the block in K's and V's memory.
+          addresses: of the block.
           step: which 32 of the block's keys.
           first_key: of the block.
         """
         lane = cute.arch.lane_idx()
         first = step * self.tile.step_keys
         own_key = first_key + first + (lane % 4) * 2
-        k, v = addresses.k + stage, addresses.v + stage
-        scores = self.scores(rows, k, first)
-        self.softmax(rows, scores, own_key, scale_log2)
-        self.multiply_values(rows, scores, v, first, self.present(own_key, work.band.key_length))
+        scores = self.scores(rows, addresses.k, first)
+        cap(scores, scales.before_cap)
+        if cutlass.const_expr(call.ranges is not None):
+            compare_tags(scores, rows, work, call, own_key)
+        self.softmax(rows, scores, own_key, scales.scale_log2)
+        present = self.present(own_key, work.band.key_length)
+        self.multiply_values(rows, scores, addresses.v, first, present)
 
-    def scores(self, rows: Rows, k: Int32, first: int) -> list[list[Float32]]:
+    def scores(self, rows: Rows, k: Int32, first: int) -> cute.Tensor:
         """Returns S of a step's keys: for each 8 of them four values."""
-        tiles = [[Float32(0.0)] * 4 for _ in range(self.tile.step_keys // _TILE_KEYS)]
+        tiles = [[Float32(0.0)] * 4 for _ in range(self.tile.step_keys // TILE_KEYS)]
         for depth in range(self.head_dim // _DEPTH):
             a = cute.make_rmem_tensor((4,), Int32)
             cute.autovec_copy(rows.query[None, depth], a)
@@ -339,20 +342,25 @@ class ForwardSplit(SplitHost):
                     tiles[tile] = ptx.multiply_m16n8k16(
                         self.dtype, tiles[tile], [a[j] for j in range(4)], own
                     )
-        return [list(tile) for tile in tiles]
+        scores = cute.make_rmem_tensor((4, len(tiles)), Float32)
+        for i, tile in enumerate(tiles):
+            for j, score in enumerate(tile):
+                scores[j, i] = score
+        return scores
 
-    def softmax(self, rows: Rows, scores: list[list[Float32]], own_key: Int32, scale_log2: Float32):
+    def softmax(self, rows: Rows, scores: cute.Tensor, own_key: Int32, scale_log2: Float32):
         """Replaces scores by P, and moves sum and output of the rows to the new maximum."""
-        for half in range(_HALVES):
+        for half in range(HALVES):
             first, last = rows.low[half] - own_key, rows.high[half] - own_key
             old = rows.maximum[half]
             maximum = old
-            places = [(tile, column) for tile in range(len(scores)) for column in range(2)]
+            tiles = cute.size(scores, mode=[1])
+            places = [(tile, column) for tile in range(tiles) for column in range(2)]
             for tile, column in places:
-                key, i = _TILE_KEYS * tile + column, 2 * half + column
+                key, i = TILE_KEYS * tile + column, 2 * half + column
                 inside = (key >= first) & (key < last)
-                scores[tile][i] = select(inside, scores[tile][i], -Float32.inf)
-                maximum = fmax(maximum, scores[tile][i])
+                scores[i, tile] = select(inside, scores[i, tile], -Float32.inf)
+                maximum = fmax(maximum, scores[i, tile])
             maximum = fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1))
             maximum = fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=2))
             factor = rescale_factor(old, maximum, scale_log2)
@@ -360,11 +368,11 @@ class ForwardSplit(SplitHost):
             total = Float32(0.0)
             for tile, column in places:
                 i = 2 * half + column
-                scores[tile][i] = exp2(scores[tile][i] * scale_log2 - shift)
-                total = total + scores[tile][i]
+                scores[i, tile] = exp2(scores[i, tile] * scale_log2 - shift)
+                total = total + scores[i, tile]
             rows.maximum[half] = maximum
             rows.row_sum[half] = rows.row_sum[half] * factor + total
-            for tile in range(self.head_dim // _TILE_KEYS):
+            for tile in range(self.head_dim // TILE_KEYS):
                 for column in range(2):
                     place = (2 * half + column, tile)
                     rows.acc[place] = rows.acc[place] * factor
@@ -375,8 +383,8 @@ class ForwardSplit(SplitHost):
         Values past the length may be anything, and 0 * NaN is NaN.
         """
         masks = []
-        for tile in range(self.tile.step_keys // _TILE_KEYS):
-            left = key_length - own_key - _TILE_KEYS * tile
+        for tile in range(self.tile.step_keys // TILE_KEYS):
+            left = key_length - own_key - TILE_KEYS * tile
             one = cutlass.select_(left == 1, Int32(0xFFFF), Int32(-1))
             masks.append(Int32(cutlass.select_(left > 0, one, Int32(0))))
         return masks
@@ -384,23 +392,21 @@ class ForwardSplit(SplitHost):
     def multiply_values(
         self,
         rows: Rows,
-        scores: list[list[Float32]],
+        scores: cute.Tensor,
         v: Int32,
         first: int,
         present: list[Int32],
     ):
         """Adds P V of a step's keys to the output."""
         for pair in range(self.tile.step_keys // _DEPTH):
-            left, right = scores[2 * pair], scores[2 * pair + 1]
-            pairs = ((left[0], left[1]), (left[2], left[3]), (right[0], right[1]))
-            pairs = (*pairs, (right[2], right[3]))
-            a = [ptx.round_pair(self.dtype, low, high) for low, high in pairs]
+            places = [(i, 2 * pair + tile) for tile in range(2) for i in (0, 2)]
+            a = [ptx.round_pair(self.dtype, scores[i, j], scores[i + 1, j]) for i, j in places]
             for column in range(0, self.head_dim, _DEPTH):
                 bits, offset = self.place(first + 16 * pair, column)
                 b = ptx.load_matrices(v ^ bits, offset, transposed=True)
                 b = [value & present[2 * pair + i % 2] for i, value in enumerate(b)]
                 for i in range(2):
-                    tile = column // _TILE_KEYS + i
+                    tile = column // TILE_KEYS + i
                     before = [rows.acc[j, tile] for j in range(4)]
                     own = b[2 * i : 2 * i + 2]
                     after = ptx.multiply_m16n8k16(self.dtype, before, a, own)
@@ -412,7 +418,7 @@ class ForwardSplit(SplitHost):
         """Leaves a warp's maxima, sums and output in shared memory, where all are when it ends."""
         lane = cute.arch.lane_idx()
         resources.meet(self.parts_barrier)
-        for half in cutlass.range_constexpr(_HALVES):
+        for half in cutlass.range_constexpr(HALVES):
             row = warp * WARP_ROWS + lane // 4 + 8 * half
             total = rows.row_sum[half]
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
@@ -420,9 +426,9 @@ class ForwardSplit(SplitHost):
             if lane % 4 == 0:
                 shared.sums[0, row] = rows.maximum[half] * scale_log2
                 shared.sums[1, row] = total
-            for tile in cutlass.range_constexpr(self.head_dim // _TILE_KEYS):
+            for tile in cutlass.range_constexpr(self.head_dim // TILE_KEYS):
                 for column in cutlass.range_constexpr(2):
-                    place = (_TILE_KEYS * tile + (lane % 4) * 2 + column, row)
+                    place = (TILE_KEYS * tile + (lane % 4) * 2 + column, row)
                     shared.outputs[place] = rows.acc[2 * half + column, tile]
         resources.meet(self.parts_barrier)
 
@@ -431,13 +437,11 @@ class ForwardSplit(SplitHost):
         self,
         shared: Shared,
         work: Work,
-        buffers: SplitBuffers,
-        sizes: Sizes,
-        dims: HeadDims,
-        parts: SplitShape,
+        call: Call,
         row_tiles: Int32,
     ):
         """Joins what the warps of the same rows have left, and stores it."""
+        sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.head_dim // VECTOR
         part = Int64(work.batch) * parts.splits + work.part
@@ -453,6 +457,8 @@ class ForwardSplit(SplitHost):
                 lse = largest + cute.math.log2(total, fastmath=True)
                 lse = select(total == 0.0, -Float32.inf, lse)
                 cute.make_tensor(buffers.lse_parts + result, cute.make_layout(1))[0] = lse
+                if parts.max_heads > 0:
+                    cute.make_tensor(buffers.max_parts + result, cute.make_layout(1))[0] = largest
             if (total != 0.0) & (column < dims.value_dim):
                 inverse = 1.0 / total
                 output = cute.make_rmem_tensor((VECTOR,), Float32)

@@ -45,7 +45,7 @@ _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
         *("lse", "dlse", "lse_log2", "delta", "dq_acc", "sinks", "max_logit", "soft_cap"),
-        *("o_parts", "lse_parts"),
+        *("o_parts", "lse_parts", "max_parts", "row_max"),
     ),
     Float32,
 )

@@ -59,16 +59,19 @@ def _forward(key: KernelKey, description: Description) -> Launch:
 
 
 def _forward_split(key: KernelKey, description: Description) -> Launch:
-    parts = (*_dims("q", (0,)), *_dims("parts", (0,)), *_dims("q", (1, 2)))
-    pages = interface.params(interface.PageBuffers) if key.paged else ()
+    parts = (*_dims("q", (0,)), *_dims("parts", (0,)), *_dims("q", (1,)))
+    absent = absent_split_orders()
+    of_keys = interface.PageBuffers if key.paged else interface.SplitRanges
+    extra = tuple(p for p in interface.params(of_keys) if p.name not in absent)
     return Launch(
         operands=(
-            *("q", "k", "v", "extents", "parts"),
-            *(param.buffer for param in pages if param.kind == "pointer"),
+            *("q", "k", "v", "extents", "parts", "soft_cap"),
+            *(param.buffer for param in extra if param.kind == "pointer"),
         ),
         results=(
-            Result("o_parts", "f32", (*parts, *_dims("v", (3,)))),
-            Result("lse_parts", "f32", parts),
+            Result("o_parts", "f32", (*parts, *_dims("q", (2,)), *_dims("v", (3,)))),
+            Result("lse_parts", "f32", (*parts, *_dims("q", (2,)))),
+            Result("max_parts", "f32", (*parts, *_dims("parts", (2,)))),
         ),
         params=(
             *_maps(description),
@@ -77,7 +80,7 @@ def _forward_split(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.HeadDims),
             *interface.params(interface.SplitShape),
             *interface.params(interface.SplitScalars),
-            *pages,
+            *extra,
         ),
         grid=(
             (
@@ -92,12 +95,18 @@ def _forward_split(key: KernelKey, description: Description) -> Launch:
     )
 
 
+def absent_split_orders() -> tuple[str, ...]:
+    """Names the orders of tiles that the split forward does not read: all of them."""
+    return ("query_order", "key_order")
+
+
 def _forward_join(key: KernelKey, description: Description) -> Launch:
     return Launch(
-        operands=("o_parts", "lse_parts"),
+        operands=("o_parts", "lse_parts", "max_parts", "extents", "sinks"),
         results=(
             Result("o", key.dtype, _dims("o_parts", (0, 2, 3, 4))),
             Result("lse", "f32", _dims("o_parts", (0, 3, 2))),
+            Result("row_max", "f32", _dims("max_parts", (0, 3, 2))),
         ),
         params=(
             *interface.params(interface.JoinBuffers),

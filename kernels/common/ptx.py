@@ -148,6 +148,13 @@ def increment_release(target: cute.Pointer):
     )
 
 
+def opaque(value: Int32) -> Int32:
+    """mov: returns the value; what is computed from it is not moved out of a loop or a branch."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
 def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: rounds two values to nearest even, packed low half first."""
     packed = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]

@@ -1,16 +1,44 @@
 """Data of the split forward: what a CTA works on, and what a warp holds meanwhile."""
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from fa4_jax.key import SPLIT_KEYS, SPLIT_ROWS
-from kernels.common import tensors
+from kernels.common import row_ranges, tensors
 from kernels.common.schedule import batch_band
-from kernels.interface import Sizes, SplitScalars, SplitShape
+from kernels.common.softmax import LN_2, LOG2_E, select
+from kernels.interface import (
+    HeadDims,
+    Sizes,
+    SplitBuffers,
+    SplitRanges,
+    SplitScalars,
+    SplitShape,
+)
+
+_TABLE_ENTRIES = 2
+"""Entries of the table of row ranges that the tokens of a CTA meet at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The parameters of a launch, but tensor maps and pages; ranges: as `NO_RANGES`, or given."""
+
+    buffers: SplitBuffers
+    sizes: Sizes
+    dims: HeadDims
+    parts: SplitShape
+    scalars: SplitScalars
+    ranges: SplitRanges
+
+
+NO_RANGES: Any = None
+"""Of keys in pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +51,7 @@ class Work:
       first_row, rows: packed rows.
       band: of the batch element.
       first_block, count: its blocks are first_block, first_block + splits, and so on.
+      compares: not 0 where rows and keys have tags that have to be compared.
     """
 
     batch: Int32
@@ -34,29 +63,78 @@ class Work:
     band: bands.Band
     first_block: Int32
     count: Int32
+    compares: Int32
 
 
 @cute.jit
-def assign(extents: cute.Pointer, sizes: Sizes, parts: SplitShape, scalars: SplitScalars) -> Work:
+def assign(call: Call) -> Work:
     """Returns this CTA's work; KV heads, which are neighbours in memory, run fastest."""
+    sizes, splits = call.sizes, call.parts.splits
     index, _, _ = cute.arch.block_idx()
     rest = index // sizes.kv_heads
     kv_head = index - rest * sizes.kv_heads
-    index, rest = rest, rest // parts.splits
-    part = index - rest * parts.splits
-    batch = rest // parts.row_blocks
-    first_row = (rest - batch * parts.row_blocks) * SPLIT_ROWS
+    index, rest = rest, rest // splits
+    part = index - rest * splits
+    batch = rest // call.parts.row_blocks
+    first_row = (rest - batch * call.parts.row_blocks) * SPLIT_ROWS
     group = sizes.heads // sizes.kv_heads
     rows = cutlass.min(sizes.query_length * group - first_row, Int32(SPLIT_ROWS))
-    band = batch_band(extents, batch, scalars.window)
+    band = batch_band(call.buffers.extents, batch, call.scalars.window)
     first_token = first_row // group
     tokens = (first_row + rows - 1) // group - first_token + 1
     blocks = bands.visited_blocks(band, first_token, tokens, SPLIT_KEYS, tensors.INT32)
-    skipped = part - blocks.begin % parts.splits
-    skipped = Int32(cutlass.select_(skipped < 0, skipped + parts.splits, skipped))
-    first = blocks.begin + skipped
-    count = (cutlass.max(blocks.end - first, 0) + parts.splits - 1) // parts.splits
-    return Work(batch, kv_head, part, group, first_row, rows, band, first, count)
+    begin, end, compares = blocks.begin, blocks.end, Int32(0)
+    if cutlass.const_expr(call.ranges is not None):
+        if call.ranges.range_rows > 0:
+            own = row_ranges.Rows(first_token, first_token + tokens - 1, _TABLE_ENTRIES)
+            arrays = row_ranges.arrays(call.ranges, sizes, batch)
+            seen, compares = row_ranges.limit_blocks(blocks, arrays, own, SPLIT_KEYS)
+            begin, end = seen.begin, seen.end
+    skipped = part - begin % splits
+    skipped = Int32(cutlass.select_(skipped < 0, skipped + splits, skipped))
+    first = begin + skipped
+    count = (cutlass.max(end - first, 0) + splits - 1) // splits
+    return Work(batch, kv_head, part, group, first_row, rows, band, first, count, compares)
+
+
+@cute.jit
+def row_limits(work: Work, call: Call, token: Int32) -> tuple[Int32, Int32]:
+    """Returns the keys that a token sees by band and range: low <= j < high."""
+    low, high = bands.row_limits(work.band, token, tensors.INT32)
+    if cutlass.const_expr(call.ranges is not None):
+        if call.ranges.range_rows > 0:
+            arrays = row_ranges.arrays(call.ranges, call.sizes, work.batch)
+            own_low, own_high = row_ranges.row_limits(arrays, token)
+            low, high = cutlass.max(low, own_low), cutlass.min(high, own_high)
+    return low, high
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """How products become exponents of 2.
+
+    Attributes:
+      scale_log2: of a score.
+      before_cap: of a product, whose tanh is then the score, in units of the soft cap; 0 where
+        there is none.
+    """
+
+    scale_log2: Float32
+    before_cap: Float32
+
+
+@cute.jit
+def make_scales(scalars: SplitScalars) -> Scales:
+    """Returns the scales of a call; a cap so large that before_cap is 0 changes no score."""
+    cap = Float32(0.0)
+    if scalars.caps > 0:
+        cap = cute.make_tensor(scalars.soft_cap, cute.make_layout(1))[0]
+    before_cap = scalars.scale_log2 * LN_2 / cap
+    is_capped = (cap != 0.0) & (before_cap != 0.0)
+    return Scales(
+        select(is_capped, cap * LOG2_E, scalars.scale_log2),
+        select(is_capped, before_cap, Float32(0.0)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Host functions of the split forward and of the kernel that joins its parts; see `hosts`."""
 
+import dataclasses
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -7,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 
 from fa4_jax.key import SPLIT_CTAS, KernelKey, Pass
-from kernels.common import hosts
+from kernels.common import hosts, launches
 from kernels.description import Description
 from kernels.interface import (
     HeadDims,
@@ -17,6 +18,7 @@ from kernels.interface import (
     Sizes,
     SplitBuffers,
     SplitLoads,
+    SplitRanges,
     SplitScalars,
     SplitShape,
 )
@@ -48,17 +50,18 @@ class SplitHost:
         dims: HeadDims,
         parts: SplitShape,
         scalars: SplitScalars,
-        pages: PageBuffers,
+        of_keys: PageBuffers | SplitRanges,
         stream: cuda.CUstream,
     ):
         shapes = hosts.buffer_shapes(sizes, dims)
         if cutlass.const_expr(self.paged):
-            of_pages = (pages.pages, sizes.key_length, sizes.kv_heads)
+            of_pages = (of_keys.pages, sizes.key_length, sizes.kv_heads)
             shapes |= {"k": (*of_pages, dims.head_dim), "v": (*of_pages, dims.value_dim)}
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
         ctas = parts.splits * parts.row_blocks * sizes.batch * sizes.kv_heads
-        more = (pages,) if self.paged else ()
-        self.kernel(maps, buffers, sizes, dims, parts, scalars, *more).launch(
+        if cutlass.const_expr(not self.paged):
+            of_keys = dataclasses.replace(of_keys, **dict.fromkeys(launches.absent_split_orders()))
+        self.kernel(maps, buffers, sizes, dims, parts, scalars, of_keys).launch(
             grid=[ctas, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
@@ -75,8 +78,7 @@ class JoinHost:
 
     @cute.jit
     def __call__(self, buffers: JoinBuffers, shape: JoinShape, stream: cuda.CUstream):
-        sizes = (shape.splits, shape.query_length, shape.heads, shape.value_dim)
-        self.kernel(buffers, *sizes).launch(
+        self.kernel(buffers, dataclasses.replace(shape, batch=None)).launch(
             grid=[shape.query_length * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
@@ -94,7 +96,7 @@ def split_source(host: SplitHost, key: KernelKey) -> KernelSource:
     tile = {"m": division.rows, "n": division.keys, "kv_stages": stages}
     takes = (
         *(SplitLoads, SplitBuffers, Sizes, HeadDims, SplitShape, SplitScalars),
-        PageBuffers,
+        PageBuffers if host.paged else SplitRanges,
     )
     return hosts.make_source(host, key, takes, tile | {"ctas": SPLIT_CTAS[key.head_dim]})
 

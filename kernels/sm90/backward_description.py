@@ -162,6 +162,9 @@ def _regions(
 ) -> tuple[Region, ...]:
     (d, dv), m, n, span = head_dims, tile.m, tile.n, tile.span_bytes
     ring, do_ring, of_keys = tile.stages, tile.do_stages, tile.key_span_bytes
+    ds_buffers, ds_meaning = SCORE_BUFFERS, "dS of a step"
+    if tile.late_dq:
+        ds_buffers, ds_meaning = 2 * SCORE_BUFFERS, "dS of a step; then the other CTA's"
     ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
     dq = Region(
         *("dq", (m * d, tile.dq_buffers), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
@@ -178,8 +181,8 @@ def _regions(
         operand("qt", (d, m, ring), span, "Q transposed", shares="q", transposed=True),
         operand("do", (m, dv, do_ring), span, "dO of a step"),
         operand("dot", (dv, m, do_ring), span, "dO transposed", shares="do", transposed=True),
-        operand("ds", (n, m, SCORE_BUFFERS), 128, "dS of a step"),
-        operand("dst", (m, n, SCORE_BUFFERS), 128, "dS transposed", shares="ds", transposed=True),
+        operand("ds", (n, m, ds_buffers), 128, ds_meaning),
+        operand("dst", (m, n, ds_buffers), 128, "dS transposed", shares="ds", transposed=True),
         *([dq] if staged else []),
         *(_regions_of_pair(tile, d // tile.ctas) if tile.ctas > 1 else []),
     )
@@ -189,14 +192,17 @@ def _regions_of_pair(tile: BackwardTile, part: int) -> list[Region]:
     """Lists P and what a CTA has of the other one, for its `part` columns of dQ."""
     m, n, span = tile.m, tile.n, tile.key_span_bytes
     of_other = "the other CTA's keys, columns of this one's dQ"
-    return [
-        Region("p", (n * m,), "P of a step, thread by thread", "f32", alignment=128),
+    other_ds = [
         operand("other_ds", (n, m, SCORE_BUFFERS), 128, "the other CTA's dS of a step"),
         operand(
             *("other_dst", (m, n, SCORE_BUFFERS), 128, "it, transposed"),
             shares="other_ds",
             transposed=True,
         ),
+    ]
+    return [
+        Region("p", (n * m,), "P of a step, thread by thread", "f32", alignment=128),
+        *([] if tile.late_dq else other_ds),
         operand("other_k", (n, part), span, of_other),
         operand(
             *("other_kt", (part, n), span, "they, transposed"), shares="other_k", transposed=True

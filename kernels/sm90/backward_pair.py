@@ -37,6 +37,12 @@ buffer is enough: warpgroup 0 writes P(i + 1) after it has met `ds_ready` of ste
 warpgroup 1 has read P(i). Warpgroup 1 writes dS(i + 2) over dS(i) after `p_ready` of step i + 1,
 before which warpgroup 0's dQ(i) is complete. After the last step both meet once more in the same
 way: K and V have then been read, and dV and dK take their memory.
+
+Note [late dQ]: with BackwardTile.late_dq both warpgroups compute dQ of step i - 1 in step i. So
+neither waits for the other CTA's dS of the same step, and the next P is not held up. The first step
+then computes a dQ of no step, from memory that nobody writes at that time, and drops it: a branch
+around products would make ptxas put them one after another. P(i + 1) is written after `ds_ready` of
+step i all the same, and dS(i + 2) after `p_ready` of step i + 2, before which dQ(i) is complete.
 """
 
 import dataclasses
@@ -57,23 +63,14 @@ from kernels.description import NamedBarrier
 from kernels.interface import BackwardScalars
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.backward import Backward
 from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_description import SCORE_BUFFERS
-from kernels.sm90.backward_mask import first_query
+from kernels.sm90.backward_pair_parts import PairParts
 from kernels.sm90.tiles import WARPGROUP
 
-_VECTOR = 4  # values of a message that a thread writes at once
 
-
-class PairBackward(Backward):
+class PairBackward(PairParts):
     """The kernel of one key; attributes are compile-time constants."""
-
-    def __init__(self, key: KernelKey):
-        super().__init__(key)
-        named = self.description.named_barrier
-        self.p_ready, self.ds_ready = named("p_ready"), named("ds_ready")
-        self.scores_meet, self.gradient_meet = named("scores_meet"), named("gradient_meet")
 
     def draws_ticket(self) -> cutlass.Boolean:
         """Whether the CTA draws a ticket: the even one does, for the pair."""
@@ -150,7 +147,7 @@ class PairBackward(Backward):
         dv.fill(0.0)
         own = dataclasses.replace(work, first_key=work.first_key + work.rank * tile.n)
         slices = products.scores.make_slices(tile.n, self.slices[0])
-        steps = work.steps()
+        steps, before = work.steps(), (Int32(0), Int32(0))
         if steps > 0:
             products.scores.load_slices(slices, shared.k, thread)
             self.receive_queries(shared, work, Int32(0), thread)
@@ -170,9 +167,11 @@ class PairBackward(Backward):
                 p = self.operand(grads_mma, scores)
                 for i in cutlass.range_constexpr(cute.size(scores)):
                     scores[i] = scores[i] * slopes[i]
+                self.meet_if_late()
                 self.write_message(shared, scores, thread)
             else:
                 self.exponentiate(scores, lse_log2, exponents.scale_log2)
+                self.meet_if_late()
                 self.write_message(shared, scores, thread)
                 p = self.operand(grads_mma, scores)
             if self.padded(work, place.block):
@@ -186,14 +185,26 @@ class PairBackward(Backward):
             # The last step computes its scores once more, which spares a branch.
             following = barriers.q_full.use(cutlass.min(step + 1, steps - 1)).slot
             self.issue_scores(scores, (slices, k), shared.q[None, None, following])
-            warpgroup.wait_group(1)
-            self.release(barriers.do_empty.at(do_use))
-            resources.meet(self.ds_ready)
-            dq = self.issue_own_dq(shared, work, step, 0)
-            self.issue_other_dq(shared, dq, step, 0)
-            warpgroup.wait_group(0)
-            self.release_dq(shared, work, step)
-            self.query_gradient.add(shared, work, rows, dq, place)
+            if cutlass.const_expr(tile.late_dq):
+                dq = self.issue_own_dq(shared, work, step - 1, 0)
+                self.issue_other_dq(shared, dq, step - 1, 0)
+                warpgroup.wait_group(3)
+                self.release(barriers.do_empty.at(do_use))
+                warpgroup.wait_group(0)
+                if step > 0:
+                    self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(0)))
+                before = (place.member, place.block)
+            else:
+                warpgroup.wait_group(1)
+                self.release(barriers.do_empty.at(do_use))
+                resources.meet(self.ds_ready)
+                dq = self.issue_own_dq(shared, work, step, 0)
+                self.issue_other_dq(shared, dq, step, 0)
+                warpgroup.wait_group(0)
+                self.add_dq(shared, work, rows, dq, place)
+        self.meet_if_late()
+        if cutlass.const_expr(tile.late_dq):
+            self.add_last_dq(shared, work, rows, Step(*before, steps - 1, Int32(0)), 0)
         resources.arrive(self.p_ready)
         resources.meet(self.ds_ready)
         self.store(dv, shared.v, maps.dv, work, products.dv, self.scores_meet)
@@ -212,7 +223,9 @@ class PairBackward(Backward):
         dk = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
         dk.fill(0.0)
         slices = products.scores.make_slices(tile.n, self.slices[1])
-        steps = work.steps()
+        steps, before = work.steps(), (Int32(0), Int32(0))
+        if cutlass.const_expr(tile.late_dq):
+            resources.arrive(self.ds_ready)  # of the step before the first one
         if steps > 0:
             products.scores.load_slices(slices, shared.v, thread)
             self.receive_gradients(shared, work, Int32(0), thread)
@@ -233,18 +246,31 @@ class PairBackward(Backward):
                 self.send(shared, step, work.rank)
             barriers.q_full.wait(use)
             self.issue_gradient(products.dk, dk, ds, shared.qt[None, None, use.slot])
-            dq = self.issue_own_dq(shared, work, step, 1)
-            warpgroup.wait_group(1)
-            self.release(barriers.q_empty.at(use))
-            self.issue_other_dq(shared, dq, step, 1)
+            if cutlass.const_expr(tile.late_dq):
+                dq = self.issue_own_dq(shared, work, step - 1, 1)
+                self.issue_other_dq(shared, dq, step - 1, 1)
+            else:
+                dq = self.issue_own_dq(shared, work, step, 1)
+                warpgroup.wait_group(1)
+                self.release(barriers.q_empty.at(use))
+                self.issue_other_dq(shared, dq, step, 1)
             if step + 1 < steps:
                 self.receive_gradients(shared, work, step + 1, thread)
             following = barriers.do_full.use(cutlass.min(step + 1, steps - 1)).slot
             self.issue_scores(dp, (slices, v), shared.do[None, None, following])
-            warpgroup.wait_group(1)
-            self.release_dq(shared, work, step)
-            self.query_gradient.add(shared, work, rows, dq, place)
+            if cutlass.const_expr(tile.late_dq):
+                warpgroup.wait_group(3)
+                self.release(barriers.q_empty.at(use))
+                warpgroup.wait_group(1)
+                if step > 0:
+                    self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(1)))
+                before = (place.member, place.block)
+            else:
+                warpgroup.wait_group(1)
+                self.add_dq(shared, work, rows, dq, place)
             warpgroup.wait_group(0)
+        if cutlass.const_expr(tile.late_dq):
+            self.add_last_dq(shared, work, rows, Step(*before, steps - 1, Int32(1)), 1)
         for element in cutlass.range_constexpr(cute.size(dk)):
             dk[element] = dk[element] * scalars.scale
         resources.meet(self.p_ready)
@@ -253,173 +279,21 @@ class PairBackward(Backward):
         for last in range(SCORE_BUFFERS):
             barriers.ds_empty.wait_free(steps + last)
 
-    def issue_scores(
-        self,
-        scores: cute.Tensor,
-        keys: tuple[cute.Tensor | None, cute.Tensor],
-        rows: cute.Tensor,
+    @cute.jit
+    def add_last_dq(
+        self, shared: Shared, work: Work, rows: Rows, place: Step, group: cutlass.Constexpr[int]
     ):
-        """Issues S^T or dP^T: (n, m), of K or V and a step's rows (m, d).
+        """Computes and adds what is left of dQ after the last step; Note [late dQ]."""
+        if place.index >= 0:
+            dq = self.issue_own_dq(shared, work, place.index, group)
+            self.issue_other_dq(shared, dq, place.index, group)
+            warpgroup.wait_group(0)
+            self.add_dq(shared, work, rows, dq, place)
 
-        keys: slices of operand A that registers hold, and operand A in shared memory.
-        """
-        slices, a = keys
-        product = self.products().scores
-        mma = product.tiled()
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
-        product.issue_with(slices, scores, a, b)
-
-    def issue_gradient(
-        self, product: wgmma.Wgmma, acc: cute.Tensor, scores: cute.Tensor, rows: cute.Tensor
-    ):
-        """Issues dV or dK: (n, d), of P or dS in registers and a step's transposed (d, m)."""
-        mma = product.tiled()
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
-        product.issue(acc, scores, b, accumulate=True)
-
-    def place(self, shared: Shared, work: Work, step: Int32, group: int) -> Step:
-        """Returns what a step is for a warpgroup."""
-        blocks = work.block_count()
-        member = step // blocks
-        block, hidden = self.visit(shared, work, member, step - member * blocks)
-        return Step(member, block, step, Int32(group), hidden, self.words_of(shared, step))
-
-    def padded(self, work: Work, block: Int32) -> cutlass.Boolean:
-        """Whether a query block holds rows past the length that TMA reads."""
-        return work.padded_queries & ((block + 1) * self.tile.m > work.band.query_length)
-
-    @cute.jit
-    def receive_queries(self, shared: Shared, work: Work, step: Int32, thread: Int32):
-        """Warpgroup 0: waits for Q of a step, and writes 0 to rows past the length."""
-        use, block = shared.barriers.q_full.use(step), self.place(shared, work, step, 0).block
-        shared.barriers.q_full.wait(use)
-        if self.padded(work, block):
-            first_row = work.band.query_length - block * self.tile.m
-            self.clear_rows(shared.q[None, None, use.slot], first_row, thread)
-            resources.meet(self.scores_meet)
-
-    @cute.jit
-    def receive_gradients(self, shared: Shared, work: Work, step: Int32, thread: Int32):
-        """Warpgroup 1: waits for dO of a step, and writes 0 to rows past the length.
-
-        Warpgroup 0 waits for that before it publishes P of the step: so it has passed `padding` of
-        one step before warpgroup 1 arrives there for another.
-        """
-        use, block = shared.barriers.do_full.use(step), self.place(shared, work, step, 1).block
-        shared.barriers.do_full.wait(use)
-        if self.padded(work, block):
-            first_row = work.band.query_length - block * self.tile.m
-            self.clear_rows(shared.do[None, None, use.slot], first_row, thread)
-            resources.meet(self.gradient_meet)
-            resources.arrive(self.padding)
-
-    def clear_rows(self, tile: cute.Tensor, first_row: Int32, thread: Int32):
-        """Writes 0 to rows of a tile by one warpgroup, which meets afterwards."""
-        tensors.zero_rows(tile, first_row, thread, WARPGROUP)
-        cute.arch.fence_proxy("async.shared", space="cta")
-
-    def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
-        """Returns where this thread's row statistics are in shared memory: (2, m / 8).
-
-        Here shuffles cost more than loads: 1 to 4 % of the kernel's time (docs/hopper.md).
-        """
-        pointer = tensor[None, slot].iterator + first_query()
-        return cute.make_tensor(pointer, cute.make_layout((2, self.tile.m // 8), stride=(1, 8)))
-
-    def of_columns(self, statistics: cute.Tensor, pair: int) -> list[Float32]:
-        """Returns the statistics of a pair of columns of this thread's fragment."""
-        values = cute.make_rmem_tensor((2,), Float32)
-        cute.autovec_copy(statistics[None, pair], values)
-        return [values[0], values[1]]
-
-    def release_reads(self, empty: cute.Pointer):
-        """Arrives, once per warp: all its lanes have read the slot's row statistics."""
-        cute.arch.sync_warp()
-        self.release(empty)
-
-    @cute.jit
-    def write_message(self, shared: Shared, p: cute.Tensor, thread: Int32):
-        """Publishes a thread's fragment of P; Note [messages]."""
-        registers, message = self.message(shared, p, thread)
-        for vector in cutlass.range_constexpr(cute.size(registers, mode=[1])):
-            cute.autovec_copy(registers[None, vector], message[None, vector])
-
-    @cute.jit
-    def read_message(self, shared: Shared, thread: Int32, like: cute.Tensor) -> cute.Tensor:
-        """Returns the fragment of P that warpgroup 0 has published; Note [messages]."""
-        p = cute.make_rmem_tensor(like.shape, Float32)
-        registers, message = self.message(shared, p, thread)
-        for vector in cutlass.range_constexpr(cute.size(registers, mode=[1])):
-            cute.autovec_copy(message[None, vector], registers[None, vector])
-        return p
-
-    def message(
-        self, shared: Shared, p: cute.Tensor, thread: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Returns a fragment of P and the thread's place for it in shared memory, by vectors."""
-        shape = (_VECTOR, cute.size(p) // _VECTOR)
-        place = cute.make_layout(shape, stride=(1, WARPGROUP * _VECTOR))
-        memory = cute.make_tensor(shared.p.iterator + thread * _VECTOR, place)
-        return cute.make_tensor(p.iterator, cute.make_layout(shape)), memory
-
-    def write_ds(self, shared: Shared, ds: cute.Tensor, step: Int32, thread: Int32) -> cute.Tensor:
-        """Rounds dS, writes it to shared memory, and returns it as operand A of dK."""
-        products = self.products()
-        rounded = cute.make_rmem_tensor(ds.shape, self.dtype)
-        wgmma.round_fragment(ds, rounded)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, products.scores.tiled()).get_slice(thread)
-        target = shared.ds[None, None, step % SCORE_BUFFERS]
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(target))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        shape = products.dk.tiled().partition_shape_A((self.tile.n, self.tile.m))
-        return cute.make_tensor(rounded.iterator, cute.make_layout(shape))
-
-    @cute.jit
-    def issue_own_dq(
-        self, shared: Shared, work: Work, step: Int32, group: cutlass.Constexpr[int]
-    ) -> cute.Tensor:
-        """Issues a warpgroup's columns of a step's dQ, from the own keys."""
-        tile, product, part = self.tile, self.products().dq, self.head_dim // self.tile.ctas
-        mma = product.tiled()
-        mma_slice = mma.get_slice(group * WARPGROUP)
-        dq = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, part)), Float32)
-        ds = shared.dst[None, None, step % SCORE_BUFFERS]
-        k = cute.local_tile(shared.kt, (part, tile.n), (work.rank, 0))
-        ds = mma.make_fragment_A(mma_slice.partition_A(ds))
-        k = mma.make_fragment_B(mma_slice.partition_B(k))
-        product.issue(dq, ds, k, accumulate=False)
-        return dq
-
-    @cute.jit
-    def issue_other_dq(
-        self, shared: Shared, dq: cute.Tensor, step: Int32, group: cutlass.Constexpr[int]
-    ):
-        """Issues what the other CTA's keys add to the same columns, when its dS has come."""
-        product = self.products().dq
-        mma = product.tiled()
-        mma_slice = mma.get_slice(group * WARPGROUP)
-        ds = shared.other_dst[None, None, step % SCORE_BUFFERS]
-        ds = mma.make_fragment_A(mma_slice.partition_A(ds))
-        k = mma.make_fragment_B(mma_slice.partition_B(shared.other_kt))
-        shared.barriers.ds_full.wait(step)
-        product.issue(dq, ds, k, accumulate=True)
-
-    @cute.jit
-    def send(self, shared: Shared, step: Int32, rank: Int32):
-        """Copies a step's dS to the other CTA; one warp calls it. Note [exchange]."""
-        buffer, full = step % SCORE_BUFFERS, shared.barriers.ds_full.at(step)
-        num_bytes = self.tile.n * self.tile.m * 2
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
-            other, own = (ds[None, None, buffer].iterator for ds in (shared.other_ds, shared.ds))
-            ptx.bulk_send(other, own, num_bytes, full, rank ^ 1)
-
-    @cute.jit
-    def release_dq(self, shared: Shared, work: Work, step: Int32):
-        """Tells the other CTA, once per warp, that its dS of a step has been used."""
-        with cute.arch.elect_one():
-            ptx.arrive_in(shared.barriers.ds_empty.at(step), work.rank ^ 1)
+    def meet_if_late(self):
+        """Warpgroup 0: waits until dS of the step before is there, and its P has been read."""
+        if self.tile.late_dq:
+            resources.meet(self.ds_ready)
 
     @cute.jit
     def store(

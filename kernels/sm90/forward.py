@@ -77,21 +77,21 @@ class Forward(ForwardHost):
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.head_dim = key.head_dim
+        self.head_dim, self.value_dim = key.head_dim, key.value_dim
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
-        self.tile = FORWARD_TILES[key.head_dim, key.short]
+        self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         self.description = of_key(key)
         names = ("issue_turn", "epilogue", "padding")
         self.issue_turn, epilogue, self.padding = map(self.description.named_barrier, names)
-        self.output = Output(self.tile, self.head_dim, self.dtype, epilogue)
+        self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
         self.by_ticket = self.description.division.by_ticket
         self.takes_turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
             m=self.tile.m,
             n=self.tile.n,
-            kv_row_bytes=2 * key.head_dim * 2,
+            kv_row_bytes=(key.head_dim + key.value_dim) * 2,
             l2_bytes=L2_BUDGET_BYTES,
             band=key.band,
         )
@@ -190,10 +190,8 @@ class Forward(ForwardHost):
 
         Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
         """
-        tile, d, (tiles_done, blocks_done) = self.tile, self.head_dim, done
+        tile, (tiles_done, blocks_done) = self.tile, done
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        kv_tiles = cute.local_tile(kv, (tile.n, d), (None, 0))
-        block_bytes = tile.n * d * 2
         count = work.blocks.end - work.blocks.begin
         ticket, walk = Int32(0), make_walk(visits)
         if cutlass.const_expr(self.by_ticket):
@@ -206,6 +204,8 @@ class Forward(ForwardHost):
             block, limited = block_of_step(visits, walk, work.blocks.end, step)
             use = shared.barriers.k_full.use(blocks_done + step)
             for operand in cutlass.range_constexpr(2):
+                columns = (self.head_dim, self.value_dim)[operand]
+                kv_tiles = cute.local_tile(kv, (tile.n, columns), (None, 0))
                 full = (shared.barriers.k_full, shared.barriers.v_full)[operand].at(use)
                 empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand]
                 target = (shared.k, shared.v)[operand]
@@ -216,7 +216,7 @@ class Forward(ForwardHost):
                 with cute.arch.elect_one():
                     if cutlass.const_expr(self.reads_mask and operand == 0):
                         shared.visits[0, use.slot], shared.visits[1, use.slot] = block, limited
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, block_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.n * columns * 2)
                 tensors.tma_load(
                     (maps.k, maps.v)[operand],
                     kv_tiles[None, None, block],
@@ -269,12 +269,12 @@ class Forward(ForwardHost):
 
     def make_operands(self, shared: Shared, group: Int32, q_slot: Int32) -> Operands:
         """Makes a warpgroup's products, views of shared memory and registers."""
-        tile, d = self.tile, self.head_dim
+        tile = self.tile
         warpgroups = (tile.mma_warpgroups, 1)
         majors = (wgmma.K_MAJOR, wgmma.K_MAJOR)
         qk_product = wgmma.Wgmma(self.dtype, warpgroups, tile.n, majors)
         majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
-        pv_product = wgmma.Wgmma(self.dtype, warpgroups, d, majors, wgmma.REGISTERS)
+        pv_product = wgmma.Wgmma(self.dtype, warpgroups, self.value_dim, majors, wgmma.REGISTERS)
         qk, pv = qk_product.tiled(), pv_product.tiled()
         uniform = cute.make_layout(tile.mma_warpgroups, stride=WARPGROUP)(group)
         qk_group, pv_group = qk.get_slice(uniform), pv.get_slice(uniform)
@@ -286,7 +286,7 @@ class Forward(ForwardHost):
             vt=pv.make_fragment_B(pv_group.partition_B(shared.vt)),
             scores=cute.make_rmem_tensor(qk.partition_shape_C((tile.m, tile.n)), Float32),
             probabilities=cute.make_rmem_tensor(pv.partition_shape_A((tile.m, tile.n)), self.dtype),
-            acc=cute.make_rmem_tensor(pv.partition_shape_C((tile.m, d)), Float32),
+            acc=cute.make_rmem_tensor(pv.partition_shape_C((tile.m, self.value_dim)), Float32),
         )
 
     @cute.jit

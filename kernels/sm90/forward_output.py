@@ -71,13 +71,13 @@ class Output:
 
     Attributes:
       tile: of the kernel.
-      head_dim: columns of the output.
+      value_dim: columns of the output.
       dtype: storage type.
       barrier: threads of a warpgroup meet there before and after they write shared memory.
     """
 
-    def __init__(self, tile: ForwardTile, head_dim: int, dtype: type, barrier: NamedBarrier):
-        self.tile, self.head_dim, self.dtype, self.barrier = tile, head_dim, dtype, barrier
+    def __init__(self, tile: ForwardTile, value_dim: int, dtype: type, barrier: NamedBarrier):
+        self.tile, self.value_dim, self.dtype, self.barrier = tile, value_dim, dtype, barrier
 
     @cute.jit
     def divide(
@@ -133,14 +133,14 @@ class Output:
         """Stores 64 rows of O through the warpgroup's part of `memory`, or where V was: its start.
 
         Args:
-          memory: (rows, head_dim) shared memory.
+          memory: (rows, value_dim) shared memory.
           output: the warpgroup's fragment.
         """
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         part = group if self.tile.own_output else Int32(0)
-        source = cute.local_tile(memory, (64, self.head_dim), (part, 0))
+        source = cute.local_tile(memory, (64, self.value_dim), (part, 0))
         first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
         if cutlass.const_expr(self.tile.own_output):
             if first_warp:
@@ -148,7 +148,7 @@ class Output:
             resources.meet(self.barrier, group)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
-        product = wgmma.Wgmma(self.dtype, (1, 1), self.head_dim, majors, wgmma.REGISTERS)
+        product = wgmma.Wgmma(self.dtype, (1, 1), self.value_dim, majors, wgmma.REGISTERS)
         copy = cute.make_tiled_copy_C(atom, product.tiled()).get_slice(thread % WARPGROUP)
         cute.copy(atom, copy.retile(output), copy.partition_D(source))
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -156,7 +156,7 @@ class Output:
         if first_warp:
             o = tensors.bthd_coordinates()[None, None, work.head, work.batch]
             o = cute.domain_offset((work.first_row + group * 64, 0), o)
-            target = cute.local_tile(o, (64, self.head_dim), (0, 0))
+            target = cute.local_tile(o, (64, self.value_dim), (0, 0))
             tensors.tma_store(maps.o, source, target)
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(not self.tile.own_output):

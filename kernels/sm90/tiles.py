@@ -74,14 +74,17 @@ class ForwardTile:
         return 2 if self.own_output else 1
 
 
-FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
-    # (head_dim, KernelKey.short)
-    (64, False): ForwardTile(m=192, n=128, kv_stages=2),
-    (64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
-    (96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
-    (128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
-    (192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
-    (256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
+FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
+    # (head_dim, value_dim, KernelKey.short)
+    (64, 64, False): ForwardTile(m=192, n=128, kv_stages=2),
+    (64, 64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
+    (96, 96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
+    (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
+    (192, 128, False): ForwardTile(
+        m=128, n=128, kv_stages=2, own_output=False, skips_rescaling=False
+    ),
+    (192, 192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
+    (256, 256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
 }
 
 
@@ -103,6 +106,8 @@ class BackwardTile:
         these leave fewer registers.
       dq_buffers: steps of dQ that shared memory holds, where it is staged. With two of them a step
         hands over the dQ of the step before, while its own scores are computed.
+      late_dq: a pair computes dQ of a step in the next one (backward_pair.py, Note [late dQ]); it
+        needs three stages of Q and dO.
       delta_after_scores: a step loads delta when its scores are there, not before it waits for
         them, which would hold up the next product; it takes a few more registers.
     """
@@ -118,6 +123,7 @@ class BackwardTile:
     v_slices: int = 0
     masked_v_slices: tuple[int, int] | None = None
     dq_buffers: int = 1
+    late_dq: bool = False
     delta_after_scores: bool = False
 
     mma_warpgroups = 2
@@ -173,7 +179,16 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
     ),
     (128, 128): BackwardTile(m=64, n=128, stages=2, v_slices=4, masked_v_slices=(3, 1)),
     (192, 128): BackwardTile(
-        m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2, k_slices=8, v_slices=4
+        m=64,
+        n=64,
+        stages=3,
+        do_stages=3,
+        span_bytes=64,
+        key_span_bytes=32,
+        ctas=2,
+        k_slices=8,
+        v_slices=4,
+        late_dq=True,
     ),
     (192, 192): BackwardTile(
         m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2, k_slices=12, v_slices=12

@@ -92,6 +92,8 @@ class Attention:
         arrays = dict(self.arrays)
         for key in self.keys:
             arrays |= self._launch(key, arrays, policy, seed, text_of)
+        if arrays.get("row_max", np.zeros(0)).size:
+            arrays["max_logit"] = arrays["row_max"].max(axis=-1)
         return {name: arrays[short] for name, short in _RESULTS.items() if short in arrays}
 
     def after(self, kernel: Pass) -> Attention:
@@ -147,7 +149,8 @@ def attention(
         backward = ()
     keys = forward + backward if gradients else forward
     return Attention(
-        arrays=_forward_buffers(case, inputs, keys)
+        arrays=_parts(case, forward)
+        | _forward_buffers(case, inputs, keys)
         | {
             "q": inputs.query,
             "k": inputs.key,
@@ -155,8 +158,7 @@ def attention(
             "do": inputs.output_bar,
             "dlse": inputs.lse_bar,
             "extents": np.array(case.extents, np.int32),
-        }
-        | _parts(case, forward),
+        },
         attributes=scalars(case.problem),
         keys=keys,
     )
@@ -165,7 +167,16 @@ def attention(
 def _parts(case: Case, forward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
     if forward[0].kernel is not Pass.FORWARD_SPLIT:
         return {}
-    return {"parts": np.zeros(splits.parts(case.problem, forward[0].arch), np.int32)}
+    parts = splits.parts(case.problem, forward[0].arch)
+    return {"parts": np.zeros(parts, np.int32), **nothing_more()}
+
+
+def nothing_more() -> dict[str, np.ndarray]:
+    """What a split forward takes of a call without soft cap, sinks, ranges and tags."""
+    none = np.zeros((1, 0), np.int32)
+    numbers = dict.fromkeys(("soft_cap", "sinks"), np.zeros(0, np.float32))
+    ranges = dict.fromkeys(("row_low", "row_high", "tag_low", "tag_high", "tag_key"), none)
+    return {**numbers, **ranges, "row_table": none[..., None], "tag_tiles": none}
 
 
 def _forward_buffers(
@@ -189,9 +200,13 @@ def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[s
     operands, problem = api.canonicalise(runner.call(case, inputs))
     operands = operands._replace(bits=bits.of_operands(operands), mask=None, pairs=None)
     forward, *backward = map(kernel, keys)
-    buffers = launches.backward_buffers(problem, operands, backward[1]) if backward else {}
+    backward = [one for one in backward if one.key.kernel is Pass.BACKWARD]
+    buffers = launches.backward_buffers(problem, operands, backward[0]) if backward else {}
     buffers = {_GROUPED.get(name, name): x for name, x in buffers.items()}
-    buffers |= launches.forward_buffers(problem, operands, forward)
+    if forward.key.kernel is Pass.FORWARD_SPLIT:
+        buffers = launches.split_buffers(problem, operands) | buffers
+    else:
+        buffers |= launches.forward_buffers(problem, operands, forward)
     return {name: np.asarray(x) for name, x in buffers.items()}
 
 

@@ -80,13 +80,13 @@ def vmapped_and_looped(case: Case, seed: int) -> tuple[list[np.ndarray], list[np
 def vmapped_over_queries(
     case: Case, count: int, seed: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Output and LSE of several queries of the same keys: by vmap, and one by one."""
+    """Results of several queries of the same keys: by vmap, and one by one."""
     inputs = make_inputs(case, seed)
     queries = jnp.stack([jnp.asarray(make_inputs(case, seed + i).query) for i in range(count)])
 
     def call(query: jax.Array) -> Any:
         key, value = jnp.asarray(inputs.key), jnp.asarray(inputs.value)
-        return _forward(query, key, value, **arguments(case))
+        return _forward(query, key, value, sinks=inputs.sinks, **arguments(case))
 
     together = jax.jit(jax.vmap(call))(queries)
     apart = zip(*(jax.jit(call)(query) for query in queries), strict=True)

@@ -42,6 +42,7 @@ from fa4_jax.plan import kernel_keys
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import attention, mutation_score
+from tests.emulator.split_launches import launch_in_pages
 
 MOST_ROWS = 700
 MOST_SCORES = 200_000  # of all heads, of a case for a kernel that few cases reach
@@ -74,6 +75,7 @@ class Problem:
     arch: str
     inputs_seed: int
     design: str | None = None
+    paged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Run:
     def problem(self) -> Problem:
         """The inputs are one of two."""
         design = designs.design_of(self.key)
-        return Problem(self.case, self.key.kernel, self.key.arch, self.seed // 2 % 2, design)
+        kernel, paged = self.key.kernel, self.key.paged
+        return Problem(self.case, kernel, self.key.arch, self.seed // 2 % 2, design, paged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +144,7 @@ def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> Ke
 
 def quantities(case: Case, kernel: Pass) -> tuple[str, ...]:
     """What a kernel returns of a case."""
-    largest = ("max_logit",) if case.max_logit and kernel == Pass.FORWARD else ()
+    largest = ("max_logit",) if case.max_logit and kernel in FORWARDS else ()
     return QUANTITIES[kernel] + largest
 
 
@@ -234,6 +237,8 @@ def launches_of(problem: Problem) -> attention.Attention:
     gradients = problem.kernel is Pass.BACKWARD
     inputs = inputs_of(problem.case, problem.inputs_seed)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
+    if problem.paged:
+        launches = launch_in_pages(launches, problem.case)
     last = next(key for key in reversed(launches.keys) if key.kernel in FORWARDS)
     return launches.after(last.kernel) if gradients else launches
 

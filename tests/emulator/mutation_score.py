@@ -37,6 +37,7 @@ from kernels.sm90.tiles import BACKWARD_TILES
 from tests.emulator import attention
 from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
+from tests.emulator.split_launches import launch_in_pages
 from tests.emulator.survivors import MOVED_SURVIVORS, SURVIVORS, write_moved
 
 FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
@@ -86,7 +87,7 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     if key.kernel == Pass.FORWARD and key.ranges:
         common |= {"sinks": True, "max_logit": True}
     if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
-        return _split_cases(common | {"growing": True})
+        return _split_cases(key, common | {"growing": True})
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -132,23 +133,28 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     )
 
 
-def _split_cases(common: dict[str, Any]) -> tuple[Case, ...]:
+def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases that take a split forward through its paths, with two parts of the keys.
 
     One has four warps for the same rows, none and one block in some parts, and padded keys; one has
-    a warp for each 16 rows, and several rounds of the ring in a part.
+    a warp for each 16 rows, several rounds of the ring in a part, and all that scores may have.
+    Pages are those of `split_launches.page_of`: long ones in the first, short ones in the second.
+    Each have a loop of their own, so that the first has several rounds of the ring, too.
     """
+    masks = () if key.paged else ("scattered",)
+    most = 31 * 64 if key.paged else 300
+    scores = {"soft_cap": 9.0, "sinks": True, "max_logit": True, "masks": masks}
     return (
         Case(
             **common,
             batch=3,
             heads=(5, 1),
             query_length=1,
-            key_length=300,
-            key_lengths=(0, 70, 300),
+            key_length=most,
+            key_lengths=(0, 70, most),
             poison=True,
         ),
-        Case(**common, batch=1, heads=(4, 1), query_length=13, key_length=2000),
+        Case(**(common | scores), batch=1, heads=(4, 1), query_length=13, key_length=2000),
     )
 
 
@@ -205,10 +211,13 @@ def problems(key: KernelKey) -> list[Attention]:
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
         backward = key.kernel not in FORWARDS
         launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))
+        launch = launch_in_pages(launch, case) if key.paged else launch
         launch = launch.only(key.kernel)
         assert launch.keys == (key,), launch.keys
         if key.kernel is Pass.FORWARD_SPLIT:
-            arrays = launch.arrays | {"parts": np.zeros((2, 1, 0), np.int32)}
+            arrays = launch.arrays | {
+                "parts": np.zeros((2, *launch.arrays["parts"].shape[1:]), np.int32)
+            }
             launch = dataclasses.replace(launch, arrays=arrays)
         made.append(dataclasses.replace(launch, multiprocessors=1))
     return made

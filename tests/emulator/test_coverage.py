@@ -51,6 +51,7 @@ def test_what_is_explained_is_claimed() -> None:
         "sm_90a_fwd_bf16_d64",
         "sm_90a_fwd_bf16_d128_band",
         "sm_90a_fwd_split_bf16_d128",
+        "sm_90a_fwd_split_bf16_d64_paged",
         "sm_90a_fwd_join_bf16_d64",
         "sm_90a_bwd_bf16_d128",
         "sm_90a_bwd_bf16_d256_deterministic",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fa4_jax.conformance.paged import PAGED_CASES, PagedCase
+from tests import paged_calls
 from tests.emulator import emulated_decode
 from tests.emulator.processes import HOW, Gpu
 
@@ -30,22 +33,24 @@ def test_conforms(request: pytest.FixtureRequest, arch: str, case: PagedCase, se
     assert not [verdict for verdict in found if verdict.failure]
 
 
-def test_pages_give_the_bits_of_attention(gpu: Gpu, seed: int) -> None:
-    paged, contiguous = gpu(emulated_decode.paged_and_contiguous, LONG, seed)
+@pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 3.0, "window": (90, None)}])
+def test_pages_give_the_bits_of_attention(gpu: Gpu, seed: int, scores: dict[str, Any]) -> None:
+    case = dataclasses.replace(LONG, **scores)
+    paged, contiguous = gpu(paged_calls.paged_and_contiguous, case, seed)
     for one, other in zip(paged, contiguous, strict=True):
         assert np.array_equal(one, other)
 
 
 def test_numbers_of_no_page_are_clamped(gpu: Gpu, seed: int) -> None:
     case = PagedCase(dtype="bf16", head_dim=64)
-    one, other = gpu(emulated_decode.with_numbers_of_no_page, case, seed)
+    one, other = gpu(paged_calls.with_numbers_of_no_page, case, seed)
     assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("own_pools", [False, True])
 def test_vmap_in_a_loop(gpu: Gpu, own_pools: bool, seed: int) -> None:
     case = PagedCase(dtype="bf16", head_dim=64)
-    together, apart = gpu(emulated_decode.vmapped_and_looped, case, own_pools, seed)
+    together, apart = gpu(paged_calls.vmapped_and_looped, case, own_pools, seed)
     for one, other in zip(together, apart, strict=True):
         np.testing.assert_allclose(
             one.astype(np.float32), other.astype(np.float32), rtol=1e-2, atol=1e-3

@@ -135,6 +135,19 @@ FORWARD_ALONE = (
         sinks=True,
         max_logit=True,
     ),
+    Case(
+        batch=2,
+        heads=(6, 2),
+        query_length=5,
+        key_length=330,
+        is_causal=True,
+        query_offset=(325, 90),
+        query_lengths=(5, 3),
+        masks=("scattered",),
+        soft_cap=8.0,
+        sinks=True,
+        max_logit=True,
+    ),
 )
 """What no backward takes."""
 
@@ -167,9 +180,12 @@ def test_vmap(gpu: Gpu, seed: int) -> None:
         assert np.array_equal(one, other)
 
 
-def test_vmap_of_short_queries_over_the_same_keys(gpu: Gpu, seed: int) -> None:
+@pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 3.0, "max_logit": True}])
+def test_vmap_of_short_queries_over_the_same_keys(
+    gpu: Gpu, seed: int, scores: dict[str, Any]
+) -> None:
     """The instances become heads of one group, which then fill two blocks of packed rows."""
-    case = Case(batch=1, heads=(20, 2), query_length=2, key_length=300, is_causal=True)
+    case = Case(batch=1, heads=(20, 2), query_length=2, key_length=300, is_causal=True, **scores)
     together, apart = gpu(emulated_gpu.vmapped_over_queries, case, 4, seed)
     for one, other in zip(together, apart, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)

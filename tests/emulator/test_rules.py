@@ -74,6 +74,26 @@ def test_a_thread_starts_with_no_more_registers_than_the_largest_raise() -> None
         programs.run(body.format(first="inc", count=144), np.zeros(64, np.uint8), launch)
 
 
+def test_a_raise_takes_no_registers_that_the_cta_was_not_launched_with() -> None:
+    """384 threads start with 168 each: 1024 of the multiprocessor's are left, and never given.
+
+    A kernel with 32, 240 and 240 registers hung on an H200 (2026-11-24); with 24 it runs.
+    """
+    launch = programs.Launch(threads=384)
+    body = """
+    shr.u32 %r5, %r1, 7;
+    setp.ne.u32 %p1, %r5, 0;
+    @%p1 bra MORE;
+    setmaxnreg.dec.sync.aligned.u32 {count};
+    ret;
+    MORE:
+    setmaxnreg.inc.sync.aligned.u32 240;
+    """
+    programs.run(body.format(count=24), np.zeros(64, np.uint8), launch)
+    with pytest.raises(EmulationError, match="deadlock"):
+        programs.run(body.format(count=32), np.zeros(64, np.uint8), launch)
+
+
 TURNS = """
 setp.ne.u32 %p1, %r1, 0;
 @%p1 bra DONE;

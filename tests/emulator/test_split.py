@@ -17,9 +17,9 @@ from fa4_jax.catalogue import ARCHITECTURES
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
-from fa4_jax.key import SPLIT_ROWS, Pass
 from kernels.emulator import Policy
-from tests.emulator.attention import Attention, attention
+from tests.emulator.attention import attention
+from tests.emulator.split_launches import in_pages, in_parts
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
@@ -61,20 +61,34 @@ CASES = (
         ),
         1,
     ),
+    (
+        Case(
+            batch=2,
+            heads=(6, 2),
+            query_length=7,
+            key_length=900,
+            head_dim=128,
+            masks=("scattered", "ranges"),
+            soft_cap=10.0,
+            sinks=True,
+            max_logit=True,
+        ),
+        2,
+    ),
+    (
+        Case(
+            batch=1,
+            heads=(2, 1),
+            query_length=160,
+            key_length=400,
+            is_causal=True,
+            query_offset=240,
+            masks=("segments",),
+            max_logit=True,
+        ),
+        3,
+    ),
 )
-
-
-def in_parts(launches: Attention, case: Case, parts: int) -> Attention:
-    """The launches of a case whose keys are in `parts` parts."""
-    row_blocks = -(-case.query_length * case.problem.group // SPLIT_ROWS)
-    arrays = launches.arrays | {"parts": np.zeros((parts, row_blocks, 0), np.int32)}
-    keys = launches.keys
-    if keys[0].kernel is Pass.FORWARD:  # of a case with more rows than one CTA's
-        split = dataclasses.replace(
-            keys[0], kernel=Pass.FORWARD_SPLIT, band=False, polynomial_exp2=False
-        )
-        keys = split, dataclasses.replace(split, kernel=Pass.FORWARD_JOIN)
-    return dataclasses.replace(launches, arrays=arrays, keys=keys)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -90,7 +104,7 @@ def test_agrees_with_oracle(arch: str, case: Case, parts: int, policy: Policy, s
     with np.errstate(all="ignore"):
         expected = oracle(case, inputs)
         usual = [ordinary(case, inputs, shift) for shift in REFERENCE_SHIFTS]
-    for name in ("output", "lse"):
+    for name in ("output", "lse", *(["max_logit"] if case.max_logit else [])):
         others = [some[name] for some in usual]
         assert not compare(name, case.dtype, results[name], expected[name], others).failure
 
@@ -100,6 +114,7 @@ PAGED = (
     (Case(batch=2, heads=(8, 2), query_length=3, key_length=640, dtype="fp16"), 128),
     (Case(batch=3, heads=(4, 1), query_length=2, key_length=240, head_dim=96), 48),
     (Case(batch=2, heads=(6, 2), query_length=5, key_length=288, head_dim=256, value_dim=192), 16),
+    (Case(batch=2, heads=(4, 1), query_length=3, key_length=320, sinks=True, soft_cap=3.0), 64),
 )
 
 
@@ -123,31 +138,8 @@ def test_pages_give_the_bits_of_the_same_keys_in_order(
     launches = in_parts(attention(case, make_inputs(case, seed), False, arch), case, 2)
     expected = launches.run(Policy(), seed)
     paged = in_pages(launches, lengths, page, rng)
-    split, join = paged.keys
-    paged = dataclasses.replace(paged, keys=(dataclasses.replace(split, paged=True), join))
     results = paged.run(policy, seed)
     assert all(np.array_equal(results[name], expected[name]) for name in ("output", "lse"))
-
-
-def in_pages(
-    launches: Attention, lengths: tuple[int, ...], page: int, rng: np.random.Generator
-) -> Attention:
-    """The launches whose keys and values lie in pages, in random order, poison past the lengths."""
-    batch, length = launches.arrays["k"].shape[:2]
-    width = length // page
-    numbers = 1 + rng.permutation(batch * width).reshape(batch, width)
-    pools = {}
-    for name in ("k", "v"):
-        x = launches.arrays[name]
-        pages = x.reshape(batch * width, page, *x.shape[2:])
-        pool = np.full((batch * width + 2, *pages.shape[1:]), np.nan, x.dtype)
-        pool[numbers.ravel()] = pages
-        pools[name] = pool
-    table = numbers.astype(np.int32)
-    for row, entries in zip(lengths, table, strict=True):
-        entries[-(-row // page) :] = rng.choice([0, batch * width + 1, -5, 1 << 30])
-    arrays = launches.arrays | pools | {"page_table": table}
-    return dataclasses.replace(launches, arrays=arrays)
 
 
 def test_neither_timing_nor_neighbours_change_bits(seed: int) -> None:

@@ -85,7 +85,7 @@ def test_dealing() -> None:
 def _code(key: KernelKey) -> Code:
     found = ptx(key)
     tile = (
-        FORWARD_TILES[key.head_dim, key.short]
+        FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         if key.kernel == Pass.FORWARD
         else BACKWARD_TILES[key.head_dim, key.value_dim]
     )

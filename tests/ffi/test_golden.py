@@ -153,8 +153,9 @@ def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> No
     for field in ("symbol", "grid", "block", "cluster", "programmatic", "smem"):
         assert ours[field] == theirs[field], (call.operands, field)
     launch = call.cubin.launch
-    arrays = zip(launch.operands, call.operands, strict=True)
-    empty = {name for name, array in arrays if 0 in array.shape}
+    arrays = dict(zip(launch.operands, call.operands, strict=True))
+    arrays |= results(call.cubin, arrays)
+    empty = {name for name, array in arrays.items() if 0 in array.shape}
     for param, mine, other in zip(launch.params, ours["params"], theirs["params"], strict=True):
         if param.kind == "pointer" and param.buffer in empty:
             continue  # Nothing is there, and the two addresses of it may differ.
@@ -193,7 +194,8 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     shapes |= {"o": (*rows, value_dim), "do": (*rows, value_dim)}
     arrays = {name: Array(key.dtype, shape) for name, shape in shapes.items()}
     arrays |= {"extents": Array("i32", (p.batch, 4)), "lse": per_row, "dlse": per_row}
-    if key.ranges:
+    is_split = key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
+    if key.ranges or is_split:
         tiles = -(-p.query_length // TILE_ROWS)
         of_rows, of_tiles = Array("i32", (p.batch, p.query_length)), Array("i32", (p.batch, tiles))
         arrays |= dict.fromkeys(("row_low", "row_high", "tag_low", "tag_high"), of_rows)
@@ -203,14 +205,15 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
             "tag_tiles": of_tiles,
             "query_order": of_tiles,
             "key_order": Array("i32", (p.batch, p.key_length)),
-            "soft_cap": Array("f32", (1,)),
-            "sinks": Array("f32", (p.heads,)),
+            "soft_cap": Array("f32", (p.batch % 2 if is_split else 1,)),
+            "sinks": Array("f32", (0 if is_split and p.batch % 2 else p.heads,)),
             "max_logit": Array("f32", (p.batch, p.heads if p.batch % 2 else 0)),
             "mask_bits": Array("i32", (p.batch, p.heads, tiles, 4, 64)),
             "mask_some": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
             "mask_every": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
         }
-    parts = 1 + p.key_length % 40, -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS), 0
+    row_blocks = -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS)
+    parts = 1 + p.key_length % 40, row_blocks, p.heads if p.batch % 2 else 0, 0
     arrays |= {"parts": Array("i32", parts)}
     arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
     if key.kernel is Pass.FORWARD_JOIN:

@@ -46,8 +46,10 @@ def test_registers_fit(key: KernelKey) -> None:
     assert all(len(counts) == 1 for counts in budgets.values())
     counts = [count for (count,) in budgets.values()]
     assert all(count % 8 == 0 and 24 <= count <= 240 for count in counts)
-    threads = parts.WARPS_PER_WARPGROUP * parts.LANES
-    assert sum(counts) * threads <= parts.REGISTERS_PER_SM
+    # A CTA has the registers that it is launched with, a multiple of 8 for each thread. A raise
+    # beyond them never ends, even if the multiprocessor has some left (seen on an H200).
+    launched = parts.REGISTERS_PER_SM // description.threads // 8 * 8
+    assert sum(counts) <= launched * len(counts)
 
 
 @EVERY

@@ -2,16 +2,16 @@
 
 import pytest
 
-from fa4_jax.key import HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES
+from fa4_jax.key import HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES, Pass
 from kernels.sm90 import tiles
 
 
 @pytest.mark.parametrize("key", list(tiles.FORWARD_TILES), ids=str)
 def test_forward_tiles_fit(key):
-    head_dim, _ = key
+    head_dim, value_dim, _ = key
     tile = tiles.FORWARD_TILES[key]
     assert tile.m % 64 == 0 and tile.n % 16 == 0 and tile.n <= 256
-    assert head_dim * 2 % tile.span_bytes == 0
+    assert head_dim * 2 % tile.span_bytes == value_dim * 2 % tile.span_bytes == 0
 
 
 @pytest.mark.parametrize("head_dims", list(tiles.BACKWARD_TILES), ids=str)
@@ -26,9 +26,15 @@ def test_backward_tiles_fit(head_dims):
 
 
 def test_every_head_dim_has_tiles():
-    narrow = {(d, dv) for (arch, d), dv in NARROW_VALUES.items() if arch == "sm_90a"}
-    short = {d for arch, d in SHORT_TILES if arch == "sm_90a"}
-    assert set(tiles.FORWARD_TILES) == {(d, False) for d in HEAD_DIM_TILES} | {
-        (d, True) for d in short
-    }
-    assert set(tiles.BACKWARD_TILES) == {(d, d) for d in HEAD_DIM_TILES} | narrow
+    def head_dims(kernel):
+        narrow = {
+            (d, dv)
+            for (arch, of, d), dv in NARROW_VALUES.items()
+            if (arch, of) == ("sm_90a", kernel)
+        }
+        return narrow | {(d, d) for d in HEAD_DIM_TILES}
+
+    short = {(d, d, True) for arch, d in SHORT_TILES if arch == "sm_90a"}
+    tall = {(*dims, False) for dims in head_dims(Pass.FORWARD)}
+    assert set(tiles.FORWARD_TILES) == tall | short
+    assert set(tiles.BACKWARD_TILES) == head_dims(Pass.BACKWARD)

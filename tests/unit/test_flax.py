@@ -161,6 +161,33 @@ def test_decoding_equals_the_whole_sequence(x: jax.Array):
         np.testing.assert_allclose(step[:, 0], expected[:, i], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_any_mask_of_one_row(rng: np.random.Generator, batch: int):
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, length, heads, 16)), jnp.float32)
+        for length, heads in ((1, 4), (30, 2), (30, 2))
+    )
+    mask = rng.random((batch, 1, 1, 30)) < 0.4
+    expected = jax.nn.dot_product_attention(q, k, v, mask=jnp.asarray(mask))
+    found = jax.jit(attention_fn)(q, k, v, mask=mask)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decoding_runs_on_the_kernels_of_short_queries(kernels_present: None):
+    """A step's mask, a prefix of the cache, is no dense mask to them."""
+    layer = nnx_layer(attention_fn=attention_fn, dtype=jnp.bfloat16)
+    layer.init_cache((2, 300, FEATURES), jnp.bfloat16)
+    graph, state = nnx.split(layer)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        layer = nnx.merge(graph, state)
+        return layer(x, decode=True), nnx.state(layer)
+
+    x = jnp.zeros((2, 1, FEATURES), jnp.bfloat16)
+    text = jax.jit(step).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "sm_90a_fwd_split_bf16_d64" in text and "sm_90a_fwd_join_bf16_d64" in text
+
+
 @pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 def test_segments_are_given_at_each_call(x: jax.Array, make: Any):
     ids = jnp.array([[0] * 4 + [1] * 6, [7] * 3 + [2] * 5 + [-1] * 2])

@@ -109,16 +109,15 @@ def test_rows_that_see_few_keys_take_a_short_tile(changes: dict[str, Any], short
     ],
 )
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
-def test_the_backward_has_a_tile_for_narrower_values(
-    arch: str, head_dims: tuple[int, int], tile: str
-):
+def test_narrower_values_have_tiles_of_their_own(arch: str, head_dims: tuple[int, int], tile: str):
     head_dim, value_dim = head_dims
     problem = dataclasses.replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
     forward, backward = kernel_keys(problem, arch)
     names = [key.name.removesuffix("_pair") for key in backward]
     assert [name.split("_")[-1] for name in names] == [tile] * 3
-    wider = tile.split("x")[0]
-    assert forward[0].name.split("_")[4] == wider
+    if arch == "sm_100f":  # Its forward has none.
+        tile = tile.split("x")[0]
+    assert forward[0].name.split("_")[4] == tile
 
 
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)

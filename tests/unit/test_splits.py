@@ -27,14 +27,14 @@ DECODE = Problem(8, 1, 8192, 32, 8, 128, "bf16", 1.0)
         ({"key_length": splits.LEAST_KEYS - 1}, False),
         ({"window": (100, 0), "has_lengths": True, "deterministic": True}, True),
         ({"head_dim": 192, "value_dim": 128, "dtype": "fp16"}, True),
-        ({"has_sinks": True}, False),
-        ({"has_soft_cap": True}, False),
-        ({"has_ranges": True}, False),
-        ({"returns_max_logit": True}, False),
+        ({"has_sinks": True, "has_soft_cap": True}, True),
+        ({"has_ranges": True, "has_tags": True}, True),
+        ({"returns_max_logit": True}, True),
+        ({"has_mask": True}, False),
+        ({"has_bias": True}, False),
     ],
 )
 def test_the_forward_of_few_rows_is_split(changes: dict[str, object], short: bool) -> None:
-    """What the split forward does not read from memory, the ordinary one does."""
     forward, backward = kernel_keys(dataclasses.replace(DECODE, **changes), "sm_90a")
     assert (forward[0].kernel is Pass.FORWARD_SPLIT) == short
     assert len(forward) == 1 + short
@@ -52,8 +52,8 @@ def test_the_forward_of_few_rows_is_split(changes: dict[str, object], short: boo
 def test_parts_keep_the_gpu_busy(arch: str, batch: int, key_length: int, kv_heads: int) -> None:
     """The longest wave takes at most a quarter longer than if all blocks were dealt out evenly."""
     problem = dataclasses.replace(DECODE, batch=batch, key_length=key_length, kv_heads=kv_heads)
-    parts, row_blocks, nothing = splits.parts(problem, arch)
-    assert (row_blocks, nothing) == (1, 0)
+    parts, *others = splits.parts(problem, arch)
+    assert others == [1, 0, 0]
     blocks, slots = -(-key_length // SPLIT_KEYS), splits.MULTIPROCESSORS[arch] * SPLIT_CTAS[128]
     assert 1 <= parts <= blocks
     each = batch * kv_heads
@@ -64,9 +64,12 @@ def test_parts_keep_the_gpu_busy(arch: str, batch: int, key_length: int, kv_head
 def test_a_plan_follows_the_sizes_of_a_device() -> None:
     """Of a mesh's devices each has a part of the batch, and divides the keys the more for it."""
     plan = make_plan(DECODE, fake_target(), None)
-    assert plan.parts == splits.parts(DECODE, "sm_90a") == (4, 1, 0)
-    assert plan.resized(batch=1).parts == (32, 1, 0)
-    assert plan.resized(query_heads=8 * 70).parts == (2, 2, 0)
+    assert plan.parts == splits.parts(DECODE, "sm_90a") == (4, 1, 0, 0)
+    assert plan.resized(batch=1).parts == (32, 1, 0, 0)
+    assert plan.resized(query_heads=8 * 70).parts == (2, 2, 0, 0)
     assert (
         make_plan(dataclasses.replace(DECODE, query_length=512), fake_target(), None).parts is None
     )
+    largest = dataclasses.replace(plan, problem=dataclasses.replace(DECODE, returns_max_logit=True))
+    assert largest.parts == (4, 1, 32, 0)
+    assert largest.resized(query_heads=16, kv_heads=4).parts == (8, 1, 16, 0)

@@ -224,12 +224,24 @@ class Driver:
 
 
 def _results(image: bytes, params: Sequence[bytes]) -> Iterator[int]:
-    """Addresses of the buffers that a kernel of the folder makes, rather than changes."""
+    """Addresses of the buffers that a kernel of the folder makes, rather than changes.
+
+    One without elements, as a dimension says that is a parameter, may have any address.
+    """
     folder = os.environ.get(KERNELS_VARIABLE)
     record = None if folder is None else _launches(pathlib.Path(folder)).get(_digest(image))
     if record is None:
         return
-    made = {result.name for result in record.results} - set(record.operands)
+    zeros = {
+        (param.buffer, param.axes[0])
+        for param, value in zip(record.params, params, strict=True)
+        if param.kind == "dim" and not any(value)
+    }
+    factors = {
+        result.name: {(factor.buffer, factor.axis) for size in result.shape for factor in size}
+        for result in record.results
+    }
+    made = {name for name, found in factors.items() if not found & zeros} - set(record.operands)
     for param, value in zip(record.params, params, strict=True):
         if param.buffer in made and param.kind in ("pointer", "tensor_map"):
             yield int.from_bytes(value[:8], "little")

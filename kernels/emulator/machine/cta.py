@@ -82,7 +82,8 @@ class Cta:
         counts = machine.program.kernel.registers
         self.warps = [Warp(self, i, counts) for i in range(threads // LANES)]
         self.reductions: list[Reduction] = []
-        self.free_registers = machine.registers_per_sm - machine.registers * threads
+        # setmaxnreg hands out what the CTA was launched with, and none of what the SM has left.
+        self.free_registers = 0
         self.register_budget = [machine.registers] * len(self.warps)
         self.starved = int(machine.rng.integers(len(self.warps)))
 

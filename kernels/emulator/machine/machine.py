@@ -11,7 +11,7 @@ import numpy as np
 from kernels.emulator.machine import steps, tensor_pipe
 from kernels.emulator.machine.cluster import Cluster
 from kernels.emulator.machine.cta import Cta, Reduction
-from kernels.emulator.machine.geometry import REGISTERS_PER_SM, Geometry, launch_registers
+from kernels.emulator.machine.geometry import Geometry, launch_registers
 from kernels.emulator.machine.tally import Tally
 from kernels.emulator.machine.trace import Trace
 from kernels.emulator.machine.transfers import Transfer
@@ -28,8 +28,6 @@ _LATE_CHANCE = 0.1  # that a step of the "random" policy performs an asynchronou
 
 class Machine:
     """Runs one launch."""
-
-    registers_per_sm = REGISTERS_PER_SM
 
     def __init__(
         self,

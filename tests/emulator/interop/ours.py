@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.grid_model import recording
 from fa4_jax import bands
 from fa4_jax.conformance.oracle import Inputs
-from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, backward_value_dim
+from fa4_jax.key import POLYNOMIAL_EXP2_TILES, KernelKey, Pass, value_dim_tile
 from fa4_jax.plan import scalars
 from fa4_jax.problem import Problem, default_scale
 from kernels import emulator
@@ -42,7 +42,7 @@ def compile_forward(head_dim: int, is_causal: bool) -> Ours:
 
 def backward_key(head_dim: int, value_dim: int, **flags: bool) -> KernelKey:
     """The main kernel of the bf16 backward."""
-    value_dim = backward_value_dim(ARCH, head_dim, value_dim)
+    value_dim = value_dim_tile(ARCH, Pass.BACKWARD, head_dim, value_dim)
     return KernelKey(ARCH, Pass.BACKWARD, "bf16", head_dim, value_dim=value_dim, **flags)
 
 
