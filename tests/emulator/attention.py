@@ -34,6 +34,10 @@ _RESULTS = {"output": "o"} | {name: name for name in _SAME}
 """The kernels' names of results, by the oracle's."""
 
 
+_GROUPED = {"mask_some": "group_some", "mask_every": "group_every"}
+"""Buffers that a backward has of groups of heads, a forward of heads; what they are called here."""
+
+
 @functools.cache
 def ptx(key: KernelKey) -> Ptx:
     """The PTX of a kernel, from the build or from the one process that may import cutlass."""
@@ -118,6 +122,8 @@ class Attention:
             sees = (arrays["row_low"] < arrays["row_high"])[:, None]
             own = np.where(sees, arrays["lse"], np.float32(-np.inf))  # as `launches.backward`
             arrays = arrays | {"lse": own}
+        if key.kernel == Pass.BACKWARD:
+            arrays = arrays | {name: arrays[of] for name, of in _GROUPED.items() if of in arrays}
         packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
         emulator.launch(
             text_of(key, code.text),
@@ -196,6 +202,7 @@ def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[s
     forward, *backward = map(kernel, keys)
     backward = [one for one in backward if one.key.kernel is Pass.BACKWARD]
     buffers = launches.backward_buffers(problem, operands, backward[0]) if backward else {}
+    buffers = {_GROUPED.get(name, name): x for name, x in buffers.items()}
     if forward.key.kernel is Pass.FORWARD_SPLIT:
         buffers = launches.split_buffers(problem, operands) | buffers
     else:
