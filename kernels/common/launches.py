@@ -60,7 +60,7 @@ def _forward(key: KernelKey, description: Description) -> Launch:
 
 def _forward_split(key: KernelKey, description: Description) -> Launch:
     parts = (*_dims("q", (0,)), *_dims("parts", (0,)), *_dims("q", (1,)))
-    absent = absent_split_orders()
+    absent = absent_of_split()
     of_keys = interface.PageBuffers if key.paged else interface.SplitRanges
     extra = tuple(p for p in interface.params(of_keys) if p.name not in absent)
     return Launch(
@@ -95,9 +95,9 @@ def _forward_split(key: KernelKey, description: Description) -> Launch:
     )
 
 
-def absent_split_orders() -> tuple[str, ...]:
-    """Names the orders of tiles that the split forward does not read: all of them."""
-    return ("query_order", "key_order")
+def absent_of_split() -> tuple[str, ...]:
+    """Names what the split forward does not read of ranges: orders of tiles, masks of pairs."""
+    return ("query_order", "key_order", *MASK)
 
 
 def _forward_join(key: KernelKey, description: Description) -> Launch:

@@ -60,7 +60,7 @@ class SplitHost:
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
         ctas = parts.splits * parts.row_blocks * sizes.batch * sizes.kv_heads
         if cutlass.const_expr(not self.paged):
-            of_keys = dataclasses.replace(of_keys, **dict.fromkeys(launches.absent_split_orders()))
+            of_keys = dataclasses.replace(of_keys, **dict.fromkeys(launches.absent_of_split()))
         self.kernel(maps, buffers, sizes, dims, parts, scalars, of_keys).launch(
             grid=[ctas, 1, 1],
             block=[self.description.threads, 1, 1],
