@@ -11,7 +11,7 @@ its neighbours in the batch are, and a program serves all lengths.
 
 from __future__ import annotations
 
-from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, SPLIT_MOST_PARTS, SPLIT_ROWS, head_dim_tile
+from fa4_jax.key import SPLIT_KEYS, SPLIT_MOST_PARTS, SPLIT_ROWS
 from fa4_jax.problem import Problem
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148}
@@ -45,13 +45,14 @@ def takes(problem: Problem) -> bool:
 def parts(problem: Problem, arch: str) -> Parts:
     """Shape of the buffer `parts` of a problem that the split forward takes.
 
-    The thread blocks run in waves, as many at a time as the GPU holds. The number of parts is the
-    least of those for which the waves take the shortest time, in blocks of keys.
+    The thread blocks run in waves, one on each multiprocessor. It may hold two, but one saturates
+    its share of the memory, and twice as many parts took 1 to 6 % longer (B, S, K = 1, 8192, 8; 1,
+    65536, 8; 8, 8192, 8 at d = 128 on an H200: benchmarks/results/nvidia-h200-decode.md). The number
+    of parts is the least of those for which the waves take the shortest time, in blocks of keys.
     """
     row_blocks = -(-problem.query_length * problem.group // SPLIT_ROWS)
     each = problem.batch * problem.kv_heads * row_blocks
-    tile = head_dim_tile(max(problem.head_dims))
-    slots = MULTIPROCESSORS[arch] * SPLIT_CTAS[tile or max(SPLIT_CTAS)]
+    slots = MULTIPROCESSORS[arch]
     blocks = -(-problem.key_length // SPLIT_KEYS)
 
     def cost(splits: int) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from fa4_jax import splits
-from fa4_jax.key import SPLIT_CTAS, SPLIT_KEYS, Pass
+from fa4_jax.key import SPLIT_KEYS, Pass
 from fa4_jax.plan import kernel_keys, make_plan
 from fa4_jax.problem import Problem
 from tests.fakes import fake_target
@@ -54,7 +54,7 @@ def test_parts_keep_the_gpu_busy(arch: str, batch: int, key_length: int, kv_head
     problem = dataclasses.replace(DECODE, batch=batch, key_length=key_length, kv_heads=kv_heads)
     parts, *others = splits.parts(problem, arch)
     assert others == [1, 0, 0]
-    blocks, slots = -(-key_length // SPLIT_KEYS), splits.MULTIPROCESSORS[arch] * SPLIT_CTAS[128]
+    blocks, slots = -(-key_length // SPLIT_KEYS), splits.MULTIPROCESSORS[arch]
     assert 1 <= parts <= blocks
     each = batch * kv_heads
     waves, longest = -(-each * parts // slots), -(-blocks // parts)
@@ -64,12 +64,12 @@ def test_parts_keep_the_gpu_busy(arch: str, batch: int, key_length: int, kv_head
 def test_a_plan_follows_the_sizes_of_a_device() -> None:
     """Of a mesh's devices each has a part of the batch, and divides the keys the more for it."""
     plan = make_plan(DECODE, fake_target(), None)
-    assert plan.parts == splits.parts(DECODE, "sm_90a") == (4, 1, 0, 0)
-    assert plan.resized(batch=1).parts == (32, 1, 0, 0)
-    assert plan.resized(query_heads=8 * 70).parts == (2, 2, 0, 0)
+    assert plan.parts == splits.parts(DECODE, "sm_90a") == (2, 1, 0, 0)
+    assert plan.resized(batch=1).parts == (16, 1, 0, 0)
+    assert plan.resized(query_heads=8 * 70).parts == (1, 2, 0, 0)
     assert (
         make_plan(dataclasses.replace(DECODE, query_length=512), fake_target(), None).parts is None
     )
     largest = dataclasses.replace(plan, problem=dataclasses.replace(DECODE, returns_max_logit=True))
-    assert largest.parts == (4, 1, 32, 0)
-    assert largest.resized(query_heads=16, kv_heads=4).parts == (8, 1, 16, 0)
+    assert largest.parts == (2, 1, 32, 0)
+    assert largest.resized(query_heads=16, kv_heads=4).parts == (4, 1, 16, 0)

@@ -108,7 +108,9 @@ def test_the_table_names_every_tile_of_the_key_list():
     for key in catalogue.all_keys():
         assert any(key.arch in row and f" {key.head_dim}" in row for row in table.splitlines())
     for row in table.splitlines()[2:]:
-        assert row.split().count("no") == 0
+        # Kernels of few rows read no masks of pairs; calls with one take the ordinary forward.
+        few = " few rows " in row or " decode " in row
+        assert row.split().count("no") == few
 
 
 def installed(directory: pathlib.Path) -> Manifest:
