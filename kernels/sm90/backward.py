@@ -72,7 +72,7 @@ class Backward(BackwardHost):
         self.reads_mask = key.reads_mask
         self.deterministic = key.deterministic
         by_order = key.ranges and not key.deterministic
-        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = of_key(key)
         self.shape = BackwardShape(

@@ -41,7 +41,7 @@ _BITS = ", and where the bits of a mask of pairs are"
 def of_key(key: KernelKey) -> Description:
     """Describes the main backward kernel of a key."""
     head_dim, value_dim, deterministic = key.head_dim, key.value_dim, key.deterministic
-    tile = BACKWARD_TILES[head_dim, value_dim]
+    tile = BACKWARD_TILES[head_dim, value_dim].in_order(deterministic)
     staged = tile.stages_dq(deterministic)
     words, text = VISIT_WORDS, _VISITS
     if key.reads_mask:

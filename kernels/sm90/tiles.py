@@ -107,7 +107,7 @@ class BackwardTile:
       dq_buffers: steps of dQ that shared memory holds, where it is staged. With two of them a step
         hands over the dQ of the step before, while its own scores are computed.
       late_dq: a pair computes dQ of a step in the next one (backward_pair.py, Note [late dQ]); it
-        needs three stages of Q and dO.
+        needs three stages of Q and dO. Not in a fixed order, where the next pair waits for it.
       delta_after_scores: a step loads delta when its scores are there, not before it waits for
         them, which would hold up the next product; it takes a few more registers.
     """
@@ -127,6 +127,12 @@ class BackwardTile:
     delta_after_scores: bool = False
 
     mma_warpgroups = 2
+
+    def in_order(self, deterministic: bool) -> BackwardTile:
+        """Returns the sizes of the kernel that adds dQ in a fixed order, or of the other one."""
+        if not (deterministic and self.late_dq):
+            return self
+        return dataclasses.replace(self, late_dq=False, stages=2, do_stages=2)
 
     @property
     def keys(self) -> int:
