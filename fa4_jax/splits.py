@@ -47,8 +47,9 @@ def parts(problem: Problem, arch: str) -> Parts:
 
     The thread blocks run in waves, one on each multiprocessor. It may hold two, but one saturates
     its share of the memory, and twice as many parts took 1 to 6 % longer (B, S, K = 1, 8192, 8; 1,
-    65536, 8; 8, 8192, 8 at d = 128 on an H200: benchmarks/results/nvidia-h200-decode.md). The number
-    of parts is the least of those for which the waves take the shortest time, in blocks of keys.
+    65536, 8; 8, 8192, 8 at d = 128 on an H200: benchmarks/results/nvidia-h200-decode.md). The
+    number of parts is the least of those for which the waves take the shortest time, in blocks of
+    keys.
     """
     row_blocks = -(-problem.query_length * problem.group // SPLIT_ROWS)
     each = problem.batch * problem.kv_heads * row_blocks
