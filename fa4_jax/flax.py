@@ -102,11 +102,11 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
 
         bias and mask broadcast to [..., N, T, S]. mask is any array that is non-zero where a query
         may see a key, or a value of `fa4_jax.masks`, for whose arrays the axes [...] are one batch:
-        Flax's layers hand it on as it is. With one row, as when a layer decodes, an array that is
-        the same for all heads runs on the kernels, where other arrays do not. The softmax is in
-        float32. Masks like causal ones are better given as is_causal or as options: they need no
-        array. precision is accepted where it changes nothing: if it is the default, or the operands
-        have 16 bits, whose products are exact in float32.
+        Flax's layers hand it on as it is. The kernels hold bits of an array, or ids of keys where
+        it is one row for all heads, as when a layer decodes. The softmax is in float32. Masks like
+        causal ones are better given as is_causal or as options: they need no array. precision is
+        accepted where it changes nothing: if it is the default, or the operands have 16 bits, whose
+        products are exact in float32.
 
         Raises:
           NotImplementedError: dropout, sown weights, an einsum of the caller's, or another

@@ -44,12 +44,11 @@ NARROW_VALUES = {
     ("sm_90a", Pass.BACKWARD, 192): 128,
     ("sm_100f", Pass.BACKWARD, 192): 128,
 }
-"""(arch, pass, head_dim) with kernels of their own for values of at most so many columns:
-DeepSeek's.
+"""The most columns of values for which (arch, pass, head_dim) has kernels of its own: DeepSeek's.
 
-On Hopper they spare a sixth of the forward's products and 13 % of the backward's. Blackwell's
-backward is one CTA's: where tensor memory cannot hold dV and dK of 192 columns each, it can hold
-128 and 192.
+On Hopper these kernels spare a sixth of the forward's products and 13 % of the backward's.
+Blackwell's backward is one CTA's: where tensor memory cannot hold dV and dK of 192 columns each, it
+can hold 128 and 192.
 """
 
 
@@ -168,9 +167,11 @@ def head_dim_tile(head_dim: int) -> int | None:
 
 
 def takes_short_tile(arch: str, tile: int, mean_keys: int, many_registers: bool) -> bool:
-    """`KernelKey.short` of a forward whose rows see so many keys in the mean, or fewer.
+    """Whether a forward takes the tile of fewer query rows, `KernelKey.short`.
 
-    many_registers: the call has a soft cap or a mask of pairs.
+    Args:
+      mean_keys: the number of keys that a row sees in the mean, at most.
+      many_registers: whether the call has a soft cap or a mask of pairs.
     """
     most = SHORT_TILES.get((arch, tile))
     return most is not None and (many_registers or mean_keys <= most)

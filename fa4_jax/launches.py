@@ -89,16 +89,15 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     if (rows := operands.rows) is None and bits is None:
         rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
     else:
-        rows = _whole(problem) if rows is None else rows
+        rows = _narrowed(_whole(problem) if rows is None else rows, bits)
         boxes = None if bits is None else packed.boxes_of_queries(bits, tile)
         tiles = order.of_queries(rows, problem.window, operands.extents, tile, boxes)
-    rows = _narrowed(rows, bits)
     sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
         **range_buffers(rows),
         **mask_buffers(bits, kernel),
-        "query_order": _of_batch(tiles, rows),
+        "query_order": tiles,
         "sinks": sinks.astype(jnp.float32),
         "max_logit": jnp.full((problem.batch, heads), -jnp.inf, jnp.float32),
     }
@@ -197,11 +196,6 @@ def _narrowed(rows: RowRanges, bits: MaskBits | None) -> RowRanges:
     batch = found.shape[0]
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), rows)
     return rows._replace(table=found)
-
-
-def _of_batch(tiles: jax.Array, rows: RowRanges) -> jax.Array:
-    """An order of tiles [B|1, tiles], of as many batch elements as ranges have."""
-    return jnp.broadcast_to(tiles, (rows.low.shape[0], tiles.shape[1]))
 
 
 def _of_own_keys(problem: Problem, rows: RowRanges | None, lse: jax.Array) -> jax.Array:

@@ -85,8 +85,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
         Args:
           query, key_, value: [T, query_size], [S, key_size], [S, value_size].
-          mask: boolean [T, S] or [num_heads, T, S], True where a query may see a key. A dense mask
-            runs on the default path: prefer is_causal=True, or another option. A row that sees no
+          mask: boolean [T, S] or [num_heads, T, S], True where a query may see a key. The
+            kernels hold bits of it: prefer is_causal=True, or another option. A row that sees no
             key has attention 0; Equinox takes the mean of all values there.
           key: unused.
           inference, deterministic, process_heads: as in Equinox's layer.

@@ -177,9 +177,9 @@ def attention(
         axis that the three share holds the heads of key and value, others hold the batch; axes of
         query alone are the query heads that share a head of key and value.
       mask: a causal mask with or without an offset, windows and segment ids run on the kernels.
-        Explicit masks, and windows beside an offset are dense, on the default path. A row that sees
-        no key is 0; Levanter takes the mean of all values there. A negative segment id is padding
-        and meets nothing, where Levanter lets equal ones meet.
+        Explicit masks, and windows beside an offset are dense: the kernels hold bits of them. A row
+        that sees no key is 0; Levanter takes the mean of all values there. A negative segment id is
+        padding and meets nothing, where Levanter lets equal ones meet.
       bias: broadcasts to query's and key's axes; default path.
       dropout, inference: as in Levanter, where they change nothing.
       logits_soft_cap: as in Levanter, without a bias.

@@ -91,11 +91,11 @@ class DotProductAttention(base.DotProductAttention[op.NullConfig, None]):
     """`fa4_jax.attention` as an op of tokamax.
 
     The call is that of tokamax's op: query [*B, T, N, H], key and value [*B, S, K, H]. Causal
-    masks, lengths and soft caps run on the kernels; boolean masks, biases, index arrays and windows
-    given in the call run on the default path. A row that sees no key is 0; tokamax's own op takes
-    the mean of all values there. Residuals are (log-sum-exp, 1), in place of (maximum,
-    denominator): both pairs have the same m + log l, which is what merging needs; ours has a
-    gradient.
+    masks, lengths and soft caps run on the kernels, which hold bits of boolean masks, index arrays
+    and windows given in the call; biases run on the default path. A row that sees no key is 0;
+    tokamax's own op takes the mean of all values there. Residuals are (log-sum-exp, 1), in place of
+    (maximum, denominator): both pairs have the same m + log l, which is what merging needs; ours
+    has a gradient.
 
     Attributes:
       local_window_size, deterministic, numerics, implementation: as for `fa4_jax.attention`.

@@ -275,6 +275,6 @@ def unpacked(bits: MaskBits) -> Packed:
 
 
 def pairs_of(operands: Operands, rows: Any, keys: Any) -> Pairs | None:
-    """The mask of pairs of a call on the default path, for boxes within so many rows and keys."""
+    """The mask of pairs of a call on the default path, whose boxes lie within `rows` and `keys`."""
     found = operands.pairs if operands.bits is None else unpacked(operands.bits)
     return None if found is None else found.padded(rows, keys)

@@ -57,7 +57,7 @@ class Pairs:
         return dataclasses.replace(self, **new)
 
     def padded(self, rows: Any, keys: Any) -> Pairs:
-        """The same for boxes that lie within so many rows and keys."""
+        """The same mask with arrays as long as `rows` and `keys`, within which all boxes lie."""
         lengths = {ROWS: rows, KEYS: keys}
 
         def longer(x: Array, dimensions: Dimensions) -> Array:

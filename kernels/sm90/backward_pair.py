@@ -186,8 +186,7 @@ class PairBackward(PairParts):
             following = barriers.q_full.use(cutlass.min(step + 1, steps - 1)).slot
             self.issue_scores(scores, (slices, k), shared.q[None, None, following])
             if cutlass.const_expr(tile.late_dq):
-                dq = self.issue_own_dq(shared, work, step - 1, 0)
-                self.issue_other_dq(shared, dq, step - 1, 0)
+                dq = self.issue_dq(shared, work, step - 1, 0)
                 warpgroup.wait_group(3)
                 self.release(barriers.do_empty.at(do_use))
                 warpgroup.wait_group(0)
@@ -198,8 +197,7 @@ class PairBackward(PairParts):
                 warpgroup.wait_group(1)
                 self.release(barriers.do_empty.at(do_use))
                 resources.meet(self.ds_ready)
-                dq = self.issue_own_dq(shared, work, step, 0)
-                self.issue_other_dq(shared, dq, step, 0)
+                dq = self.issue_dq(shared, work, step, 0)
                 warpgroup.wait_group(0)
                 self.add_dq(shared, work, rows, dq, place)
         self.meet_if_late()
@@ -247,8 +245,7 @@ class PairBackward(PairParts):
             barriers.q_full.wait(use)
             self.issue_gradient(products.dk, dk, ds, shared.qt[None, None, use.slot])
             if cutlass.const_expr(tile.late_dq):
-                dq = self.issue_own_dq(shared, work, step - 1, 1)
-                self.issue_other_dq(shared, dq, step - 1, 1)
+                dq = self.issue_dq(shared, work, step - 1, 1)
             else:
                 dq = self.issue_own_dq(shared, work, step, 1)
                 warpgroup.wait_group(1)
@@ -285,8 +282,7 @@ class PairBackward(PairParts):
     ):
         """Computes and adds what is left of dQ after the last step; Note [late dQ]."""
         if place.index >= 0:
-            dq = self.issue_own_dq(shared, work, place.index, group)
-            self.issue_other_dq(shared, dq, place.index, group)
+            dq = self.issue_dq(shared, work, place.index, group)
             warpgroup.wait_group(0)
             self.add_dq(shared, work, rows, dq, place)
 

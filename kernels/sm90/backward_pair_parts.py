@@ -154,6 +154,14 @@ class PairParts(Backward):
         shape = products.dk.tiled().partition_shape_A((self.tile.n, self.tile.m))
         return cute.make_tensor(rounded.iterator, cute.make_layout(shape))
 
+    def issue_dq(
+        self, shared: Shared, work: Work, step: Int32, group: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """Issues a warpgroup's columns of a step's dQ, from the keys of both CTAs."""
+        dq = self.issue_own_dq(shared, work, step, group)
+        self.issue_other_dq(shared, dq, step, group)
+        return dq
+
     @cute.jit
     def issue_own_dq(
         self, shared: Shared, work: Work, step: Int32, group: cutlass.Constexpr[int]

@@ -186,7 +186,9 @@ class Forward(ForwardHost):
         tile_ticket: cute.Pointer | None,
         done: tuple[Int32, Int32],
     ) -> Int32:
-        """Loads K and V of a tile's blocks, after so many tiles and blocks are done.
+        """Loads K and V of a tile's blocks.
+
+        done: the numbers of tiles and of blocks that the CTA has had before.
 
         Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
         """

@@ -35,8 +35,8 @@ class Operands:
     acc: cute.Tensor
 
 
-NO_MAXIMUM: Any = None
-"""Of rows without ranges in memory."""
+ABSENT: Any = None
+"""Stands for what only rows with ranges in memory, or with bits of a mask of pairs, have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Rows:
     row_sum: cute.Tensor
     first_column: Int32
     tags: row_ranges.Tags = row_ranges.NO_TAGS
-    maximum: cute.Tensor = NO_MAXIMUM
-    bits: BitsInMemory = NO_MAXIMUM
+    maximum: cute.Tensor = ABSENT
+    bits: BitsInMemory = ABSENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def ranges_of(buffers: RangeBuffers | None, sizes: Sizes, work: Work) -> TileRan
     """Returns a tile's ranges, or None."""
     if buffers is None:
         return None
-    bits = NO_MAXIMUM
+    bits = ABSENT
     if buffers.mask_bits is not None:
         bits = BitsInMemory(buffers, sizes, work.plane, work.first_row)
     return TileRanges(row_ranges.arrays(buffers, sizes, work.batch), bits)

@@ -60,6 +60,20 @@ def check(
         assert verdict.failure is None, verdict
 
 
+def check_same_bits(case: Case, inputs: Inputs, launch: attention.Attention) -> None:
+    """Compares results with the oracle, and gradients of several orders of CTAs bit by bit."""
+    first, *others = (
+        launch.run(dataclasses.replace(policy, start_order=order, ordered_reductions=True), seed)
+        for seed, (policy, order) in enumerate(
+            zip(POLICIES, ("index", "reversed", "random"), strict=True)
+        )
+    )
+    check(case, inputs, first, launch)
+    for results in others:
+        for name in ("dq", "dk", "dv"):
+            np.testing.assert_array_equal(results[name], first[name], err_msg=name)
+
+
 @pytest.mark.parametrize(("arch", "design"), KERNELS)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.id)
 def test_masks(case: Case, arch: str, design: str) -> None:
@@ -100,16 +114,7 @@ def test_the_deterministic_backward_gives_the_same_bits(
     )
     inputs = make_inputs(case, 3)
     launch = attention.attention(case, inputs, True, arch, design)
-    first, *others = (
-        launch.run(dataclasses.replace(policy, start_order=order, ordered_reductions=True), seed)
-        for seed, (policy, order) in enumerate(
-            zip(POLICIES, ("index", "reversed", "random"), strict=True)
-        )
-    )
-    check(case, inputs, first, launch)
-    for results in others:
-        for name in ("dq", "dk", "dv"):
-            np.testing.assert_array_equal(results[name], first[name], err_msg=name)
+    check_same_bits(case, inputs, launch)
 
 
 @pytest.mark.parametrize(("arch", "design"), KERNELS)

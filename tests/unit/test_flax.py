@@ -188,6 +188,20 @@ def test_decoding_runs_on_the_kernels_of_short_queries(kernels_present: None):
     assert "sm_90a_fwd_split_bf16_d64" in text and "sm_90a_fwd_join_bf16_d64" in text
 
 
+def test_a_dense_mask_of_a_layer_reaches_the_kernels(kernels_present: None):
+    layer = nnx_layer(attention_fn=attention_fn, dtype=jnp.bfloat16)
+    graph, state = nnx.split(layer)
+    seen = jnp.arange(300)[:, None] % 7 != jnp.arange(300)[None] % 5
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x, mask=seen[None, None]).sum()
+
+    x = jnp.zeros((2, 300, FEATURES), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss)).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "sm_90a_fwd_bf16_d64_band_ranges_short" in text
+    assert "sm_90a_bwd_bf16_d64_band_ranges" in text
+
+
 @pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 def test_segments_are_given_at_each_call(x: jax.Array, make: Any):
     ids = jnp.array([[0] * 4 + [1] * 6, [7] * 3 + [2] * 5 + [-1] * 2])
