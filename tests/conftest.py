@@ -16,11 +16,20 @@ from tests.fakes import fake_target
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of the random inputs; a fresh one by default")
     parser.addoption(
-        "--every-case", action="store_true", help="context parallelism: every mask and grouping"
+        "--every-case", action="store_true", help="all cases of tests that otherwise sample them"
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what `sampling.sampled` has not chosen."""
+    if not config.getoption("--every-case"):
+        left_out = [item for item in items if item.get_closest_marker("every_case")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("every_case")]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_case: runs with --every-case alone")
     config.addinivalue_line("filterwarnings", "error")
     # Importing Flax 0.12.0, the newest for JAX 0.8.0.
     config.addinivalue_line("filterwarnings", "ignore:jax.(array_ref|ArrayRef):DeprecationWarning")

@@ -180,7 +180,7 @@ def test_supports_and_explain_take_every_argument_of_attention(name: str):
     options: dict[str, Any] = operands | {name: values.get(name, True)}
     assert explain(**options).forward_flops > 0
     options |= {"arch": "sm_90a"}
-    default_path = {"bias", "mask", "implementation"}
+    default_path = {"bias", "implementation"}
     assert bool(supports(**options)) == (name not in default_path)
     with pytest.raises(ValueError, match="return_residual must be"):
         supports(Q, Q, Q, return_residual=2)

@@ -1,8 +1,9 @@
-"""Every conformance case runs on both paths of the pure-JAX default."""
+"""Every conformance case runs on a path of the pure-JAX default, with --every-case on both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,27 @@ from fa4_jax.conformance.runner import call, run_case
 from tests.default_paths import PATHS, forced
 
 
-@pytest.fixture(scope="module", params=PATHS)
+@pytest.fixture(scope="module")
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Makes every size run on one path."""
     with forced(request.param):
         yield request.param
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_default_path(case: Case, seed: int, path: str):
+def in_turn(path: str) -> Iterator[Any]:
+    """The cases, of which those that the other path's turn has run with --every-case alone."""
+    for turn, case in enumerate(CASES):
+        here = PATHS[turn % len(PATHS)] == path
+        yield pytest.param(path, case, marks=[] if here else pytest.mark.every_case)
+
+
+@pytest.mark.parametrize(
+    ("path", "case"),
+    [call for path in PATHS for call in in_turn(path)],
+    ids=lambda x: x.id if isinstance(x, Case) else x,
+    indirect=["path"],
+)
+def test_default_path(path: str, case: Case, seed: int):
     failures = [f"{v.name}: {v.failure}" for v in run_case(case, seed, "xla") if v.failure]
     assert not failures, "\n".join([path, *failures])
 
