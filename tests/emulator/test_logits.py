@@ -77,7 +77,7 @@ def identity(value: str | Case) -> str:
     return value if isinstance(value, str) else value.id
 
 
-def features_of(arch: str, case: Case) -> set[Hashable]:
+def features_of(arch: str, case: Case) -> frozenset[Hashable]:
     """Every argument on either architecture, head dims and what scores go through on both."""
     scores = (case.sinks, case.max_logit, case.soft_cap is not None)
     return features(case) | {(arch, case.head_dim, case.value_dim), (arch, scores)}

@@ -35,7 +35,7 @@ PAIRS = tuple(
 """Cases of the head dims that have both designs on Blackwell, one with packed heads."""
 
 
-def features_of(case: Case, arch: str, design: str | None) -> set[Hashable]:
+def features_of(case: Case, arch: str, design: str | None) -> frozenset[Hashable]:
     """Each kind of mask on either architecture, each head dim and order of sums on both."""
     of_kernel = (case.deterministic, case.head_dim, case.heads[0] != case.heads[1])
     return features(case) | {(arch, design, x) for x in of_kernel}

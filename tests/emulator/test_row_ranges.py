@@ -76,7 +76,7 @@ def has_design(case: Case, arch: str, design: str) -> bool:
     return design == "single" or designs.has_both(arch, Pass.FORWARD, dims)
 
 
-def features_of(case: Case, arch: str, design: str) -> set[Hashable]:
+def features_of(case: Case, arch: str, design: str) -> frozenset[Hashable]:
     """Each mask on either architecture, each head dim and order of sums on both."""
     return features(case) | {(arch, design, x) for x in (case.deterministic, case.head_dim)}
 
