@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fa4_jax import lse, masks, runtime
+from fa4_jax import bias, lse, masks, runtime
 from fa4_jax.api import attention
 from fa4_jax.autodiff import save_attention_policy
 from fa4_jax.export import export_checks
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PagedCache",
     "attention",
+    "bias",
     "decode",
     "explain",
     "export_checks",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, validate, xla
+from fa4_jax.bias import Bias
 from fa4_jax.extents import Extents
 from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.masks.pairs import Pairs
@@ -48,7 +49,7 @@ def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Bias | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: Literal[False] = False,
@@ -62,7 +63,7 @@ def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Bias | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: Literal[True],
@@ -76,7 +77,7 @@ def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Bias | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: Literal[False] = False,
@@ -90,7 +91,7 @@ def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Bias | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: Literal[True],
@@ -104,7 +105,7 @@ def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Bias | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: bool = False,
@@ -117,7 +118,7 @@ def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Bias | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     scale: float | jax.Array | None = None,
@@ -145,8 +146,8 @@ def attention(
         the default path).
       key, value: [B, S, K, H] or [S, K, H], of query's dtype. N is a multiple of K; query head n
         uses key head n // (N // K). Value may have another head dim.
-      bias: added to the scaled scores; floating, broadcasts to [B, N, T, S] (leading axes may be
-        missing). Differentiable.
+      bias: added to the scaled scores: of `fa4_jax.bias`; or floating, broadcasts to [B, N, T, S]
+        (leading axes may be missing). Differentiable; on the default path.
       mask: of `fa4_jax.masks`; or boolean, True where a query may see a key, broadcast like bias.
         The kernels hold bits of what is a boolean array, a function, a union or a complement.
       scale: positive; 1 / sqrt(H) by default. Unlike `jax.nn`'s it must be static for the kernels;
@@ -276,9 +277,8 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
     numbers = extents.checked(
         call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset, b
     )
-    bias = _rank_4(call.bias)
+    bias = _bias(call.bias, (b, n, t, s), jnp.ndim(call.query))
     mask = None if isinstance(call.mask, Mask) else _rank_4(call.mask)
-    validate.dense("bias", bias, (b, n, t, s))
     validate.dense("mask", mask, (b, n, t, s))
     cap, traced_cap = validate.soft_cap(call.logits_soft_cap)
     sinks = validate.sinks(call.sinks, n)
@@ -377,6 +377,20 @@ def resolved_pairs(
     offset = extents.offset_array(numbers.query_offset)
     known = resolve.Call(batch, t, s, jnp.ndim(call.query), offset)
     return of_pairs.found(parts, known, heads), None
+
+
+def _bias(x: Any, sizes: tuple[int, int, int, int], rank: int) -> Any:
+    """A dense bias of rank 4, or a checked value of positions.
+
+    Args:
+      sizes: batch, query heads, query and key length.
+      rank: of query, as the caller gave it.
+    """
+    if isinstance(x, Bias):
+        return x.checked(sizes[:3], rank)
+    x = _rank_4(x)
+    validate.dense("bias", x, sizes)
+    return x
 
 
 def _rank_4(x: Any) -> jax.Array | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Point(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    bias: jax.Array | None
+    bias: Any
     scale: jax.Array | None
     soft_cap: jax.Array | None
     sinks: jax.Array | None

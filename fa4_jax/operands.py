@@ -53,7 +53,8 @@ class Operands(NamedTuple):
     """Arrays of the forward.
 
     query [B, T, N, H], key and value [B, S, K, H]; extents [B, 4] int32 (query length, key length,
-    query offset, 0); bias and mask, or None, broadcast to [B, N, T, S] without holding it; offset
+    query offset, 0); bias and mask, or None, broadcast to [B, N, T, S] without holding it, unless
+    bias is a value of positions (`bias.Bias`); offset
     [] int32, the query offset of all entries of the batch, or None where they have their own;
     scale [], the softmax scale in the type of the sums, or None where it is static; rows: or None;
     soft_cap [], likewise, or None where it is static or absent; sinks [N] in that type, or None;
@@ -65,7 +66,7 @@ class Operands(NamedTuple):
     key: Array
     value: Array
     extents: Array
-    bias: Array | None = None
+    bias: Any = None
     mask: Array | None = None
     offset: Array | None = None
     scale: Array | None = None
@@ -99,6 +100,6 @@ class Gradients(NamedTuple):
     query: Array
     key: Array
     value: Array
-    bias: Array | None
+    bias: Any
     scale: Array | None = None
     soft_cap: Array | None = None

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
-from fa4_jax.masks.pairs import ANY, BATCH, HEADS, ROWS, Box, Dense, Pairs, every
+from fa4_jax.boxes import ANY, BATCH, HEADS, ROWS, Box
+from fa4_jax.masks.pairs import Dense, Pairs, every
 from fa4_jax.masks.table import TILE_ROWS
 from fa4_jax.operands import MaskBits, Operands
 

@@ -10,39 +10,19 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from fa4_jax.boxes import ANY, BATCH, HEADS, KEYS, ROWS, Box, Boxed, Dimensions, part, positions
 
 Array = jax.Array
 
-Dimensions = tuple[str, ...]
-"""Names of an array's dimensions: BATCH and HEADS may have size 1, as those of a dense mask may;
-any other name is shared by all rows and keys."""
-
-BATCH, HEADS, ROWS, KEYS, ANY = "batch", "heads", "query length", "key length", "any"
-
-
-class Box(Protocol):
-    """Rows [row, row + rows) and keys [key, key + keys). The starts may be traced."""
-
-    @property
-    def row(self) -> Any: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def key(self) -> Any: ...
-    @property
-    def keys(self) -> int: ...
-
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Which row sees which key. DIMENSIONS has those of the arrays, by name."""
-
-    DIMENSIONS: ClassVar[dict[str, Dimensions]] = {}
+class Pairs(Boxed):
+    """Which row sees which key."""
 
     def seen(self, box: Box) -> Array:
         """Whether the rows of a box see its keys, bool [B|1, N|1, rows|1, keys|1].
@@ -51,42 +31,10 @@ class Pairs:
         """
         raise NotImplementedError
 
-    def mapped(self, change: Callable[[Array, Dimensions], Any]) -> Any:
-        """The same with change(array, its dimensions) for every array."""
-        new = {name: change(getattr(self, name), x) for name, x in self.DIMENSIONS.items()}
-        return dataclasses.replace(self, **new)
-
-    def padded(self, rows: Any, keys: Any) -> Pairs:
-        """The same mask with arrays as long as `rows` and `keys`, within which all boxes lie."""
-        lengths = {ROWS: rows, KEYS: keys}
-
-        def longer(x: Array, dimensions: Dimensions) -> Array:
-            for axis, name in enumerate(dimensions):
-                size = x.shape[axis]
-                if name not in lengths or size in (1, lengths[name]):
-                    continue
-                missing = lengths[name] - size
-                if not isinstance(missing, int) or missing > 0:  # A symbolic one is never less.
-                    widths = [(0, 0)] * x.ndim
-                    widths[axis] = (0, missing)
-                    x = jnp.pad(x, widths)
-            return x
-
-        return self.mapped(longer)
-
-
-def _part(x: Array, axis: int, start: Any, size: int) -> Array:
-    """[start, start + size) of an axis; all of one of size 1, which stands for every index."""
-    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
-
 
 def _of_rows(x: Array, box: Box) -> Array:
     """A box's rows of [B|1, T], as [B|1, 1, rows, 1]."""
-    return _part(x, 1, box.row, box.rows)[:, None, :, None]
-
-
-def _positions(start: Any, size: int) -> Array:
-    return lax.iota(jnp.int32, size) + jnp.asarray(start).astype(jnp.int32)
+    return part(x, 1, box.row, box.rows)[:, None, :, None]
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +46,7 @@ class Dense(Pairs):
     array: Array
 
     def seen(self, box: Box) -> Array:
-        return _part(_part(self.array, 2, box.row, box.rows), 3, box.key, box.keys)
+        return part(part(self.array, 2, box.row, box.rows), 3, box.key, box.keys)
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +59,7 @@ class Between(Pairs):
     high: Array
 
     def seen(self, box: Box) -> Array:
-        keys = _positions(box.key, box.keys)[None, None, None]
+        keys = positions(box.key, box.keys)[None, None, None]
         return (_of_rows(self.low, box) <= keys) & (keys < _of_rows(self.high, box))
 
 
@@ -126,7 +74,7 @@ class Tagged(Pairs):
     tag: Array
 
     def seen(self, box: Box) -> Array:
-        tags = _part(self.tag, 1, box.key, box.keys)[:, None, None, :]
+        tags = part(self.tag, 1, box.key, box.keys)[:, None, None, :]
         return (_of_rows(self.low, box) <= tags) & (tags <= _of_rows(self.high, box))
 
 
@@ -152,8 +100,8 @@ class Function(Pairs):
 
     def seen(self, box: Box) -> Array:
         rows, keys = self.lengths
-        row = jnp.minimum(_positions(box.row, box.rows), jnp.asarray(rows, jnp.int32) - 1)
-        key = jnp.minimum(_positions(box.key, box.keys), jnp.asarray(keys, jnp.int32) - 1)
+        row = jnp.minimum(positions(box.row, box.rows), jnp.asarray(rows, jnp.int32) - 1)
+        key = jnp.minimum(positions(box.key, box.keys), jnp.asarray(keys, jnp.int32) - 1)
         found = self.fn(
             self.batch[:, None, None, None],
             self.head[None, :, None, None],

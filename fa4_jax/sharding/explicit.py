@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from fa4_jax import mesh_types
-from fa4_jax.masks.pairs import Pairs
+from fa4_jax.boxes import Boxed
 from fa4_jax.operands import Operands, Results
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
@@ -130,8 +130,8 @@ def explicit_split(
 
 
 def _with_dimensions(tree: Any, named: tuple[str, ...]) -> list[tuple[Any, tuple[str, ...]]]:
-    """The arrays of an operand with the names of their dimensions; a mask of pairs knows them."""
-    if not isinstance(tree, Pairs):
+    """The arrays of an operand with the names of their dimensions; a boxed value knows them."""
+    if not isinstance(tree, Boxed):
         return [(x, named) for x in jax.tree.leaves(tree)]
     found = list[tuple[Any, tuple[str, ...]]]()
     tree.mapped(lambda x, own: found.append((x, own)))

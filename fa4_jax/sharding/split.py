@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fa4_jax.masks.pairs import BATCH, HEADS, Dimensions
+from fa4_jax.boxes import BATCH, HEADS, Boxed, Dimensions
 from fa4_jax.operands import Operands, Results
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
@@ -78,23 +78,25 @@ class Split:
             batch, heads, *_ = x.shape
             return spec(self.batch if batch > 1 else (), self.heads if heads > 1 else ())
 
-        def of_pairs(x: jax.Array, dimensions: Dimensions) -> PartitionSpec:
+        def of_boxes(x: jax.Array, dimensions: Dimensions) -> PartitionSpec:
             axes = {BATCH: self.batch, HEADS: self.heads}
             named = zip(x.shape, dimensions, strict=True)
             return spec(*(axes.get(name, ()) if size > 1 else () for size, name in named))
 
+        bias = operands.bias
+        bias = bias.mapped(of_boxes) if isinstance(bias, Boxed) else jax.tree.map(dense, bias)
         return operands._replace(
             query=self.query,
             key=self.key,
             value=self.key,
             extents=spec(self.batch, ()),
-            bias=jax.tree.map(dense, operands.bias),
+            bias=bias,
             mask=jax.tree.map(dense, operands.mask),
             scale=None if operands.scale is None else spec(),
             rows=jax.tree.map(lambda x: spec(self.batch if x.shape[0] > 1 else ()), operands.rows),
             soft_cap=None if operands.soft_cap is None else spec(),
             sinks=None if operands.sinks is None else spec(self.heads),
-            pairs=None if operands.pairs is None else operands.pairs.mapped(of_pairs),
+            pairs=None if operands.pairs is None else operands.pairs.mapped(of_boxes),
             bits=jax.tree.map(dense, operands.bits),
         )
 

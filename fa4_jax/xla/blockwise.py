@@ -21,6 +21,7 @@ from jax import lax
 from fa4_jax import mesh_types
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results, RowRanges
 from fa4_jax.problem import Problem
+from fa4_jax.xla import additions, grouped
 from fa4_jax.xla import tile as tiles
 from fa4_jax.xla.blocks import Range, Side, Within, block_size, unsigned
 from fa4_jax.xla.tile import Call, Products, Softmax, Tile
@@ -173,17 +174,7 @@ def _put(x: Array, new: Array, axis: int, start: Array) -> Array:
 
 def _add(x: Array, new: Array, axis: int, start: Array) -> Array:
     """x with `new` added at [start, ...) of an axis."""
-    return _put(x, lax.add(tiles.part(x, axis, start, new.shape[axis]), new), axis, start)
-
-
-def _add_dense(total: Array, new: Products, tile: Tile) -> Array:
-    """Adds a tile's ds to the gradient of a dense operand, summed over its broadcast axes."""
-    part = tiles.part_of(total, tile)
-    part += 0 if new.scores is None else tiles.sum_to(new.scores, total.shape)
-    starts = [jnp.uint32(0)] * 5
-    for axis, start in ((3, tile.row), (4, tile.key)):
-        starts[axis] = starts[0] if total.shape[axis] == 1 else start
-    return lax.dynamic_update_slice(total, part, starts)
+    return _put(x, lax.add(grouped.part(x, axis, start, new.shape[axis]), new), axis, start)
 
 
 def _widened(x: Array, before: int, after: int, fill: float) -> Array:
@@ -194,7 +185,7 @@ def _widened(x: Array, before: int, after: int, fill: float) -> Array:
 def _merged(state: Array, tile: Tile, found: Softmax, acc: Array) -> Array:
     """The state of `forward` with a tile's softmax and its sums of values."""
     h = acc.shape[-1]
-    old = tiles.part(state, 3, tile.row, tile.rows)
+    old = grouped.part(state, 3, tile.row, tile.rows)
     # Padded, not concatenated: XLA's CPU computes the maximum of what is concatenated one by one,
     # outside the chain that its library has, and compiles long concatenations by themselves.
     rows = acc.size // h if isinstance(acc.shape[0], int) else LIBRARY_ELEMENTS
@@ -214,7 +205,7 @@ def forward(problem: Problem, operands: Operands) -> Results:
     """Output, log-sum-exp and largest scores, as `xla.forward`."""
     grid = make_grid(problem, operands)
     call, keys = grid.call, tiles.make_keys(grid.call, operands)
-    query = tiles.padded(operands.query, 1, call.rows)
+    query = grouped.padded(operands.query, 1, call.rows)
 
     def step(row_block: Array, key_block: Array, state: Array) -> Array:
         tile = grid.tile(row_block, key_block)
@@ -264,7 +255,7 @@ def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gr
             _add(sums.query, new.query, 1, tile.row),
             _add(sums.key, new.key, 1, tile.key),
             _add(sums.value, new.value, 1, tile.key),
-            None if sums.scores is None else _add_dense(sums.scores, new, tile),
+            None if sums.bias is None else additions.add(sums.bias, new.bias, tile),
             None if sums.soft_cap is None or new.soft_cap is None else sums.soft_cap + new.soft_cap,
         )
 

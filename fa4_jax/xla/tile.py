@@ -19,10 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
+from fa4_jax.boxes import positions
 from fa4_jax.masks import bits
 from fa4_jax.masks.pairs import Pairs
 from fa4_jax.operands import Cotangents, Gradients, Operands, RowRanges, Tags
 from fa4_jax.problem import Problem
+from fa4_jax.xla import additions
+from fa4_jax.xla.grouped import Tile, by_group, dense, padded, part, part_of
 from fa4_jax.xla.products import clean, dot, poison, select
 
 Array = jax.Array
@@ -30,15 +33,6 @@ Array = jax.Array
 FEW_ROWS = 16
 """Up to these, XLA's CPU is faster with the keys on the left: with 4 rows and 2048 keys of 128 a
 bf16 forward takes 1.00 of `jax.nn`'s time, 1.20 with the rows there (float32: 0.70 and 0.84)."""
-
-
-class Tile(NamedTuple):
-    """Rows [row, row + rows) and keys [key, key + keys). The starts are ints or uint32[]."""
-
-    row: Any
-    rows: int
-    key: Any
-    keys: int
 
 
 class Keys(NamedTuple):
@@ -94,14 +88,14 @@ class Softmax(NamedTuple):
 class Products(NamedTuple):
     """A tile's part of the gradients, in the type of sums, with the scale if queries have it.
 
-    query [B, t, N, H], key and value [B, s, K, H], scores [b, k, g, t, s]; the sums over all tiles
-    have scores in the shape of the bias, or None. soft_cap [], or None if it has no gradient.
+    query [B, t, N, H], key and value [B, s, K, H]; bias as of `additions`, of a dense one the
+    tile's part; or None. soft_cap [], or None if it has no gradient.
     """
 
     query: Array
     key: Array
     value: Array
-    scores: Array | None
+    bias: Any
     soft_cap: Array | None
 
 
@@ -117,7 +111,7 @@ class Call:
         less to compute and to compile, but narrow types would be rounded once more, and a gradient
         of the scale needs the sums without it.
       soft_cap: [], in the type of the sums, or None.
-      bias, mask: [b|1, k|1, g|1, t|1, s|1].
+      bias: as of `additions`; mask: [b|1, k|1, g|1, t|1, s|1].
       row_ranges: as of `Operands`, the lengths padded; tile table and tile flags are not read.
       pairs: a mask of pairs, its lengths padded, or None.
     """
@@ -130,7 +124,7 @@ class Call:
     scale: Array
     scales_query: bool
     soft_cap: Array | None
-    bias: Array | None
+    bias: Any
     mask: Array | None
     row_ranges: RowRanges | None
     pairs: Pairs | None
@@ -151,11 +145,11 @@ class Call:
 
     def visible(self, tile: Tile) -> Array | None:
         """Pairs that band, ranges, masks and length allow, broadcasting to bool [b, k, g, t, s]."""
-        keys = _positions(tile.key, tile.keys)
+        keys = positions(tile.key, tile.keys)
         parts: list[Array] = []
         if self.problem.band:
             left, right = self.problem.window
-            rows = _positions(tile.row, tile.rows)[None, :, None] + self.offset[:, None, None]
+            rows = positions(tile.row, tile.rows)[None, :, None] + self.offset[:, None, None]
             distance = keys[None, None, :] - rows
             parts += [distance <= right] if right < UNBOUNDED else []
             parts += [distance >= -left] if left < UNBOUNDED else []
@@ -186,7 +180,7 @@ class Call:
         if self.soft_cap is not None:
             s = self.soft_cap * lax.tanh(s / self.soft_cap)
         if self.bias is not None:
-            s += part_of(self.bias, tile).astype(s.dtype)
+            s += additions.of_tile(self.bias, tile, self.problem, self.offset).astype(s.dtype)
         visible = self.visible(tile)
         return s if visible is None else select(visible, s, -jnp.inf)
 
@@ -223,25 +217,13 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
         cap = jnp.asarray(problem.soft_cap, problem.accumulator)
     offset = operands.extents[:, 2] if operands.offset is None else operands.offset[None]
 
-    def grouped(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        x = by_group(x, problem)
-        x = x if x.shape[3] == 1 else padded(x, 3, rows)
-        return x if x.shape[4] == 1 else padded(x, 4, keys)
-
-    bias, mask = grouped(operands.bias), grouped(operands.mask)
+    bias = None if operands.bias is None else additions.made(operands.bias, problem, rows, keys)
+    mask = None if operands.mask is None else dense(operands.mask, problem, rows, keys)
     ranges = None if operands.rows is None else _padded_ranges(problem, operands, rows, keys)
     return Call(
         *(problem, rows, keys, operands.extents, offset, scale, scales_query),
         *(cap, bias, mask, ranges, bits.pairs_of(operands, rows, keys)),
     )
-
-
-def by_group(x: Array, problem: Problem) -> Array:
-    """A dense [B|1, N|1, t, s] with the heads of each KV head apart, [b|1, k|1, g|1, t, s]."""
-    heads = (1, 1) if x.shape[1] == 1 else (problem.kv_heads, problem.group)
-    return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
 def _padded_ranges(problem: Problem, operands: Operands, rows: Any, keys: Any) -> RowRanges:
@@ -272,38 +254,6 @@ def _in_ranges(found: RowRanges, tile: Tile, keys: Array) -> list[Array]:
         tags = part(found.tags.key, 1, tile.key, tile.keys)[:, None, :]
         parts += [rows(found.tags.query_low) <= tags, tags <= rows(found.tags.query_high)]
     return parts
-
-
-def padded(x: Array, axis: int, length: Any) -> Array:
-    """x with zeros after it along an axis, up to a length."""
-    if x.shape[axis] == length:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
-
-
-def _positions(start: Any, size: int) -> Array:
-    """start ... start + size - 1, [size] int32."""
-    positions = lax.iota(jnp.int32, size)
-    return positions + (
-        start if isinstance(start, int) else lax.convert_element_type(start, jnp.int32)
-    )
-
-
-def part_of(x: Array, tile: Tile) -> Array:
-    """A tile's part of a dense [b|1, k|1, g|1, t|1, s|1]."""
-    if x.shape[3] != 1:
-        x = part(x, 3, tile.row, tile.rows)
-    return x if x.shape[4] == 1 else part(x, 4, tile.key, tile.keys)
-
-
-def part(x: Array, axis: int, start: Any, size: int) -> Array:
-    """[start, start + size) of an axis."""
-    if isinstance(start, int):
-        return x if size == x.shape[axis] else lax.slice_in_dim(x, start, start + size, axis=axis)
-    # The start is unsigned, so that it cannot count from the end and nothing is compiled for that.
-    return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def merged(x: Array) -> Array:
@@ -454,7 +404,10 @@ def products(
     """The products of the backward, from weights p and scaled products of a tile."""
     output_bar = merged(rows.output_bar)
     dp = unmerged(dot(output_bar, keys.value, 3, 3), weights)
-    of_scores = ds = weights * (dp - rows.delta)
+    ds = weights * (dp - rows.delta)
+    dbias = None
+    if call.bias is not None:
+        dbias = additions.gradient(call.bias, ds, tile, call.problem, call.offset)
     dcap = None
     if call.soft_cap is not None:
         ds, of_cap = before_cap(call, ds, scaled, tile)
@@ -467,7 +420,7 @@ def products(
     dq = dot(narrow, key, 3, 2)
     dq = dq * call.scale if call.scales_query else dq
     dq = native_rows(unmerged(dq, weights))
-    return Products(dq, native_keys(dk), native_keys(dv), of_scores, dcap)
+    return Products(dq, native_keys(dk), native_keys(dv), dbias, dcap)
 
 
 def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gradients:
@@ -481,18 +434,9 @@ def gradients(call: Call, operands: Operands, rows: Rows, sums: Products) -> Gra
         seen = (rows.shift[:, :, :t] < jnp.inf).transpose(0, 2, 1)[..., None]
         dscale = jnp.where(seen, query * operands.query.astype(query.dtype), 0).sum()
     dbias = None
-    if operands.bias is not None and call.bias is not None and sums.scores is not None:
-        b, n, rows_of_bias, keys_of_bias = operands.bias.shape
-        dbias = sum_to(sums.scores, call.bias.shape)
-        dbias = dbias.reshape(b, n, *dbias.shape[3:])[:, :, :rows_of_bias, :keys_of_bias]
-        dbias = dbias.astype(operands.bias.dtype)
+    if operands.bias is not None:
+        dbias = additions.of_operand(sums.bias, operands.bias)
     if not call.scales_query:
         query, key = query * call.scale, key * call.scale
     query, key = query.astype(dtype), key.astype(dtype)
     return Gradients(query, key, value.astype(dtype), dbias, dscale, sums.soft_cap)
-
-
-def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """x, summed over the axes where `shape` has 1."""
-    summed = tuple(axis for axis in range(5) if shape[axis] == 1 and x.shape[axis] != 1)
-    return x.sum(summed, keepdims=True)

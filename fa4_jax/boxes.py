@@ -1,0 +1,75 @@
+"""Values that say something of every row and key, a box of them at a time: masks and biases.
+
+A value is a pytree of its arrays, and knows what their dimensions are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+Dimensions = tuple[str, ...]
+"""Names of an array's dimensions: BATCH and HEADS may have size 1, as those of a dense mask may;
+any other name is shared by all rows and keys."""
+
+BATCH, HEADS, ROWS, KEYS, ANY = "batch", "heads", "query length", "key length", "any"
+
+
+class Box(Protocol):
+    """Rows [row, row + rows) and keys [key, key + keys). The starts may be traced."""
+
+    @property
+    def row(self) -> Any: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def key(self) -> Any: ...
+    @property
+    def keys(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Boxed:
+    """A value with an element for every row and key. DIMENSIONS names those of its arrays."""
+
+    DIMENSIONS: ClassVar[dict[str, Dimensions]] = {}
+
+    def mapped(self, change: Callable[[Array, Dimensions], Any]) -> Any:
+        """The same with change(array, its dimensions) for every array."""
+        new = {name: change(getattr(self, name), x) for name, x in self.DIMENSIONS.items()}
+        return dataclasses.replace(self, **new)
+
+    def padded(self, rows: Any, keys: Any) -> Self:
+        """The same value with arrays as long as `rows` and `keys`, within which all boxes lie."""
+        lengths = {ROWS: rows, KEYS: keys}
+
+        def longer(x: Array, dimensions: Dimensions) -> Array:
+            for axis, name in enumerate(dimensions):
+                size = x.shape[axis]
+                if name not in lengths or size in (1, lengths[name]):
+                    continue
+                missing = lengths[name] - size
+                if not isinstance(missing, int) or missing > 0:  # A symbolic one is never less.
+                    widths = [(0, 0)] * x.ndim
+                    widths[axis] = (0, missing)
+                    x = jnp.pad(x, widths)
+            return x
+
+        return self.mapped(longer)
+
+
+def part(x: Array, axis: int, start: Any, size: int) -> Array:
+    """[start, start + size) of an axis; all of one of size 1, which stands for every index."""
+    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def positions(start: Any, size: int) -> Array:
+    """start ... start + size - 1, [size] int32."""
+    return lax.iota(jnp.int32, size) + jnp.asarray(start).astype(jnp.int32)
