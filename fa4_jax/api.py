@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, validate, xla
+from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, score, validate, xla
 from fa4_jax.bias import Bias
 from fa4_jax.extents import Extents
 from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
@@ -23,6 +24,7 @@ from fa4_jax.target import current_target, named_target
 
 Implementation = Literal["kernel", "xla"] | None
 Numerics = Literal["fast", "exact"]
+ScoreFn = Callable[..., Any] | None
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -38,6 +40,7 @@ class Options(TypedDict, total=False):
     segment_ids: Ids
     logits_soft_cap: float | jax.Array | None
     sinks: ArrayLike | None
+    score_fn: ScoreFn
     deterministic: bool
     numerics: Numerics
     implementation: Implementation
@@ -130,6 +133,7 @@ def attention(
     segment_ids: Ids = None,
     logits_soft_cap: float | jax.Array | None = None,
     sinks: ArrayLike | None = None,
+    score_fn: ScoreFn = None,
     deterministic: bool = False,
     numerics: Numerics = "fast",
     return_residual: bool = False,
@@ -166,12 +170,18 @@ def attention(
         and masks. A traced one has a gradient.
       sinks: [N], floating: a score of each head with a value of 0, which takes part in the softmax
         as one more key that every row sees. Differentiable.
+      score_fn: fn(score, b, h, q, k), elementwise in jax.numpy, of scores after scale, soft cap and
+        bias and before masks, a part [B, N, rows, keys] at a time, in float32 (float64): it gets
+        int32 indices of batch entries and query heads, the rows' positions i + query_offset and
+        the keys' j, which broadcast to that, and returns scores. Differentiated; it must not close
+        over traced arrays (those are for `bias`). Programs are traced again for another function,
+        so define it once. Runs on the default path.
       deterministic: gradients are bitwise the same in every run.
       numerics: "fast" lets the kernels use a polynomial for part of the exponentials and rescale
         lazily (FlashAttention-4); "exact" does neither.
       return_residual: also return the log-sum-exp of each row.
       return_max_logit: also return the largest score of each head that a row sees, with scale, soft
-        cap and bias, without the sink; not differentiated.
+        cap, bias and score_fn, without the sink; not differentiated.
       implementation: "kernel" insists on the GPU kernels, "xla" on pure JAX; None takes the kernels
         where there are any for this call, and logs once why a program for NVIDIA GPUs has none.
       arch: "sm_90a" or "sm_100f": architecture of the GPU that the program is lowered for, where
@@ -200,6 +210,7 @@ def attention(
         segment_ids=segment_ids,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
+        score_fn=score_fn,
         return_max_logit=return_max_logit,
         deterministic=deterministic,
         numerics=numerics,
@@ -258,6 +269,7 @@ class Call:
     segment_ids: Any = None
     logits_soft_cap: Any = None
     sinks: Any = None
+    score_fn: Any = None
     return_max_logit: Any = False
     deterministic: Any = False
     numerics: Any = "fast"
@@ -296,6 +308,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         window=window,
         has_lengths=numbers.has_lengths,
         has_bias=bias is not None,
+        has_score_fn=call.score_fn is not None,
         has_mask=not (mask is None and pairs is None and packed is None),
         soft_cap=cap,
         has_soft_cap=call.logits_soft_cap is not None,
@@ -308,6 +321,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         value_dim=None if value_dim == h else value_dim,
     )
     offset = numbers.common_offset() if problem.band else None
+    offsets = extents.offset_array(numbers.query_offset)
     traced, traced_cap, sinks = (
         None if x is None else x.astype(problem.accumulator) for x in (traced, traced_cap, sinks)
     )
@@ -319,6 +333,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         sinks=sinks,
         pairs=pairs,
         bits=packed,
+        score=score.checked(call.score_fn, (b, n, t, s), offsets, problem.accumulator),
     )
     axes = mesh_types.union_varying(operands)
     return jax.tree.map(lambda x: mesh_types.cast_varying(x, axes), operands), problem

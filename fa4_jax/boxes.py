@@ -65,6 +65,53 @@ class Boxed:
         return self.mapped(longer)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Indices(Boxed):
+    """The numbers that a user's function of pairs is given. They are arrays, as batch entries and
+    heads are shared out among devices with them.
+
+    Attributes:
+      lengths: T and S; a function is asked about no position past them.
+      batch, head: int32 [B] and [N].
+      offset: query offset, int32 [B|1].
+    """
+
+    DIMENSIONS: ClassVar = {"batch": (BATCH,), "head": (HEADS,), "offset": (BATCH,)}
+    lengths: tuple[Any, Any] = dataclasses.field(metadata={"static": True})
+    batch: Array
+    head: Array
+    offset: Array
+
+    @classmethod
+    def of_call(cls, sizes: tuple[int, int, int, int], offset: Any) -> Self:
+        """Those of a call.
+
+        Args:
+          sizes: batch, query heads, query and key length.
+          offset: integers [] or [B|1].
+        """
+        batch, heads, *_ = sizes
+        return cls(
+            sizes[2:],
+            jnp.arange(batch, dtype=jnp.int32),
+            jnp.arange(heads, dtype=jnp.int32),
+            jnp.asarray(offset, jnp.int32).reshape(-1),
+        )
+
+    def of(self, box: Box) -> tuple[Array, Array, Array, Array]:
+        """b, h, q and k of a box, int32, broadcasting to [B, N, rows, keys]."""
+        last_row, last_key = (jnp.asarray(length, jnp.int32) - 1 for length in self.lengths)
+        row = jnp.minimum(positions(box.row, box.rows), last_row)
+        key = jnp.minimum(positions(box.key, box.keys), last_key)
+        return (
+            self.batch[:, None, None, None],
+            self.head[None, :, None, None],
+            row[None, None, :, None] + self.offset[:, None, None, None],
+            key[None, None, None, :],
+        )
+
+
 def part(x: Array, axis: int, start: Any, size: int) -> Array:
     """[start, start + size) of an axis; all of one of size 1, which stands for every index."""
     return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)

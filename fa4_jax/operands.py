@@ -59,7 +59,8 @@ class Operands(NamedTuple):
     scale [], the softmax scale in the type of the sums, or None where it is static; rows: or None;
     soft_cap [], likewise, or None where it is static or absent; sinks [N] in that type, or None;
     pairs: a mask that is evaluated where it is needed (`masks.pairs`), which the default path alone
-    does, or None; bits: what kernels take in place of it and of `mask`, or None.
+    does, or None; bits: what kernels take in place of it and of `mask`, or None; score: a user's
+    function of scores (`score.ScoreFunction`), or None.
     """
 
     query: Array
@@ -75,6 +76,7 @@ class Operands(NamedTuple):
     sinks: Array | None = None
     pairs: Any = None
     bits: MaskBits | None = None
+    score: Any = None
 
 
 class Results(NamedTuple):

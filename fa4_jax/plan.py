@@ -215,7 +215,9 @@ def new_buffers(
 def unsupported(problem: Problem) -> str | None:
     """Why no kernel of any architecture takes this problem, or None."""
     if problem.has_bias:
-        return "bias: the kernels take no dense bias"
+        return "bias: the kernels take none"
+    if problem.has_score_fn:
+        return "score_fn: it runs on the default path alone"
     if problem.scale is None:
         return "scale: it is traced, the kernels take a static one"
     if problem.dtype not in DTYPES:

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax import validate
+from fa4_jax.boxes import Indices
 from fa4_jax.extents import to_int32
 from fa4_jax.masks import pairs, resolve, tags, values
 from fa4_jax.masks.pairs import Between, Dense, Function, Pairs, Tagged
 from fa4_jax.masks.resolve import Call, Ids
+from fa4_jax.score import Whole, traced
 
 Array = jax.Array
 
@@ -98,26 +100,11 @@ def _intervals(low: Any, high: Any, call: Call) -> Pairs:
 
 def _function(fn: Any, operands: tuple[Any, ...], call: Call, heads: int) -> Pairs:
     """A function, which is traced once to check what it returns."""
-    offset = jnp.asarray(call.offset, jnp.int32).reshape(-1)
-    found = Function(
-        fn,
-        (call.query_length, call.key_length),
-        jnp.arange(call.batch, dtype=jnp.int32),
-        jnp.arange(heads, dtype=jnp.int32),
-        offset,
-        jax.tree.map(jnp.asarray, operands),
-    )
     shape = call.batch, heads, call.query_length, call.key_length
-    try:
-        result: Any = jax.eval_shape(
-            lambda x: x.fn(*_indices(x, call), *x.operands),
-            found,
-        )
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise ValueError(
-            "mask: function's fn needs the values of what it is given: write it in jax.numpy "
-            "without Python's if, int or bool of arrays (jnp.where, & and | take their places)"
-        ) from error
+    at = Indices.of_call(shape, call.offset)
+    found = Function(fn, at, jax.tree.map(jnp.asarray, operands))
+    box = Whole(*shape[2:])
+    result: Any = traced("mask: function's fn", lambda x: x.fn(*x.at.of(box), *x.operands), found)
     if not isinstance(result, jax.ShapeDtypeStruct) or result.dtype != jnp.bool_:
         raise ValueError(f"mask: function's fn must return one boolean array, got {result}")
     if len(result.shape) != 4 or any(
@@ -128,14 +115,3 @@ def _function(fn: Any, operands: tuple[Any, ...], call: Call, heads: int) -> Pai
             f"sizes 1, got shape {result.shape}: it has to be elementwise"
         )
     return found
-
-
-def _indices(x: Function, call: Call) -> tuple[Array, ...]:
-    """b, h, q and k of all pairs."""
-    row = jnp.arange(call.query_length, dtype=jnp.int32)
-    return (
-        x.batch[:, None, None, None],
-        x.head[None, :, None, None],
-        row[None, None, :, None] + x.offset[:, None, None, None],
-        jnp.arange(call.key_length, dtype=jnp.int32)[None, None, None, :],
-    )

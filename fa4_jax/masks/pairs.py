@@ -15,7 +15,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.boxes import ANY, BATCH, HEADS, KEYS, ROWS, Box, Boxed, Dimensions, part, positions
+from fa4_jax.boxes import (
+    ANY,
+    BATCH,
+    HEADS,
+    KEYS,
+    ROWS,
+    Box,
+    Boxed,
+    Dimensions,
+    Indices,
+    part,
+    positions,
+)
 
 Array = jax.Array
 
@@ -81,39 +93,18 @@ class Tagged(Pairs):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Function(Pairs):
-    """fn(b, h, q, k, *operands); indices of batch entries and heads are arrays, as they are shared
-    out among devices with them.
+    """fn(b, h, q, k, *operands), with the indices `at`."""
 
-    Attributes:
-      lengths: T and S; the function is asked about no position past them.
-      batch, head: int32 [B] and [N].
-      offset: query offset, int32 [B|1].
-    """
-
-    DIMENSIONS: ClassVar = {"batch": (BATCH,), "head": (HEADS,), "offset": (BATCH,)}
     fn: Callable[..., Any] = dataclasses.field(metadata={"static": True})
-    lengths: tuple[Any, Any] = dataclasses.field(metadata={"static": True})
-    batch: Array
-    head: Array
-    offset: Array
+    at: Indices
     operands: tuple[Any, ...]
 
     def seen(self, box: Box) -> Array:
-        rows, keys = self.lengths
-        row = jnp.minimum(positions(box.row, box.rows), jnp.asarray(rows, jnp.int32) - 1)
-        key = jnp.minimum(positions(box.key, box.keys), jnp.asarray(keys, jnp.int32) - 1)
-        found = self.fn(
-            self.batch[:, None, None, None],
-            self.head[None, :, None, None],
-            row[None, None, :, None] + self.offset[:, None, None, None],
-            key[None, None, None, :],
-            *self.operands,
-        )
-        return jnp.asarray(found)
+        return jnp.asarray(self.fn(*self.at.of(box), *self.operands))
 
     def mapped(self, change: Callable[[Array, Dimensions], Any]) -> Any:
         operands = jax.tree.map(lambda x: change(x, (ANY,) * x.ndim), self.operands)
-        return dataclasses.replace(super().mapped(change), operands=operands)
+        return dataclasses.replace(self, at=self.at.mapped(change), operands=operands)
 
 
 @dataclasses.dataclass(frozen=True)

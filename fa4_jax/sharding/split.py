@@ -98,6 +98,7 @@ class Split:
             sinks=None if operands.sinks is None else spec(self.heads),
             pairs=None if operands.pairs is None else operands.pairs.mapped(of_boxes),
             bits=jax.tree.map(dense, operands.bits),
+            score=None if operands.score is None else operands.score.mapped(of_boxes),
         )
 
 

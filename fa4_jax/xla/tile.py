@@ -24,6 +24,7 @@ from fa4_jax.masks import bits
 from fa4_jax.masks.pairs import Pairs
 from fa4_jax.operands import Cotangents, Gradients, Operands, RowRanges, Tags
 from fa4_jax.problem import Problem
+from fa4_jax.score import ScoreFunction
 from fa4_jax.xla import additions
 from fa4_jax.xla.grouped import Tile, by_group, dense, padded, part, part_of
 from fa4_jax.xla.products import clean, dot, poison, select
@@ -113,7 +114,7 @@ class Call:
       soft_cap: [], in the type of the sums, or None.
       bias: as of `additions`; mask: [b|1, k|1, g|1, t|1, s|1].
       row_ranges: as of `Operands`, the lengths padded; tile table and tile flags are not read.
-      pairs: a mask of pairs, its lengths padded, or None.
+      pairs: a mask of pairs, its lengths padded, or None. score: a user's function, or None.
     """
 
     problem: Problem
@@ -128,6 +129,7 @@ class Call:
     mask: Array | None
     row_ranges: RowRanges | None
     pairs: Pairs | None
+    score: ScoreFunction | None
 
     @property
     def is_masked(self) -> bool:
@@ -174,19 +176,32 @@ class Call:
         s = unmerged(s, query)
         return s if self.scales_query else s * self.scale
 
-    def scores(self, scaled: Array, tile: Tile) -> Array:
-        """Scores [b, k, g, t, s] of `scaled`: -inf if masked, else NaN if poisoned."""
+    def biased(self, scaled: Array, tile: Tile) -> Array:
+        """Scores [b, k, g, t, s] of `scaled`, with soft cap and bias."""
         s = scaled
         if self.soft_cap is not None:
             s = self.soft_cap * lax.tanh(s / self.soft_cap)
         if self.bias is not None:
             s += additions.of_tile(self.bias, tile, self.problem, self.offset).astype(s.dtype)
+        return s
+
+    def changed(self, s: Array, tile: Tile) -> Array:
+        """What the user's function, if there is one, makes of scores [b, k, g, t, s]."""
+        if self.score is None:
+            return s
+        by_head = s.reshape(s.shape[0], self.problem.query_heads, *s.shape[3:])
+        return self.score.changed(by_head, tile).reshape(s.shape)
+
+    def scores(self, scaled: Array, tile: Tile) -> Array:
+        """Scores [b, k, g, t, s] of `scaled`: -inf if masked, else NaN if poisoned."""
+        s = self.changed(self.biased(scaled, tile), tile)
         visible = self.visible(tile)
         return s if visible is None else select(visible, s, -jnp.inf)
 
     def hide(self, x: Array, scores: Array, tile: Tile, fill: float) -> Array:
         """x with `fill` for the pairs that are masked, whatever it holds there."""
-        seen = self.visible(tile) if self.bias is None else scores != -jnp.inf
+        plain = self.bias is None and self.score is None
+        seen = self.visible(tile) if plain else scores != -jnp.inf
         return x if seen is None else select(seen, x, fill)
 
     def rows_of(self, x: Array, tile: Tile) -> Array:
@@ -223,6 +238,7 @@ def make_call(problem: Problem, operands: Operands, rows: Any, keys: Any) -> Cal
     return Call(
         *(problem, rows, keys, operands.extents, offset, scale, scales_query),
         *(cap, bias, mask, ranges, bits.pairs_of(operands, rows, keys)),
+        score=operands.score,
     )
 
 
@@ -398,6 +414,14 @@ def before_cap(call: Call, ds: Array, scaled: Array, tile: Tile) -> tuple[Array,
     return ds * slope, ds * of_cap
 
 
+def before_function(call: Call, ds: Array, scaled: Array, tile: Tile) -> Array:
+    """Gradients of the scores that the user's function is given, 0 for a pair that is masked."""
+    before = call.biased(scaled, tile)
+    found = jax.vjp(lambda s: call.changed(s, tile), before)[1](ds)[0]
+    visible = call.visible(tile)
+    return found if visible is None else select(visible, found, 0)
+
+
 def products(
     call: Call, rows: Rows, keys: Keys, weights: Array, scaled: Array, tile: Tile
 ) -> Products:
@@ -405,6 +429,8 @@ def products(
     output_bar = merged(rows.output_bar)
     dp = unmerged(dot(output_bar, keys.value, 3, 3), weights)
     ds = weights * (dp - rows.delta)
+    if call.score is not None:
+        ds = before_function(call, ds, scaled, tile)
     dbias = None
     if call.bias is not None:
         dbias = additions.gradient(call.bias, ds, tile, call.problem, call.offset)

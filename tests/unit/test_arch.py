@@ -136,7 +136,7 @@ def test_a_program_for_cuda_without_kernels_is_told_of_once(caplog):
         program(lambda q: attention(q, q, q, bias, arch="sm_90a"), Q)
         assert messages(caplog)[1:] == [
             "attention uses the default path for its forward and backward: "
-            "bias: the kernels take no dense bias"
+            "bias: the kernels take none"
         ]
 
 
@@ -172,6 +172,7 @@ def test_supports_and_explain_take_every_argument_of_attention(name: str):
         "segment_ids": jax.ShapeDtypeStruct((1, 128), jnp.int32),
         "logits_soft_cap": 30.0,
         "sinks": jax.ShapeDtypeStruct(Q.shape[2:3], jnp.float32),
+        "score_fn": lambda score, b, h, q, k: score,
         "numerics": "exact",
         "implementation": "xla",
         "arch": "sm_90a",
@@ -180,7 +181,7 @@ def test_supports_and_explain_take_every_argument_of_attention(name: str):
     options: dict[str, Any] = operands | {name: values.get(name, True)}
     assert explain(**options).forward_flops > 0
     options |= {"arch": "sm_90a"}
-    default_path = {"bias", "implementation"}
+    default_path = {"bias", "implementation", "score_fn"}
     assert bool(supports(**options)) == (name not in default_path)
     with pytest.raises(ValueError, match="return_residual must be"):
         supports(Q, Q, Q, return_residual=2)
