@@ -9,11 +9,12 @@ import textwrap
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fa4_jax
 from benchmarks import parallel_projection
-from fa4_jax import autodiff, parallel, support
+from fa4_jax import autodiff, bias, parallel, support
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -62,6 +63,19 @@ def test_masks_run_as_shown():
     seen &= np.tril(chunks[:, None] == chunks)
     out = fa4_jax.attention(q, q, q, mask=names["table"], is_causal=True)
     assert_close(out, fa4_jax.attention(q, q, q, mask=seen[:, None]))
+
+
+def test_biases_run_as_shown():
+    names = run("biases")
+    q, i = names["q"], np.arange(512)
+    assert names["dtable"].shape == (32, 8) and np.abs(names["dtable"]).max() > 0
+    causal = jnp.asarray(names["slopes"])[:, None, None] * (i - i[:, None])[None]
+    out = fa4_jax.attention(q, q, q, causal, is_causal=True)
+    assert_close(fa4_jax.attention(q, q, q, bias.alibi(names["slopes"]), is_causal=True), out)
+    scale = np.where(np.eye(512, dtype=bool), 2, 1)[None, None]
+    scores = jnp.einsum("btnh,bsnh->bnts", q, q, preferred_element_type=jnp.float32) / 8
+    shares = jax.nn.softmax(scores * scale, axis=-1)
+    assert_close(names["out"], jnp.einsum("bnts,bsnh->btnh", shares, q.astype(jnp.float32)))
 
 
 def test_context_parallelism_runs_as_shown(capsys):
