@@ -205,7 +205,8 @@ def _retyped(cases: Iterable[Case], key: KernelKey) -> Iterator[tuple[Case, Kern
             yield other, key
 
 
-@functools.lru_cache(maxsize=256)
+# Each is up to 70 MB, in every process.
+@functools.lru_cache(maxsize=16)
 def _expected(case: Case, seed: int) -> list[dict[str, np.ndarray]]:
     """The oracle's results, then those of ordinary computations."""
     inputs = inputs_of(case, seed)
@@ -231,7 +232,7 @@ def verdicts(problem: Problem, policy: Policy, seed: int) -> list[Verdict]:
     return judged(problem, launches_of(problem).run(policy, seed))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def launches_of(problem: Problem) -> attention.Attention:
     """The launches of the forward, or those of the backward on what a forward has left."""
     gradients = problem.kernel is Pass.BACKWARD
