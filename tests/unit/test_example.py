@@ -85,3 +85,14 @@ def test_wrong_meshes_are_refused(tmp_path):
         refused = run(tmp_path, "--mesh", mesh)
         assert refused.returncode == 2
         assert f"--mesh {mesh}: {reason}" in refused.stderr
+
+
+def test_meanflow_tells_what_has_not_learned(tmp_path):
+    flags = ["--steps", "3", "--batch", "4", "--width", "32", "--layers", "1", "--output"]
+    found = run_example("examples/meanflow.py", *flags, str(tmp_path))
+    assert found.returncode == 1, found.stderr
+    distances = re.search(r"nearest ring: ([\d.]+), after training ([\d.]+)", found.stdout)
+    assert distances is not None, found.stdout + found.stderr
+    before, after = map(float, distances.groups())
+    assert after > 0.6 * before
+    assert (tmp_path / "samples.png").stat().st_size > 1000
