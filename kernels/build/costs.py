@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 
 from fa4_jax import catalogue
-from fa4_jax.key import KernelKey
+from fa4_jax.key import KernelKey, Pass
 from kernels.build import cache
 
 
@@ -34,7 +34,11 @@ class Capability:
 
 
 def _plain(key: KernelKey) -> bool:
-    return not (key.ranges or key.pair or key.short or key.polynomial_exp2)
+    return not (key.ranges or key.pair or key.short or key.polynomial_exp2 or _splits_keys(key))
+
+
+def _splits_keys(key: KernelKey) -> bool:
+    return key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
 
 
 CAPABILITIES = (
@@ -54,13 +58,19 @@ CAPABILITIES = (
     Capability(
         "masks in memory, sinks, largest scores",
         lambda key: key.ranges and not key.soft_cap,
-        "test_row_ranges.py, test_logits.py: every mask once",
+        "test_row_ranges.py, test_pair_masks.py, test_logits.py: a cover",
         '--only "*ranges*"',
+    ),
+    Capability(
+        "few query rows and pages",
+        _splits_keys,
+        "test_split.py, test_decode_end_to_end.py",
+        '--only "*_fwd_split_*"',
     ),
     Capability(
         "soft caps (Hopper; Blackwell's kernels with masks take them)",
         lambda key: key.soft_cap,
-        "test_logits.py: every case with a cap once",
+        "test_logits.py: a cover",
         '--only "*soft_cap*"',
     ),
     Capability(
