@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from fa4_jax import attention, autodiff, batching, xla
 from fa4_jax.operands import Cotangents, Gradients, Operands
+from tests.derivative_checks import close, loss
 
 Point = dict[str, jax.Array]
 Function = Callable[[Point], Any]
@@ -113,16 +114,6 @@ def make(call: Call, rng: np.random.Generator) -> Point:
     return point | {name: 1 + jnp.abs(point[name]) for name in call.more if MORE[name] == ()}
 
 
-def loss(function: Function) -> Callable[[Point], jax.Array]:
-    """A function of all results, none of whose derivatives is zero."""
-
-    def of_point(point: Point) -> jax.Array:
-        output, lse = function(point)
-        return jnp.sin(output).sum() + (jnp.where(lse == -jnp.inf, 0, lse) ** 2).sum()
-
-    return of_point
-
-
 def inner(one: Point, other: Point) -> jax.Array:
     return sum(((one[name] * other[name]).sum() for name in one), jnp.zeros(()))
 
@@ -174,13 +165,6 @@ DERIVATIVES = (
     *(jvp, jvp_of_grad, grad_of_grad, grad_of_jvp),
     *(jvp_of_jvp, mean_flow, linearized),
 )
-
-
-def close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    def same(a: jax.Array, b: jax.Array) -> None:
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(same, actual, expected)
 
 
 @pytest.mark.parametrize("derivative", DERIVATIVES, ids=lambda x: x.__name__)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import fa4_jax
 from fa4_jax import attention, bias
 from tests.default_paths import PATHS, forced
+from tests.derivative_checks import close, loss
 
 B, T, S, N, K, H = 2, 21, 30, 4, 2, 8
 OFFSETS = np.array([9, -4])
@@ -79,20 +80,6 @@ def both(fn: Any, offset: Any, causal: bool) -> tuple[Any, Any]:
         )
 
     return ours, functools.partial(plain, fn=fn, offset=offset, causal=causal)
-
-
-def loss(function: Any) -> Any:
-    def of(*args: jax.Array) -> jax.Array:
-        output, lse = function(*args)
-        return jnp.sin(output).sum() + (jnp.where(lse == -jnp.inf, 0, lse) ** 2).sum()
-
-    return of
-
-
-def close(actual: Any, expected: Any) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), actual, expected
-    )
 
 
 @pytest.mark.parametrize("fn", [uneven, hiding])
