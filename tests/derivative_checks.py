@@ -20,10 +20,10 @@ def loss(function: Callable[..., Any]) -> Callable[..., jax.Array]:
     return of_all
 
 
-def close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
+def close(actual: Any, expected: Any) -> None:
     """Fails unless all arrays are equal up to the rounding of float64."""
 
     def same(a: jax.Array, b: jax.Array) -> None:
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
     jax.tree.map(same, actual, expected)
