@@ -143,6 +143,7 @@ END_TO_END = (
 @pytest.mark.parametrize("case", END_TO_END, ids=lambda case: case.id)
 def test_from_end_to_end(gpu: Gpu, case: Case, seed: int) -> None:
     """fa4_jax.attention(mask=...), XLA's bits, the FFI handler and the kernels."""
-    verdicts = gpu(emulated_gpu.verdicts, case, seed, HOW[seed % len(HOW)])
+    ways = HOW[:-1]  # The last asks for one order of additions, which no case here is bound to.
+    verdicts = gpu(emulated_gpu.verdicts, case, seed, ways[seed % len(ways)])
     assert [verdict.name for verdict in verdicts] == list(names(case))
     assert not [verdict for verdict in verdicts if verdict.failure]
