@@ -10,7 +10,7 @@ held constant (Geng et al. 2025, "Mean Flows for One-step Generative Modeling"):
     target = v - (t - r) du/dt,    du/dt = the jvp of u at (z, r, t) along (v, 0, 1)
 
 `fa4_jax.attention` is differentiated from outside, with no argument for it. The images are rings of
-random size at random places. The script takes two minutes on two cores; it ends with a picture of
+random size at random places. The script takes 130 seconds on two cores; it ends with a picture of
 samples below rings, and with how far samples are from the nearest ring, before and after training.
 It exits with 1 unless they have come much nearer.
 """
@@ -69,13 +69,13 @@ def rings(key: jax.Array, count: int) -> jax.Array:
 
 
 def patches(images: jax.Array) -> jax.Array:
-    """[B, 16, 16] -> [B, 16, 16]."""
+    """Images [B, 16, 16] -> patches [B, 16 of them, 16 pixels]."""
     parts = images.reshape(-1, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
     return parts.transpose(0, 1, 3, 2, 4).reshape(-1, TOKENS, PIXELS)
 
 
 def joined(tokens: jax.Array) -> jax.Array:
-    """[B, 16, 16] -> [B, 16, 16]."""
+    """The images that have these patches; the inverse of `patches`."""
     parts = tokens.reshape(-1, SIDE // PATCH, SIDE // PATCH, PATCH, PATCH)
     return parts.transpose(0, 1, 3, 2, 4).reshape(-1, SIDE, SIDE)
 
@@ -149,8 +149,8 @@ def make_batch(key: jax.Array, size: int) -> Batch:
 
 
 def loss(model: Velocity, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the squared error to MeanFlow's target with each image's divided by itself, a
-    constant, as the paper weights it; and the mean squared error.
+    """Returns the squared error to MeanFlow's target with each image's divided by itself as a
+    constant, so that all images weigh alike; and the mean squared error.
     """
     graph, state = nnx.split(model)
     images, noise, r, t = batch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,10 @@ any other name is shared by all rows and keys."""
 BATCH, HEADS, ROWS, KEYS, ANY = "batch", "heads", "query length", "key length", "any"
 
 
+_VALUES_NEEDED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+"""Errors of a traced function that needs the values of its arguments."""
+
+
 class Box(Protocol):
     """Rows [row, row + rows) and keys [key, key + keys). The starts may be traced."""
 
@@ -33,6 +37,15 @@ class Box(Protocol):
     def key(self) -> Any: ...
     @property
     def keys(self) -> int: ...
+
+
+class Whole(NamedTuple):
+    """The box of all rows and keys."""
+
+    rows: Any
+    keys: Any
+    row: int = 0
+    key: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,3 +133,24 @@ def part(x: Array, axis: int, start: Any, size: int) -> Array:
 def positions(start: Any, size: int) -> Array:
     """start ... start + size - 1, [size] int32."""
     return lax.iota(jnp.int32, size) + jnp.asarray(start).astype(jnp.int32)
+
+
+def traced(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Shapes and types of what a user's function returns.
+
+    Args:
+      name: of the function, as messages have it.
+
+    Raises:
+      ValueError: it cannot be traced.
+    """
+    try:
+        return jax.eval_shape(function, *args)
+    except (*_VALUES_NEEDED, ValueError) as error:
+        # Of an array with several elements JAX says so in a plain ValueError.
+        if not isinstance(error, _VALUES_NEEDED) and "truth value" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} needs the values of what it is given: write it in jax.numpy without Python's "
+            "if, int or bool of arrays (jnp.where, & and | take their places)"
+        ) from error

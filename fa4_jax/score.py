@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.boxes import Box, Boxed, Dimensions, Indices
+from fa4_jax.boxes import Box, Boxed, Dimensions, Indices, Whole, traced
 
 Array = jax.Array
-
-_VALUES_NEEDED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
-"""Errors of a traced function that needs the values of its arguments."""
-
-
-class Whole(NamedTuple):
-    """The box of all rows and keys."""
-
-    rows: Any
-    keys: Any
-    row: int = 0
-    key: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -71,24 +59,3 @@ def checked(
     if result.dtype != scores.dtype:
         raise ValueError(f"score_fn must return {scores.dtype} as it is given, got {result.dtype}")
     return found
-
-
-def traced(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Shapes and types of what a user's function returns.
-
-    Args:
-      name: of the function, as messages have it.
-
-    Raises:
-      ValueError: it cannot be traced.
-    """
-    try:
-        return jax.eval_shape(function, *args)
-    except (*_VALUES_NEEDED, ValueError) as error:
-        # Of an array with several elements JAX says so in a plain ValueError.
-        if not isinstance(error, _VALUES_NEEDED) and "truth value" not in str(error):
-            raise
-        raise ValueError(
-            f"{name} needs the values of what it is given: write it in jax.numpy without Python's "
-            "if, int or bool of arrays (jnp.where, & and | take their places)"
-        ) from error

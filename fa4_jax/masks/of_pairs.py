@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax import validate
-from fa4_jax.boxes import Indices
+from fa4_jax.boxes import Indices, Whole, traced
 from fa4_jax.extents import to_int32
 from fa4_jax.masks import pairs, resolve, tags, values
 from fa4_jax.masks.pairs import Between, Dense, Function, Pairs, Tagged
 from fa4_jax.masks.resolve import Call, Ids
-from fa4_jax.score import Whole, traced
 
 Array = jax.Array
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -15,24 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import fa4_jax
 from fa4_jax import attention, bias
-from tests.default_paths import PATHS, forced
 from tests.derivative_checks import close, loss
 
 B, T, S, N, K, H = 2, 21, 30, 4, 2, 8
 OFFSETS = np.array([9, -4])
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module", params=PATHS)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Makes every size run on one path, `blockwise` with several blocks a side."""
-    with forced(request.param, 8):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def uneven(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
