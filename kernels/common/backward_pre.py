@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import KernelKey
-from kernels.common import tensors
+from kernels.common import launches, tensors
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PreHost, pre_source
 from kernels.description import Description
@@ -39,7 +39,7 @@ class Preprocess(PreHost):
     def __init__(self, key: KernelKey, description: Description):
         self.dtype = tensors.TYPES[key.dtype]
         self.rows, self.columns = description.division.rows, description.division.columns
-        self.deterministic = key.deterministic
+        self.counters = launches.counters_of(key.deterministic, description.division)
         self.description = description
         # The main kernel may start while this one ends; on Hopper it gained nothing (measured).
         self.lets_main_start = key.arch == "sm_100f"

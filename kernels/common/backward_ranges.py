@@ -78,21 +78,8 @@ NO_VISITS: Any = None
 """Of a key tile whose queries have no ranges in memory."""
 
 
-def make_visits(
-    ranges: Ranges,
-    blocks: bands.BlockRange,
-    first_key: Int32,
-    shape: tuple[int, int],
-    mask: Mask | None = None,
-) -> Visits:
-    """Counts what a key tile visits; a whole warp calls it.
-
-    Args:
-      blocks: those that the band allows.
-      shape: query rows of a block, keys of a tile.
-    """
-    rows, keys = shape
-    visits = Visits(ranges, blocks, first_key, first_key + keys, Int32(0), mask)
+def with_count(visits: Visits, rows: int) -> Visits:
+    """Counts what a key tile visits, in blocks of `rows` rows; a whole warp calls it."""
     return dataclasses.replace(visits, count=_count(visits, rows))
 
 
@@ -193,7 +180,10 @@ def hidden(visits: Visits, block: Int32, rows: int) -> Int32:
 
 
 def first_key_tile(visits: Visits, block: Int32, shape: tuple[int, int]) -> Int32:
-    """Returns the first key tile that visits a block by the table; shape as of `make_visits`."""
+    """Returns the first key tile that visits a block by the table.
+
+    shape: query rows of a block, keys of a tile.
+    """
     rows, keys = shape
     least_low, _, _, _ = _entry(visits.ranges, block, rows)
     return least_low // keys

@@ -15,8 +15,8 @@ from kernels.common.backward_ranges import (
     Mask,
     Visits,
     first_key_tile,
-    make_visits,
     next_block,
+    with_count,
 )
 from kernels.common.pair_masks import BitsInMemory
 from kernels.common.row_ranges import RangesInMemory
@@ -194,6 +194,12 @@ def earlier_tiles(work: Work, block: Int32, band: bool, shape: tuple[int, int]) 
 
 def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: BackwardShape) -> Work:
     """Returns a key tile's work where rows have ranges in memory; a whole warp calls it."""
+    visits = with_count(visits_of(work, buffers, sizes, shape), shape.m)
+    return dataclasses.replace(work, visits=visits)
+
+
+def visits_of(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: BackwardShape) -> Visits:
+    """Returns the query blocks of a key tile, not counted yet."""
     ranges = row_ranges.of_batch(buffers, sizes, work.batch)
     mask = None
     if buffers.mask_bits is not None:
@@ -201,5 +207,5 @@ def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: BackwardSha
         bits = BitsInMemory(buffers, sizes, Int32(0))
         # Without an order of tiles dQ is added in order.
         mask = Mask(states, bits, shape.n, skips=buffers.key_order is not None)
-    visits = make_visits(ranges, work.blocks, work.first_key, (shape.m, shape.n), mask)
-    return dataclasses.replace(work, visits=visits)
+    first_key = work.first_key
+    return Visits(ranges, work.blocks, first_key, first_key + shape.n, Int32(0), mask)

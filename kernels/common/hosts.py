@@ -159,7 +159,8 @@ class BackwardHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
-      deterministic: dQ is added in order, by counters.
+      deterministic: dQ is added in order.
+      counters: of `launches.counters_of`.
       ranges: whether rows have ranges of keys in memory.
       reads_cap: whether the kernel reads a soft cap.
       reads_mask: whether it reads bits of a mask of pairs.
@@ -168,6 +169,7 @@ class BackwardHost:
     description: Description
     dtype: Any
     deterministic: bool
+    counters: tuple[str, ...]
     ranges: bool = False
     reads_cap: bool = False
     reads_mask: bool = False
@@ -183,15 +185,19 @@ class BackwardHost:
         scalars: BackwardScalars,
         ranges: RangeBuffers,
         cap: CapBuffer,
+        device: SmCount,
         stream: cuda.CUstream,
     ):
         description = self.description
         maps = tensor_maps(
             description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims)
         )
-        if cutlass.const_expr(not self.deterministic):
-            rows = dataclasses.replace(rows, dq_order=None, dq_ticket=None)
-        tiles = cute.ceil_div(sizes.key_length, description.division.keys) * description.ctas
+        absent = launches.absent_counters(self.counters)
+        rows = dataclasses.replace(rows, **dict.fromkeys(absent))
+        tiles = cute.ceil_div(sizes.key_length, description.division.keys)
+        tiles = tiles * sizes.kv_heads * sizes.batch
+        if cutlass.const_expr(description.division.persistent):
+            tiles = cutlass.min(tiles, cutlass.max(device.sm_count // description.ctas, 1))
         more = ()
         if cutlass.const_expr(self.ranges):
             absent = launches.absent_orders(forward=False, deterministic=self.deterministic)
@@ -199,7 +205,7 @@ class BackwardHost:
             ranges = dataclasses.replace(ranges, **dict.fromkeys(absent))
             more = (ranges, cap) if self.reads_cap else (ranges,)
         self.kernel(maps, rows, sizes, scalars, *more).launch(
-            grid=[tiles * sizes.kv_heads * sizes.batch, 1, 1],
+            grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],
             stream=stream,
@@ -213,17 +219,17 @@ class PreHost:
 
     Attributes:
       description: of the kernel.
-      deterministic: there are counters.
+      counters: of `launches.counters_of`.
     """
 
     description: Description
-    deterministic: bool
+    counters: tuple[str, ...]
     kernel: Any
 
     @cute.jit
     def __call__(self, buffers: PreBuffers, shape: RowShape, stream: cuda.CUstream):
-        if cutlass.const_expr(not self.deterministic):
-            buffers = dataclasses.replace(buffers, dq_order=None, dq_ticket=None)
+        absent = launches.absent_counters(self.counters)
+        buffers = dataclasses.replace(buffers, **dict.fromkeys(absent))
         sizes = RowSizes(shape.query_length, shape.heads)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         self.kernel(buffers, sizes, shape.head_dim).launch(
@@ -289,7 +295,7 @@ def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) ->
     tile: sizes that the build prints.
     """
     buffers = (BackwardBuffers, RowBuffers)
-    takes = (*buffers, Sizes, HeadDims, BackwardScalars, RangeBuffers, CapBuffer)
+    takes = (*buffers, Sizes, HeadDims, BackwardScalars, RangeBuffers, CapBuffer, SmCount)
     return make_source(host, key, takes, tile)
 
 

@@ -119,8 +119,8 @@ def _forward_join(key: KernelKey, description: Description) -> Launch:
 
 
 def _backward(key: KernelKey, description: Description) -> Launch:
-    counters = _counters(key)
-    skipped = () if key.deterministic else ("dq_order", "dq_ticket")
+    counters = counters_of(key.deterministic, description.division)
+    skipped = absent_counters(counters)
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
     cap = interface.params(interface.CapBuffer) if key.reads_cap else ()
     more = (*_ranges(key), *cap)
@@ -145,6 +145,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
         cluster=(description.ctas, 1, 1),
+        persistent=description.division.persistent,
         programmatic=description.division.programmatic,
     )
 
@@ -153,7 +154,7 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
     rows = description.division.rows
     tiles = Factor(buffer="do", axis=1, divisor=rows, multiple=rows)
     padded = (*_dims("do", (0, 2)), (tiles,))
-    skipped = () if key.deterministic else ("dq_order", "dq_ticket")
+    skipped = absent_counters(counters_of(key.deterministic, description.division))
     buffers = interface.params(interface.PreBuffers)
     return Launch(
         operands=("o", "do", "lse", "dlse", "extents"),
@@ -246,12 +247,19 @@ def _tiles(buffer: str, rows: int, ctas: int = 1) -> tuple[Factor, ...]:
     )
 
 
-def _counters(key: KernelKey) -> tuple[str, ...]:
-    """Names what the backward of a key counts in global memory, to add dQ in order.
+def counters_of(deterministic: bool, division: Division) -> tuple[str, ...]:
+    """Names what the backward of a key counts in global memory.
 
-    dq_order counts additions to each query tile, dq_ticket the CTAs, or pairs, that have started.
+    dq_order counts additions to each query tile, which are in order; dq_ticket the key tiles that
+    CTAs, or pairs, have taken.
     """
-    return ("dq_order", "dq_ticket") if key.deterministic else ()
+    order = ("dq_order",) if deterministic else ()
+    return (*order, "dq_ticket") if deterministic or division.by_ticket else order
+
+
+def absent_counters(counters: tuple[str, ...]) -> tuple[str, ...]:
+    """Names the counters that a backward lacks."""
+    return tuple(name for name in ("dq_order", "dq_ticket") if name not in counters)
 
 
 def _accumulators(key: KernelKey, division: Division) -> tuple[Result, ...]:
@@ -264,4 +272,7 @@ def _accumulators(key: KernelKey, division: Division) -> tuple[Result, ...]:
     tile_size = division.rows * division.columns
     dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(tile_size),)))
     shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (_ONE,)}
-    return (dq_acc, *(Result(name, "i32", shapes[name]) for name in _counters(key)))
+    return (
+        dq_acc,
+        *(Result(name, "i32", shapes[name]) for name in counters_of(key.deterministic, division)),
+    )

@@ -99,7 +99,7 @@ def _tensor(region: Region, field: Any, dtype: Any) -> Any:
     layout = tensors.tile_layout(dtype, rows, columns, *(stages or [1]), region.span_bytes)
     if region.transposed:
         layout = tensors.transposed(layout)
-    tensor = tensors.smem_tensor(field, layout)
+    tensor = tensors.smem_tensor(field, layout, dtype)
     return tensor if len(region.shape) == _SWIZZLED_RANK else tensor[None, None, 0]
 
 

@@ -1,5 +1,7 @@
 """Views of shared and global memory that every kernel builds the same way."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -60,9 +62,9 @@ def single_layout(dtype, shape: tuple[int, int], span_bytes: int = 128) -> cute.
     return cute.tile_to_shape(atom, shape, order=(0, 1))
 
 
-def smem_tensor(storage, layout: cute.ComposedLayout) -> cute.Tensor:
-    """Makes the tensor of a swizzled layout over an operand's storage."""
-    return storage.get_tensor(layout.outer, swizzle=layout.inner)
+def smem_tensor(storage, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
+    """Makes the tensor of an operand: a swizzled layout over storage, of whatever type."""
+    return storage.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
 
 def transposed(layout: cute.ComposedLayout) -> cute.ComposedLayout:

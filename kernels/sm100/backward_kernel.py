@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from kernels.common import launches, resources
 from kernels.common import ptx as common_ptx
-from kernels.common import resources
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import BackwardHost
 from kernels.common.resources import Maps, Shared
@@ -34,6 +34,7 @@ class BackwardKernel(BackwardHost):
     def __init__(self, config: BackwardConfig, row_roles: Any):
         self.config, self.row_roles = config, row_roles
         self.description, self.dtype = config.description, config.dtype
+        self.counters = launches.counters_of(config.deterministic, self.description.division)
         self.deterministic = config.deterministic
         self.ranges = self.reads_cap = self.reads_mask = config.ranges
 

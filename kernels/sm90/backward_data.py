@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -21,6 +22,8 @@ class Step:
       group: which of the MMA warpgroups it is.
       hidden: what ranges hide in the block (backward_ranges), where rows have them in memory.
       words: all that the load warp has published of the step, in shared memory.
+      is_first: whether it is the first of its key tile.
+      of_tile: words of the key tile (backward_tiles), where a CTA has one after the other.
     """
 
     member: Int32
@@ -29,6 +32,8 @@ class Step:
     group: Int32
     hidden: Int32 | int = 0
     words: Any = None
+    is_first: cutlass.Boolean | bool = False
+    of_tile: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,15 @@ SCORE_BUFFERS = 2
 VISIT_WORDS = 2
 """int32 words that say what a step is: its query block, and what ranges hide in it."""
 
+DQ_BUFFERS = 2
+"""Steps of dQ that shared memory holds where it is staged there."""
+
+ORDER_WARPS = 2
+"""Warps that add dQ, or open the turns for it, in a fixed order: each has every other step."""
+
+WORK_WORDS = 12
+"""int32 words that say what a tile's work is; with ranges in memory one more counts its blocks."""
+
 _VISITS = "query block of a step, and what ranges hide in it"
 _BITS = ", and where the bits of a mask of pairs are"
 
@@ -42,17 +51,23 @@ def of_key(key: KernelKey) -> Description:
     """Describes the main backward kernel of a key."""
     head_dim, value_dim, deterministic = key.head_dim, key.value_dim, key.deterministic
     tile = BACKWARD_TILES[head_dim, value_dim].in_order(deterministic)
-    staged = tile.stages_dq(deterministic)
     words, text = VISIT_WORDS, _VISITS
     if key.reads_mask:
         words, text = words + tile.m // WARPGROUP_ROWS, text + _BITS
     visits = (Region("visits", (words, tile.stages), text, "i32"),) if key.ranges else ()
+    if tile.persistent:
+        text = "key tile, head and blocks of the CTA's tile"
+        work = Region("work", (WORK_WORDS + key.ranges, 2), text, "i32")
+        blocks = Region("dq_block", (DQ_BUFFERS,), "query block of a buffer of dQ", "i32")
+        visits = (work, *visits, blocks) if key.ranges else (work,)
     return Description(
-        roles=_roles(tile, staged, deterministic),
-        barriers=_barriers(tile, staged, deterministic),
+        roles=_roles(tile, deterministic),
+        barriers=_barriers(tile, deterministic),
         named_barriers=_named_barriers_of_pair() if tile.ctas > 1 else _named_barriers(tile),
-        regions=(*visits, *_regions(tile, (head_dim, value_dim), staged, deterministic)),
-        division=Division(tile.m, tile.keys, head_dim),
+        regions=(*visits, *_regions(tile, (head_dim, value_dim), deterministic)),
+        division=Division(
+            *(tile.m, tile.keys, head_dim), persistent=tile.persistent, by_ticket=tile.persistent
+        ),
         maps=_maps(tile, head_dim, value_dim),
         ctas=tile.ctas,
     )
@@ -60,7 +75,8 @@ def of_key(key: KernelKey) -> Description:
 
 def pre(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel before the main one."""
-    return ends_description.pre(BACKWARD_TILES[head_dim, value_dim].m, head_dim)
+    tile = BACKWARD_TILES[head_dim, value_dim]
+    return ends_description.pre(tile.m, head_dim, by_ticket=tile.persistent)
 
 
 def post(head_dim: int, value_dim: int) -> Description:
@@ -74,15 +90,20 @@ def _users(tile: BackwardTile) -> tuple[str, ...]:
     return ("scores", "gradient") if tile.ctas > 1 else ("mma",)
 
 
-def _roles(tile: BackwardTile, staged: bool, deterministic: bool) -> tuple[Role, ...]:
+def _roles(tile: BackwardTile, deterministic: bool) -> tuple[Role, ...]:
     budget = REGISTER_BUDGETS[tile.mma_warpgroups]
     load, groups = budget.load, tile.mma_warpgroups
     order = Role(
-        "order", 1, 1, "opens the turns to add dQ; backward_dq, Note [dq order]", registers=load
+        "order",
+        first_warp=1,
+        warps=ORDER_WARPS,
+        job="opens the turns to add dQ; backward_dq, Note [dq order]",
+        registers=load,
     )
-    reduce = Role("reduce", 1, 1, "adds dQ to global memory in bulk", registers=load)
-    second = [reduce] if staged else [order] if deterministic else []
-    idle = 3 - len(second)
+    warps = ORDER_WARPS if deterministic else 1
+    reduce = Role("reduce", 1, warps, "adds dQ to global memory in bulk", registers=load)
+    second = [reduce] if tile.persistent else [order] if deterministic else []
+    idle = 3 - sum(role.warps for role in second)
     mma = (Role("mma", 4, 4, "the five products and what lies between them", groups, budget.mma),)
     of_pair = (
         Role("scores", 4, 4, "S, P, dV and half of the CTA's dQ", registers=budget.mma),
@@ -99,7 +120,7 @@ def _roles(tile: BackwardTile, staged: bool, deterministic: bool) -> tuple[Role,
 def _named_barriers(tile: BackwardTile) -> tuple[NamedBarrier, ...]:
     meanings = {
         "scores_ready": "dS is in shared memory; Note [scores]",
-        "finished": "K and V have been read; then: dK and dV are in their memory",
+        "finished": "dS has been read; dK and dV are staged; they have been stored",
         "padding": "rows past a length are cleared",
     }
     threads = tile.mma_warpgroups * WARPGROUP
@@ -124,26 +145,39 @@ def _named_barriers_of_pair() -> tuple[NamedBarrier, ...]:
     )
 
 
-def _barriers(tile: BackwardTile, staged: bool, deterministic: bool) -> tuple[Barrier, ...]:
+def _barriers(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
     users = _users(tile)
     loaded, released = (copied("load"),), tuple(warps(role) for role in users)
     q_stages, do_stages = tile.stages, tile.do_stages
     staging = (
-        Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory", tile.dq_buffers),
-        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read", tile.dq_buffers),
+        Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory", DQ_BUFFERS),
+        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read", DQ_BUFFERS),
     )
     order = (
-        Barrier("dq_turn", (one("order"),), users, "step: dQ may be added"),
-        Barrier("dq_added", released, ("order",), "step: dQ has been added"),
+        Barrier("dq_turn", (one("order"),), users, "step: dQ may be added", ORDER_WARPS),
+        Barrier("dq_added", released, ("order",), "step: dQ has been added", ORDER_WARPS),
     )
     return (
-        Barrier("kv_full", loaded, users, "CTA"),
-        *(staging if staged else order if deterministic else ()),
+        *_of_keys(tile),
+        *(staging if tile.persistent else order if deterministic else ()),
         *(_exchange() if tile.ctas > 1 else ()),
         Barrier("q_full", loaded, users, "step: Q, lse_log2", q_stages),
         Barrier("q_empty", released, ("load",), "step", q_stages),
         Barrier("do_full", loaded, users, "step: dO, delta", do_stages),
         Barrier("do_empty", released, ("load",), "step", do_stages),
+    )
+
+
+def _of_keys(tile: BackwardTile) -> tuple[Barrier, ...]:
+    """Lists the barriers of K and V, and of the words that say what a CTA's tile is."""
+    users, loaded = _users(tile), (copied("load"),)
+    if not tile.persistent:
+        return (Barrier("kv_full", loaded, users, "CTA"),)
+    readers = (*users, "reduce")
+    read = tuple(warps(role) for role in readers)
+    return (
+        Barrier("kv_full", loaded, readers, "key tile"),
+        Barrier("kv_empty", read, ("load",), "key tile"),
     )
 
 
@@ -158,34 +192,53 @@ def _exchange() -> tuple[Barrier, ...]:
 
 
 def _regions(
-    tile: BackwardTile, head_dims: tuple[int, int], staged: bool, deterministic: bool
+    tile: BackwardTile, head_dims: tuple[int, int], deterministic: bool
 ) -> tuple[Region, ...]:
     (d, dv), m, n, span = head_dims, tile.m, tile.n, tile.span_bytes
     ring, do_ring, of_keys = tile.stages, tile.do_stages, tile.key_span_bytes
     ds_buffers, ds_meaning = SCORE_BUFFERS, "dS of a step"
     if tile.late_dq:
         ds_buffers, ds_meaning = 2 * SCORE_BUFFERS, "dS of a step; then the other CTA's"
+    own_ticket = deterministic and not tile.persistent
     ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
     dq = Region(
-        *("dq", (m * d, tile.dq_buffers), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
-        alignment=128,
+        *("dq", (m * d, DQ_BUFFERS), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
+        alignment=1024,
     )
     return (
-        *([ticket] if deterministic else []),
+        *([ticket] if own_ticket else []),
         Region("lse_log2", (m, ring), "LSE, in units of log2", "f32", alignment=1024),
         Region("delta", (m, do_ring), "rowsum(dO * O) - dLSE", "f32", alignment=128),
-        operand("k", (n, d), of_keys, "the key tile; later stages dK"),
+        operand("k", (n, d), of_keys, "the key tile"),
         operand("kt", (d, n), of_keys, "K transposed", shares="k", transposed=True),
-        operand("v", (n, dv), span, "the key tile's values; later stages dV"),
+        operand("v", (n, dv), span, "the key tile's values"),
         operand("q", (m, d, ring), span, "queries of a step"),
         operand("qt", (d, m, ring), span, "Q transposed", shares="q", transposed=True),
         operand("do", (m, dv, do_ring), span, "dO of a step"),
         operand("dot", (dv, m, do_ring), span, "dO transposed", shares="do", transposed=True),
         operand("ds", (n, m, ds_buffers), 128, ds_meaning),
         operand("dst", (m, n, ds_buffers), 128, "dS transposed", shares="ds", transposed=True),
-        *([dq] if staged else []),
+        *([dq, *_gradients(tile, head_dims)] if tile.persistent else []),
         *(_regions_of_pair(tile, d // tile.ctas) if tile.ctas > 1 else []),
     )
+
+
+def _gradients(tile: BackwardTile, head_dims: tuple[int, int]) -> list[Region]:
+    """Lists where dK and dV are staged, while K and V of the next tile come already.
+
+    These are the memory of dS, and that of the dQ buffer which the next step will use.
+    """
+    (d, dv), n = head_dims, tile.n
+    buffers = DQ_BUFFERS * dv_places(tile, d, dv)
+    return [
+        operand("grad_k", (n, d), tile.key_span_bytes, "dK on its way", shares="ds"),
+        operand("grad_v", (n, dv, buffers), tile.span_bytes, "dV on its way", shares="dq"),
+    ]
+
+
+def dv_places(tile: BackwardTile, head_dim: int, value_dim: int) -> int:
+    """Counts the tiles of dV for which a buffer of dQ has room."""
+    return tile.m * head_dim * 4 // (tile.n * value_dim * 2)
 
 
 def _regions_of_pair(tile: BackwardTile, part: int) -> list[Region]:

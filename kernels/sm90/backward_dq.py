@@ -3,32 +3,35 @@
 Note [dq_acc]: tile t of head h holds m x head_dim fp32 values as [chunk][thread][4]. `thread`
 counts the threads of both MMA warpgroups; the four values are its accumulator registers 4 c to
 4 c + 3 for chunk c, which hold two adjacent columns of row r and the same columns of row r + 8.
-bwd_post undoes it with the same accumulator layout. Where dQ is staged in shared memory (see
-BackwardTile.stages_dq), it has the same layout there, so that one bulk copy adds a step's tile;
-otherwise each thread adds its registers by vectors.
+bwd_post undoes it with the same accumulator layout. Without pairs dQ is staged in shared memory,
+where it has the same layout, so that one bulk copy adds a step's tile; in a pair each thread adds
+its registers by vectors.
 
-Note [late]: with two buffers of dQ a step does not wait until its stores to shared memory are
-visible to the copy. The next one does, when it has issued its scores. So use n of `dq_full` stands
-for dQ of step n - 1: the first one completes without any, the last one after the last step.
+Note [late]: dQ has two buffers, so that a step does not wait until its stores to shared memory are
+visible to the copy. The tile's next one does, when it has issued its scores; after the last step
+the tile's end does.
 
 Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
 to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles
-before its own, adds, and increments. A CTA draws a ticket from a counter when it starts, and the
-ticket decides which key tile it has. So it waits only for CTAs with lower tickets, which have
-started; of those that have started and not finished, the one with the lowest ticket never waits.
-Hence there is no deadlock, whatever the number of resident CTAs and the order in which the hardware
-starts them (CUDA promises none). All CTAs walk the query blocks from last to first: under a causal
-band, too, neighbours then start together and follow one another at a distance of one addition. If
-they started at the diagonal, a CTA would first wait for all lower ones to reach its first block.
-With ranges in memory the key tiles that visit a query tile are consecutive, too (backward_ranges).
-Their order of the longest first is therefore not for this kernel: in it a tile may start before one
-that it waits for, which then finds no room on the GPU.
+before its own, adds, and increments. A CTA draws a ticket from a counter for each of its key tiles,
+in the order in which it works on them, and the ticket decides which tile that is. So a tile waits
+only for tiles with lower tickets; of those that are not finished, the one with the lowest ticket
+never waits, and its CTA has nothing to finish before it. Hence there is no deadlock, whatever the
+number of resident CTAs and the order in which the hardware starts them (CUDA promises none). All
+CTAs walk the query blocks from last to first: under a causal band, too, neighbours then start
+together and follow one another at a distance of one addition. If they started at the diagonal, a
+CTA would first wait for all lower ones to reach its first block. With ranges in memory the key
+tiles that visit a query tile are consecutive, too (backward_ranges). Their order of the longest
+first is therefore not for this kernel: in it a tile may start before one that it waits for, which
+then finds no room on the GPU.
 
-One warp waits and increments, so that the products hide the latency. Where dQ is staged, the reduce
-warp adds it, too, and releases the counter when the addition is complete. Otherwise the order warp
-opens `dq_turn` for the MMA warps and releases the counter once all of them have arrived on
-`dq_added`. Their additions happen before their arrivals, and these before the order warp's release;
-by cumulativity the next CTA, which acquires the counter, adds after them.
+Two spare warps wait and increment, each for every other step, so that the products hide the
+latency: a turn, from the wait to the release, takes about as long as a step, and one warp alone
+held up the others (docs/hopper.md). Where dQ is staged, these reduce warps add it, too, and release
+the counter when the addition is complete. In a pair the order warps open `dq_turn` for the MMA
+warps and release the counter once all of them have arrived on `dq_added`. Their additions happen
+before their arrivals, and these before the order warp's release; by cumulativity the next CTA,
+which acquires the counter, adds after them.
 """
 
 import dataclasses
@@ -38,12 +41,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.common import backward_ranges, ptx
-from kernels.common.backward_schedule import Work, earlier_tiles
+from kernels.common.backward_schedule import BackwardShape, Work, earlier_tiles
 from kernels.common.resources import Shared
-from kernels.common.ring import Use
 from kernels.common.schedule import await_count
 from kernels.common.state import Rows
 from kernels.sm90.backward_data import Step
+from kernels.sm90.backward_description import ORDER_WARPS
+from kernels.sm90.backward_tiles import Call, is_tile, published, words_of_tile
 from kernels.sm90.tiles import WARPGROUP, BackwardTile
 
 
@@ -55,24 +59,17 @@ class QueryGradient:
       tile, head_dim: dQ of a step is tile.m x head_dim.
       band: whether the mask is a band.
       deterministic: the order of additions is fixed.
-      staged: dQ passes through shared memory.
     """
 
     tile: BackwardTile
     head_dim: int
     band: bool
     deterministic: bool
-    staged: bool
 
     @property
-    def hands_over_late(self) -> bool:
-        """Whether a step hands over the dQ of the step before: Note [late]."""
-        return self.staged and self.tile.dq_buffers > 1
-
-    @property
-    def has_warp(self) -> bool:
-        """Whether a warp of the load warpgroup takes part."""
-        return self.staged or self.deterministic
+    def staged(self) -> bool:
+        """Whether dQ passes through shared memory."""
+        return self.tile.persistent
 
     def query_block(self, work: Work, index: Int32, walk: cute.Tensor | None = None) -> Int32:
         """Returns the index-th query block of a head; Note [dq order] gives the order.
@@ -88,41 +85,49 @@ class QueryGradient:
         return work.blocks.begin + index
 
     @cute.jit
-    def run_warp(self, shared: Shared, work: Work, rows: Rows):
-        """Reduce or order warp: has every step's dQ added, in turn if the order is fixed."""
-        steps, walk = work.block_count(), backward_ranges.make_walk(work.visits)
-        for step in cutlass.range(steps * work.group, unroll=1):
-            member = step // steps
-            block = self.query_block(work, step - member * steps, walk)
-            head = work.kv_head * work.group + member
-            query_tile = rows.tile(work.batch, work.heads, head, block)
-            if cutlass.const_expr(self.staged):
-                self.reduce(shared, work, rows, step, block, query_tile)
-            else:
-                with cute.arch.elect_one():
-                    self.await_turn(work, rows, block, query_tile)
-                    cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
-                    shared.barriers.dq_added.wait(step)
-                    ptx.increment_release(rows.dq_order + query_tile)
-        if cutlass.const_expr(self.staged and not self.deterministic):
+    def reduce_tiles(
+        self, shared: Shared, call: Call, shape: BackwardShape, rows: Rows, rank: Int32
+    ):
+        """Reduce warp: adds dQ of the CTA's tiles; rank: among such warps."""
+        tiles_done, steps_done = Int32(0), Int32(0)
+        shared.barriers.kv_full.wait(tiles_done)
+        more = is_tile(words_of_tile(shared, tiles_done))
+        while more:
+            work = published(words_of_tile(shared, tiles_done), call, shape)
+            cute.arch.sync_warp()  # One lane releases the work for all.
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.first)
+            steps = work.steps()
+            for index in cutlass.range(steps, unroll=1):
+                if cutlass.const_expr(self.deterministic):
+                    if (steps_done + index) % ORDER_WARPS == rank:
+                        self.reduce(shared, work, rows, index, steps_done + index)
+                else:
+                    self.reduce(shared, work, rows, index, steps_done + index)
+            steps_done += steps
+            tiles_done += 1
+            shared.barriers.kv_full.wait(tiles_done)
+            more = is_tile(words_of_tile(shared, tiles_done))
+        if cutlass.const_expr(not self.deterministic):
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0)
 
-    def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
-        """Waits until the CTA may add to a query tile; Note [dq order]."""
-        earlier = earlier_tiles(work, block, self.band, (self.tile.m, self.tile.keys))
-        if self.tile.ctas > 1:
-            earlier = earlier * self.tile.ctas
-        await_count(rows.dq_order + query_tile, earlier)
-
     @cute.jit
-    def reduce(
-        self, shared: Shared, work: Work, rows: Rows, step: Int32, block: Int32, query_tile: Int32
-    ):
-        """Adds a step's dQ, which lies in shared memory."""
-        size = self.tile.m * self.head_dim
-        use = shared.barriers.dq_empty.use(step)
-        shared.barriers.dq_full.wait(step + 1 if self.hands_over_late else use)
+    def reduce(self, shared: Shared, work: Work, rows: Rows, index: Int32, step: Int32):
+        """Adds dQ of a tile's step, in turn if the order is fixed.
+
+        index: of the step in the tile; step: among all of the CTA's.
+        """
+        size, blocks = self.tile.m * self.head_dim, work.block_count()
+        use, member = shared.barriers.dq_empty.use(step), index // blocks
+        if cutlass.const_expr(work.visits is None):
+            block = self.query_block(work, index - member * blocks)
+            shared.barriers.dq_full.wait(step)
+        else:
+            shared.barriers.dq_full.wait(step)
+            block = shared.dq_block[use.slot]
+        head = work.kv_head * work.group + member
+        query_tile = rows.tile(work.batch, work.heads, head, block)
         staging = shared.dq[None, use.slot].iterator
         with cute.arch.elect_one():
             if cutlass.const_expr(self.deterministic):
@@ -136,6 +141,29 @@ class QueryGradient:
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async.global")
                 ptx.increment_release(rows.dq_order + query_tile)
+
+    @cute.jit
+    def open_turns(self, shared: Shared, work: Work, rows: Rows, rank: Int32):
+        """Order warp of a pair's CTA: opens the turns to add dQ; rank: of the two such warps."""
+        steps, walk = work.block_count(), backward_ranges.make_walk(work.visits)
+        for step in cutlass.range(steps * work.group, unroll=1):
+            member = step // steps
+            block = self.query_block(work, step - member * steps, walk)
+            head = work.kv_head * work.group + member
+            query_tile = rows.tile(work.batch, work.heads, head, block)
+            if step % ORDER_WARPS == rank:
+                with cute.arch.elect_one():
+                    self.await_turn(work, rows, block, query_tile)
+                    cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
+                    shared.barriers.dq_added.wait(step)
+                    ptx.increment_release(rows.dq_order + query_tile)
+
+    def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
+        """Waits until the CTA may add to a query tile; Note [dq order]."""
+        earlier = earlier_tiles(work, block, self.band, (self.tile.m, self.tile.keys))
+        if self.tile.ctas > 1:
+            earlier = earlier * self.tile.ctas
+        await_count(rows.dq_order + query_tile, earlier)
 
     @cute.jit
     def add(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, place: Step):
@@ -158,8 +186,9 @@ class QueryGradient:
             registers = cute.make_tensor(dq.iterator, cute.make_layout((4, chunks)))
             for chunk in cutlass.range_constexpr(chunks):
                 cute.autovec_copy(registers[None, chunk], staging[None, chunk])
-            if cutlass.const_expr(not self.hands_over_late):
-                self.hand_over(shared, use)
+            if cutlass.const_expr(work.visits is not None):
+                if thread == WARPGROUP:
+                    shared.dq_block[use.slot] = place.block
         else:
             head = work.kv_head * work.group + place.member
             query_tile = rows.tile(work.batch, work.heads, head, place.block)
@@ -175,9 +204,9 @@ class QueryGradient:
                 cute.arch.mbarrier_arrive(shared.barriers.dq_added.at(place.index))
 
     @cute.jit
-    def hand_over(self, shared: Shared, use: Use | Int32):
+    def hand_over(self, shared: Shared, step: Int32):
         """MMA warp: arrives on `dq_full`, so that the reduce warp adds what the warp has stored."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.barriers.dq_full.at(use))
+            cute.arch.mbarrier_arrive(shared.barriers.dq_full.at(step))

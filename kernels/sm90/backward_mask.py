@@ -21,6 +21,7 @@ from kernels.common.row_ranges import LANES, Ranges, element
 from kernels.common.softmax import select
 from kernels.sm90 import softmax
 from kernels.sm90.backward_data import Step
+from kernels.sm90.backward_tiles import reread
 from kernels.sm90.tiles import WARPGROUP
 
 _CTA_KEYS = 64
@@ -30,6 +31,9 @@ _CTA_KEYS = 64
 def first_key(work: Work) -> Int32:
     """Returns the first key of this thread's fragment."""
     thread, _, _ = cute.arch.thread_idx()
+    if isinstance(work.rank, int) and not __import__("os").environ.get("NOANEW"):
+        # A CTA that takes tile after tile has no register for what is the same in all of them.
+        thread = ptx.anew(thread)
     thread = thread - WARPGROUP
     return work.first_key + thread // 32 * 16 + thread % 32 // 4
 
@@ -41,10 +45,12 @@ def first_query() -> Int32:
 
 
 @cute.jit
-def mask_band(work: Work, scores: cute.Tensor, block: Int32, m: cutlass.Constexpr[int]):
+def mask_band(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constexpr[int]):
     """Sets scores of pairs outside the band to -inf, in blocks of m queries that hold any."""
+    block = place.block
     edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
     if edge | work.padded_keys:
+        work = _of_tile(work, place)
         key = first_key(work)
         low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
         high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
@@ -59,21 +65,34 @@ def mask_band(work: Work, scores: cute.Tensor, block: Int32, m: cutlass.Constexp
 @cute.jit
 def mask_ranges(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constexpr[int]):
     """Sets scores of keys outside of their queries' ranges, or of other tags, to -inf."""
-    ranges, key, first = work.visits.ranges, first_key(work), place.block * m
     by_ranges = place.hidden
     if cutlass.const_expr(work.visits.mask is not None):
         by_ranges = place.hidden % backward_ranges.BY_BITS
     if by_ranges != backward_ranges.NOTHING:
+        own, first = _of_tile(work, place), place.block * m
+        ranges, key = _arrays(own), first_key(own)
         keys = [key + 8 * row for row in range(softmax.ROWS)]
         low, high = (_of_queries(ranges, x, first, m) for x in (ranges.low, ranges.high))
         _keep_between(scores, keys, low, high, past_high=True)
     if by_ranges == backward_ranges.BY_TAGS:
+        own, first = _of_tile(work, place), place.block * m
+        ranges, key = _arrays(own), first_key(own)
         tags = [row_ranges.key_tag(ranges, key + 8 * row) for row in range(softmax.ROWS)]
         low, high = (_of_queries(ranges, x, first, m) for x in (ranges.tag_low, ranges.tag_high))
         _keep_between(scores, tags, low, high, past_high=False)
     if cutlass.const_expr(work.visits.mask is not None):
         if place.hidden >= backward_ranges.BY_BITS:
             _keep_bits(scores, work.visits.mask.bits, place.words, work.rank)
+
+
+def _arrays(work: Work) -> Ranges:
+    """Returns the arrays of the work's batch element."""
+    return work.visits.ranges if work.ranges is None else work.ranges.arrays()
+
+
+def _of_tile(work: Work, place: Step) -> Work:
+    """Returns the work for a mask, which needs more of it than registers can hold in every step."""
+    return work if place.of_tile is None else reread(work, place.of_tile)
 
 
 def _keep_bits(scores: cute.Tensor, bits: BitsInMemory, visit: cute.Tensor, rank: Int32 | int):

@@ -5,7 +5,7 @@ warpgroups have different products, since a warpgroup's registers hold one accum
 
     load warp        loads K, V, and of the other CTA's keys the columns of its own dQ; then Q,
                      lse_log2 and dO, delta of every step into two rings
-    order warp       opens the turns to add dQ where their order is fixed
+    order warps      open the turns to add dQ where their order is fixed
     scores           warpgroup 0: S and P of every step, dV, and half of the CTA's dQ
     gradient         warpgroup 1: dP and dS of every step, dK, and the other half
 
@@ -54,27 +54,73 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
-from kernels.common.backward_schedule import StartIndex, Work
+from kernels.common.backward_schedule import StartIndex, Work, assign, by_table
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.common.schedule import synchronise
 from kernels.common.softmax import slope_of_cap
-from kernels.common.state import Exponents, Rows
+from kernels.common.state import Exponents, Rows, make_exponents, make_rows
 from kernels.description import NamedBarrier
-from kernels.interface import BackwardScalars
+from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import Step
-from kernels.sm90.backward_description import SCORE_BUFFERS
+from kernels.sm90.backward_description import ORDER_WARPS, SCORE_BUFFERS
 from kernels.sm90.backward_pair_parts import PairParts
-from kernels.sm90.tiles import WARPGROUP
+from kernels.sm90.tiles import REGISTER_BUDGETS, WARPGROUP
 
 
 class PairBackward(PairParts):
     """The kernel of one key; attributes are compile-time constants."""
 
-    def draws_ticket(self) -> cutlass.Boolean:
-        """Whether the CTA draws a ticket: the even one does, for the pair."""
-        return cute.arch.block_idx_in_cluster() == 0
+    @cute.kernel
+    def kernel(
+        self,
+        maps: Maps,
+        buffers: RowBuffers,
+        sizes: Sizes,
+        scalars: BackwardScalars,
+        ranges: RangeBuffers | None = None,
+        cap: CapBuffer | None = None,
+    ):
+        shared = resources.allocate(self.description, self.dtype)
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index == 0:
+            resources.prefetch(maps, self.description)
+            with cute.arch.elect_one():
+                resources.initialise(self.description, shared.barriers)
+        second_warp = 1
+        if cutlass.const_expr(self.deterministic):
+            # The even CTA draws a ticket for the pair (backward_dq, Note [dq order]).
+            if (warp_index == second_warp) & (cute.arch.block_idx_in_cluster() == 0):
+                with cute.arch.elect_one():
+                    place = cute.make_tensor(shared.ticket, cute.make_layout(1))
+                    place[0] = ptx.take_ticket(buffers.dq_ticket)
+        cute.arch.mbarrier_init_fence()
+        synchronise(self.tile.ctas)
+
+        of_call = (self.shape, buffers.extents, sizes, scalars.window)
+        work = assign(*of_call, lambda: self.start(shared), ranges)
+        if cutlass.const_expr(self.ranges):
+            work = by_table(work, ranges, sizes, self.shape)
+        rows = make_rows(buffers, sizes.query_length, self.tile.m)
+        registers, load = REGISTER_BUDGETS[self.tile.mma_warpgroups], self.description.role("load")
+        if warp_index < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(registers.load)
+            if warp_index == load.first_warp:
+                if work.block_count() > 0:
+                    self.load_keys(maps, shared, work)
+                self.load(maps, shared, work, rows)
+            if cutlass.const_expr(self.deterministic):
+                for rank in cutlass.range_constexpr(ORDER_WARPS):
+                    if warp_index == second_warp + rank:
+                        self.query_gradient.open_turns(shared, work, rows, rank)
+        else:
+            cute.arch.setmaxregister_increase(registers.mma)
+            self.mma(maps, shared, work, rows, scalars, make_exponents(scalars, cap))
+        if cutlass.const_expr(self.deterministic):
+            # The even CTA's memory outlasts the reads of its ticket.
+            synchronise(self.tile.ctas)
 
     def start(self, shared: Shared) -> StartIndex:
         """Returns the pair's place in the order of work, and the CTA's rank in it."""
@@ -85,9 +131,10 @@ class PairBackward(PairParts):
         return StartIndex(cta // 2, rank)
 
     @cute.jit
-    def load_keys(self, maps: Maps, shared: Shared, work: Work, kv: cute.Tensor):
-        """Loads K, V of the CTA's keys and its columns of the other's; kv: coordinates."""
+    def load_keys(self, maps: Maps, shared: Shared, work: Work):
+        """Loads K, V of the CTA's keys and its columns of the other's."""
         tile, kv_full = self.tile, shared.barriers.kv_full.first
+        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         part, own, other = (
             self.head_dim // 2,
             work.tile * 2 + work.rank,

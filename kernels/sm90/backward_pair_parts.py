@@ -14,16 +14,16 @@ from kernels.common.backward_schedule import Work
 from kernels.common.resources import Shared
 from kernels.common.state import Rows
 from kernels.sm90 import wgmma
-from kernels.sm90.backward import Backward
 from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_description import SCORE_BUFFERS
 from kernels.sm90.backward_mask import first_query
+from kernels.sm90.backward_parts import BackwardParts
 from kernels.sm90.tiles import WARPGROUP
 
 _VECTOR = 4  # values of a message that a thread writes at once
 
 
-class PairParts(Backward):
+class PairParts(BackwardParts):
     """The parts of a step; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -60,7 +60,7 @@ class PairParts(Backward):
         """Returns what a step is for a warpgroup."""
         blocks = work.block_count()
         member = step // blocks
-        block, hidden = self.visit(shared, work, member, step - member * blocks)
+        block, hidden = self.visit(shared, work, step - member * blocks, step)
         return Step(member, block, step, Int32(group), hidden, self.words_of(shared, step))
 
     def padded(self, work: Work, block: Int32) -> cutlass.Boolean:

@@ -104,8 +104,6 @@ class BackwardTile:
         dP; products then read less shared memory, whose port binds. As many as fit and pay.
       masked_v_slices: v_slices of kernels with ranges, and of those with a soft cap, too, where
         these leave fewer registers.
-      dq_buffers: steps of dQ that shared memory holds, where it is staged. With two of them a step
-        hands over the dQ of the step before, while its own scores are computed.
       late_dq: a pair computes dQ of a step in the next one (backward_pair.py, Note [late dQ]); it
         needs three stages of Q and dO. Not in a fixed order, where the next pair waits for it.
       delta_after_scores: a step loads delta when its scores are there, not before it waits for
@@ -122,7 +120,6 @@ class BackwardTile:
     k_slices: int = 0
     v_slices: int = 0
     masked_v_slices: tuple[int, int] | None = None
-    dq_buffers: int = 1
     late_dq: bool = False
     delta_after_scores: bool = False
 
@@ -138,6 +135,15 @@ class BackwardTile:
     def keys(self) -> int:
         """The number of keys of a CTA, or of a pair."""
         return self.n * self.ctas
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA takes tile after tile, and dQ passes through its shared memory.
+
+        The MMA warps then wait neither for the L2 to take their registers nor for their turn. A
+        pair's shared memory has no room for it, and a pair has one tile.
+        """
+        return self.ctas == 1
 
     @property
     def split_rows(self) -> bool:
@@ -160,19 +166,10 @@ class BackwardTile:
         """Share of the L2 that Q, dO and dQ of the heads in flight may fill."""
         return BACKWARD_L2_BUDGET_BYTES if self.ctas == 1 else L2_BUDGET_BYTES
 
-    def stages_dq(self, deterministic: bool) -> bool:
-        """Whether dQ goes to global memory by way of shared memory, added in bulk by one warp.
-
-        The MMA warps then wait neither for the L2 to take their registers nor for their turn. A
-        pair's shared memory has no room for it. In a fixed order it lost to additions from
-        registers where a step has 64 queries: docs/hopper.md.
-        """
-        return self.ctas == 1 and (self.m == 128 or not deterministic)
-
 
 BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
     # (head_dim, value_dim)
-    (64, 64): BackwardTile(m=128, n=128, stages=2, dq_buffers=2, delta_after_scores=True),
+    (64, 64): BackwardTile(m=128, n=128, stages=2, delta_after_scores=True),
     (96, 96): BackwardTile(
         m=64,
         n=128,
@@ -180,10 +177,9 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         span_bytes=32,
         key_span_bytes=32,
         v_slices=6,
-        dq_buffers=2,
         delta_after_scores=True,
     ),
-    (128, 128): BackwardTile(m=64, n=128, stages=2, v_slices=4, masked_v_slices=(3, 1)),
+    (128, 128): BackwardTile(m=64, n=128, stages=2, v_slices=3, masked_v_slices=(3, 1)),
     (192, 128): BackwardTile(
         m=64,
         n=64,

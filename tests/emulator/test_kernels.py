@@ -147,6 +147,40 @@ def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> 
             assert np.array_equal(value, first[name]), (name, processors, policy)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("head_dim", "ranges"), [(64, True), (96, False), (128, False)])
+def test_tickets_deal_every_key_tile_once(
+    head_dim: int, ranges: bool, deterministic: bool, seed: int
+) -> None:
+    """dK's and dV's bits depend neither on the number of CTAs nor on the order in which they start.
+
+    A CTA's first tile is that of its index; in a fixed order of dQ it takes a ticket for it, too.
+    Some key tiles are seen by no query.
+    """
+    heads, tiles_of_head = 2, 4
+    case = Case(
+        batch=1,
+        heads=(heads, heads),
+        query_length=200,
+        key_length=tiles_of_head * 128 - 30,
+        head_dim=head_dim,
+        is_causal=True,
+        query_offset=60,
+        masks=("segments",) if ranges else (),
+        deterministic=deterministic,
+    )
+    launches = attention(case, make_inputs(case, seed))
+    first = dict[str, np.ndarray]()
+    for number, policy in enumerate(POLICIES):
+        ordered = dataclasses.replace(policy, ordered_reductions=deterministic)
+        processors = 1 + number * 2 % 5
+        launched = dataclasses.replace(launches, multiprocessors=processors)
+        results = launched.run(ordered, seed + number)
+        first = first or results
+        for name in ("dk", "dv", *(["dq"] if deterministic else [])):
+            assert np.array_equal(results[name], first[name]), (name, processors, policy)
+
+
 @pytest.mark.parametrize(("arch", "barrier"), [("sm_90a", "k_empty"), ("sm_100f", "p_early")])
 def test_a_deadlock_names_the_barrier(arch: str, barrier: str) -> None:
     """Without the arrivals on a barrier somebody waits for it, by its name in the description."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import pathlib
 import subprocess
@@ -147,12 +148,19 @@ def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
 
 @EVERY
 def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -> None:
+    """The handler zeroes a forward's counter, the kernel before a backward zeroes that one's."""
     division, launch = describe(key).division, launches.launch(key, describe(key))
-    assert division.persistent or not division.by_ticket
+    is_forward = key.kernel is Pass.FORWARD
     zeroed = [result.name for result in launch.results if result.zeroed]
-    assert zeroed == (["tile_ticket"] if division.by_ticket else [])
-    band = key.arch == "sm_90a" and key.kernel is Pass.FORWARD and key.band
-    assert division.by_ticket == (band and division.persistent)
+    assert zeroed == (["tile_ticket"] if division.by_ticket and is_forward else [])
+    counts = "dq_ticket" in {result.name for result in launch.results}
+    backwards = (Pass.BACKWARD_PRE, Pass.BACKWARD)
+    assert counts == (key.kernel in backwards and (division.by_ticket or key.deterministic))
+    if key.kernel is Pass.BACKWARD_PRE:
+        main = describe(dataclasses.replace(key, kernel=Pass.BACKWARD))
+        assert division.by_ticket == main.division.by_ticket
+    else:
+        assert division.persistent or not division.by_ticket
 
 
 def test_launches_need_no_cute_dsl() -> None:
