@@ -95,8 +95,8 @@ class Estimator:
 
     def _backward(self, code: Code, shape: Shape) -> float:
         key, d = code.key, code.key.head_dim
-        least = DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1
         tile = BACKWARD_TILES[d, key.value_dim]
+        least = DETERMINISTIC_BAND_HEADS[tile.ctas] if key.deterministic and key.band else 1
         row_bytes = d * (2 + 4) + key.value_dim * 2
         section = max(tile.l2_budget_bytes // row_bytes // shape.length, least)
         ctas = backward_tiles(code, self.cost(code), shape, section)

@@ -23,7 +23,7 @@ from kernels.sm90.backward_dq import QueryGradient
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
     DETERMINISTIC_BAND_HEADS,
-    LONGEST_FIRST_SECTIONS,
+    SECTIONS_AT_ONCE,
     WARPGROUP,
 )
 
@@ -38,16 +38,18 @@ class BackwardParts(BackwardHost):
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
         self.deterministic = key.deterministic
-        by_order = key.ranges and not key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
+        in_turn = key.deterministic and key.band
+        queues = in_turn and self.tile.ctas == 1
+        sections = SECTIONS_AT_ONCE if queues or (key.ranges and not key.deterministic) else 1
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = of_key(key)
         self.shape = BackwardShape(
             m=self.tile.m,
             n=self.tile.keys,
             row_bytes=key.head_dim * (2 + 4) + key.value_dim * 2,
-            l2_bytes=self.tile.l2_budget_bytes * (LONGEST_FIRST_SECTIONS if by_order else 1),
-            least_heads=DETERMINISTIC_BAND_HEADS if key.deterministic and key.band else 1,
+            l2_bytes=self.tile.l2_budget_bytes * sections,
+            least_heads=DETERMINISTIC_BAND_HEADS[self.tile.ctas] if in_turn else 1,
             band=key.band,
         )
         self.query_gradient = QueryGradient(self.tile, key.head_dim, key.band, key.deterministic)

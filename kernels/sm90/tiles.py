@@ -198,16 +198,18 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
     (256, 256): BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
 }
 
-DETERMINISTIC_BAND_HEADS = 8
-"""KV heads that the deterministic backward of a band interleaves at least, whatever the L2 holds.
+DETERMINISTIC_BAND_HEADS = {1: 32, 2: 8}
+"""KV heads that the deterministic backward of a band interleaves at least, by CTAs of a tile.
 
-Under a causal band a section's last CTAs are its shortest, so the CTAs of the next section start
-almost together and queue for their turns: the fewer of them belong to one head, the shorter the
-queue. 8 beat 1 (L2 alone), 16 and 32 (H200, 2026-11-20): docs/hopper.md.
+The L2 may hold fewer. Under a causal band a section's last tiles are its shortest, so the tiles of
+the next section start almost together and queue for their turns: the fewer of them belong to one
+head, the shorter the queue. Pairs: 8 beat 1 (L2 alone), 16 and 32 (H200, 2026-11-20); others: 32
+beat 8 and 16 (2026-11-25, with two warps that add dQ): docs/hopper.md.
 """
 
-LONGEST_FIRST_SECTIONS = 2
-"""How many sections of heads are one where key tiles start in the order of their visits.
+SECTIONS_AT_ONCE = 2
+"""How many sections of heads are one where key tiles start in the order of their visits, or queue
+for their turns under a band.
 
 The tiles of a section that the L2 holds (2 heads of 64 tiles at d = 128, S = 8192) are fewer than
 the multiprocessors, so its order alone shortens nothing: docs/hopper.md.
