@@ -99,8 +99,10 @@ class Estimator:
         least = DETERMINISTIC_BAND_HEADS[tile.ctas] if key.deterministic and key.band else 1
         row_bytes = d * (2 + 4) + key.value_dim * 2
         section = max(tile.l2_budget_bytes // row_bytes // shape.length, least)
-        ctas = backward_tiles(code, self.cost(code), shape, section)
-        return Grid(self.rates, tile.stages).run(ctas)
+        cost = self.cost(code)
+        cycles = Grid(self.rates, tile.stages).run(backward_tiles(code, cost, shape, section))
+        # Where CTAs take tile after tile, tickets deal them.
+        return cost.start + cycles if code.launch.persistent else cycles
 
     def _stream(self, code: Code, shape: Shape) -> float:
         """Estimates a kernel around the backward: the bytes that it moves, or what the CTAs of an
@@ -149,8 +151,9 @@ def backward_tiles(code: Code, cost: Cost, shape: Shape, section: int) -> list[l
                 )
             )
         own = (Access(("k, v", head, tile), 2 * n * (d + dv)),)
+        extra = cost.tile if code.launch.persistent else cost.start
         steps[0] = dataclasses.replace(
-            steps[0], cycles=cost.step + cost.start, reads=(*own, *steps[0].reads)
+            steps[0], cycles=cost.step + extra, reads=(*own, *steps[0].reads)
         )
         grads = (Access(("dk, dv", head, tile), 2 * n * (d + dv)),)
         steps[-1] = dataclasses.replace(steps[-1], writes=grads)
@@ -159,8 +162,9 @@ def backward_tiles(code: Code, cost: Cost, shape: Shape, section: int) -> list[l
 
 
 def _persistent_cost(code: Code, rates: Rates) -> Cost:
-    """Returns the cost from CTAs of two and four tiles, of 4 and 16 key blocks each."""
-    few, many, more = (_forward_cycles(code, rates, *x) for x in ((2, _FEW), (2, _MANY), (4, _FEW)))
+    """Returns the cost from CTAs of two and four tiles, of 4 and 16 blocks each."""
+    find = _forward_cycles if code.key.kernel == Pass.FORWARD else _backward_cycles
+    few, many, more = (find(code, rates, *x) for x in ((2, _FEW), (2, _MANY), (4, _FEW)))
     step = (many - few) / (2 * (_MANY - _FEW))
     tile = (more - few) / 2 - _FEW * step
     return Cost(few - 2 * (tile + _FEW * step), tile, step)
@@ -168,10 +172,8 @@ def _persistent_cost(code: Code, rates: Rates) -> Cost:
 
 def _cost(code: Code, rates: Rates) -> Cost:
     """Returns the cost from CTAs of one tile with 4 and 16 steps."""
-    if code.key.kernel == Pass.FORWARD:
-        few, many = (_forward_cycles(code, rates, 1, blocks) for blocks in (_FEW, _MANY))
-    else:
-        few, many = (_backward_cycles(code, rates, steps) for steps in (_FEW, _MANY))
+    find = _forward_cycles if code.key.kernel == Pass.FORWARD else _backward_cycles
+    few, many = (find(code, rates, 1, blocks) for blocks in (_FEW, _MANY))
     step = (many - few) / (_MANY - _FEW)
     return Cost(few - _FEW * step, 0.0, step)
 
@@ -182,6 +184,6 @@ def _forward_cycles(code: Code, rates: Rates, tiles: int, blocks: int) -> float:
     return estimate(record(code, problem), rates).cycles
 
 
-def _backward_cycles(code: Code, rates: Rates, steps: int) -> float:
-    problem = Sizes(1, code.tile["m"] * steps, code.tile["n"])
+def _backward_cycles(code: Code, rates: Rates, tiles: int, steps: int) -> float:
+    problem = Sizes(tiles, code.tile["m"] * steps, code.tile["n"])
     return estimate(record(code, problem), rates).cycles
