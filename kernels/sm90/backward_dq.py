@@ -126,6 +126,7 @@ class QueryGradient:
         else:
             shared.barriers.dq_full.wait(step)
             block = shared.dq_block[use.slot]
+            cute.arch.sync_warp()  # One lane releases the buffer for all.
         head = work.kv_head * work.group + member
         query_tile = rows.tile(work.batch, work.heads, head, block)
         staging = shared.dq[None, use.slot].iterator
