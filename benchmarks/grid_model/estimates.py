@@ -13,7 +13,6 @@ from kernels.emulator.timing.rates import HOPPER, Rates
 from kernels.emulator.timing.replay import estimate
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
-    DETERMINISTIC_BAND_HEADS,
     FORWARD_TILES,
     L2_BUDGET_BYTES,
 )
@@ -96,9 +95,10 @@ class Estimator:
     def _backward(self, code: Code, shape: Shape) -> float:
         key, d = code.key, code.key.head_dim
         tile = BACKWARD_TILES[d, key.value_dim]
-        least = DETERMINISTIC_BAND_HEADS[tile.ctas] if key.deterministic and key.band else 1
         row_bytes = d * (2 + 4) + key.value_dim * 2
-        section = max(tile.l2_budget_bytes // row_bytes // shape.length, least)
+        rows_in_l2 = tile.l2_bytes(key.band, key.ranges, key.deterministic) // row_bytes
+        least = tile.least_heads(key.band, key.deterministic)
+        section = max(rows_in_l2 // shape.length, least)
         cost = self.cost(code)
         cycles = Grid(self.rates, tile.stages).run(backward_tiles(code, cost, shape, section))
         # Where CTAs take tile after tile, tickets deal them.

@@ -42,7 +42,6 @@ from kernels.common import ptx, resources, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import synchronise
 from kernels.common.softmax import exp2, slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
 from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
@@ -91,7 +90,7 @@ class Backward(BackwardParts):
             with cute.arch.elect_one():
                 resources.initialise(self.description, shared.barriers)
         cute.arch.mbarrier_init_fence()
-        synchronise(self.tile.ctas)
+        cute.arch.sync_threads()
 
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         window, group = scalars.window if self.band else None, sizes.heads // sizes.kv_heads

@@ -110,7 +110,7 @@ def _roles(tile: BackwardTile, deterministic: bool) -> tuple[Role, ...]:
         Role("gradient", 8, 4, "dP, dS, dK and half of the CTA's dQ", registers=budget.mma),
     )
     return (
-        Role("load", 0, 1, "TMA: K, V once, then Q, dO and row statistics", registers=load),
+        Role("load", 0, 1, "TMA: K, V of a tile, then Q, dO and row statistics", registers=load),
         *second,
         Role("idle", 4 - idle, idle, "none", registers=load),
         *(of_pair if tile.ctas > 1 else mma),

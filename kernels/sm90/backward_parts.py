@@ -20,12 +20,7 @@ from kernels.sm90 import backward_mask, softmax, wgmma
 from kernels.sm90.backward_data import Products, Step, make_products
 from kernels.sm90.backward_description import of_key
 from kernels.sm90.backward_dq import QueryGradient
-from kernels.sm90.tiles import (
-    BACKWARD_TILES,
-    DETERMINISTIC_BAND_HEADS,
-    SECTIONS_AT_ONCE,
-    WARPGROUP,
-)
+from kernels.sm90.tiles import BACKWARD_TILES, WARPGROUP
 
 
 class BackwardParts(BackwardHost):
@@ -39,17 +34,14 @@ class BackwardParts(BackwardHost):
         self.reads_mask = key.reads_mask
         self.deterministic = key.deterministic
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
-        in_turn = key.deterministic and key.band
-        queues = in_turn and self.tile.ctas == 1
-        sections = SECTIONS_AT_ONCE if queues or (key.ranges and not key.deterministic) else 1
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = of_key(key)
         self.shape = BackwardShape(
             m=self.tile.m,
             n=self.tile.keys,
             row_bytes=key.head_dim * (2 + 4) + key.value_dim * 2,
-            l2_bytes=self.tile.l2_budget_bytes * sections,
-            least_heads=DETERMINISTIC_BAND_HEADS[self.tile.ctas] if in_turn else 1,
+            l2_bytes=self.tile.l2_bytes(key.band, key.ranges, key.deterministic),
+            least_heads=self.tile.least_heads(key.band, key.deterministic),
             band=key.band,
         )
         self.query_gradient = QueryGradient(self.tile, key.head_dim, key.band, key.deterministic)
@@ -153,8 +145,8 @@ class BackwardParts(BackwardHost):
     def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
         """Returns this lane's share of a step's row statistics, for `of_columns`: (2, m / 64).
 
-        A warp holds each of them once, in registers, before it waits for the scores. Loads of all
-        that a thread needs would wait behind the products' reads of shared memory.
+        A warp holds each of them once, in registers, before it waits for the scores. If each thread
+        loaded all of its own, these loads would wait behind the products' reads of shared memory.
         """
         pointer = tensor[None, slot].iterator + cute.assume(cute.arch.lane_idx() * 2, divby=2)
         parts = self.tile.m // 64

@@ -161,10 +161,16 @@ class BackwardTile:
             return self.k_slices, self.masked_v_slices[soft_cap]
         return self.k_slices, self.v_slices
 
-    @property
-    def l2_budget_bytes(self) -> int:
-        """Share of the L2 that Q, dO and dQ of the heads in flight may fill."""
-        return BACKWARD_L2_BUDGET_BYTES if self.ctas == 1 else L2_BUDGET_BYTES
+    def l2_bytes(self, band: bool, ranges: bool, deterministic: bool) -> int:
+        """Share of the L2 that Q, dO and dQ of the heads in flight may fill, in bytes."""
+        budget = BACKWARD_L2_BUDGET_BYTES if self.ctas == 1 else L2_BUDGET_BYTES
+        queues = deterministic and band and self.ctas == 1
+        by_visits = ranges and not deterministic
+        return budget * (SECTIONS_AT_ONCE if queues or by_visits else 1)
+
+    def least_heads(self, band: bool, deterministic: bool) -> int:
+        """KV heads that are interleaved at least, whatever the L2 holds."""
+        return DETERMINISTIC_BAND_HEADS[self.ctas] if deterministic and band else 1
 
 
 BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {

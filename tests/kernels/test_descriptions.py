@@ -156,11 +156,13 @@ def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -
     counts = "dq_ticket" in {result.name for result in launch.results}
     backwards = (Pass.BACKWARD_PRE, Pass.BACKWARD)
     assert counts == (key.kernel in backwards and (division.by_ticket or key.deterministic))
-    if key.kernel is Pass.BACKWARD_PRE:
+    takes_tickets = is_forward and key.band
+    if key.kernel in backwards:
         main = describe(dataclasses.replace(key, kernel=Pass.BACKWARD))
         assert division.by_ticket == main.division.by_ticket
-    else:
-        assert division.persistent or not division.by_ticket
+        takes_tickets = main.ctas == 1
+    assert division.by_ticket == (key.arch == "sm_90a" and takes_tickets)
+    assert division.persistent or not division.by_ticket or key.kernel is Pass.BACKWARD_PRE
 
 
 def test_launches_need_no_cute_dsl() -> None:
