@@ -80,13 +80,22 @@ def test_moved_instructions_are_noticed() -> None:
     assert left == MOVED_SURVIVORS[name]
 
 
-def test_a_proxy_fence_before_its_stores_is_noticed() -> None:
-    """A backward clears padding, stores dS and its results; each time it fences what it stored."""
+def test_every_proxy_fence_of_a_backward_is_needed() -> None:
+    """A backward fences cleared padding, the dQ that it stages, dS and its results.
+
+    A fence with its stores right before it is moved before them; each other one is removed.
+    """
     name = "sm_90a_bwd_bf16_d128"
-    too_early = [
-        mutation
-        for mutation in moved(attention.ptx(KEYS[name]).text)
+    ptx = attention.ptx(KEYS[name]).text
+    fences = {
+        mutation.line: mutation
+        for mutation in mutations(ptx)
+        if mutation.kind.startswith("removed: fence.proxy")
+    }
+    too_early = {
+        mutation.line: mutation
+        for mutation in moved(ptx)
         if mutation.kind.startswith("moved up") and ": fence.proxy" in mutation.kind
-    ]
-    assert len(too_early) == 4
-    assert not surviving(KEYS[name], too_early)
+    }
+    assert len(fences) == 6 and len(too_early) == 3
+    assert not surviving(KEYS[name], list((fences | too_early).values()))
