@@ -1,7 +1,9 @@
 """Derivatives of attention as linear maps: forward, reverse, and both of the second order.
 
-Reverse mode is the backward of a plan. All else is the default path's forward and backward, which
-JAX differentiates forwards, in O(length) memory: their loops have no reverse mode, and need none.
+What is differentiated is a `Computation`: a plan on one device, or a device's share of a sequence
+(`fa4_jax.parallel`). Reverse mode is its backward. All else is its forward and backward by the
+default path, which JAX differentiates forwards, in O(length) memory: their loops have no reverse
+mode, and need none.
 With results y(x), a cotangent c and the function L(x) = <c, y(x)>,
 
     the pushforward  u -> y'(x) u                has the transpose  c -> L'(x), the pullback,
@@ -11,6 +13,7 @@ With results y(x), a cotangent c and the function L(x) = <c, y(x)>,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,10 +21,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import batching, dispatch, sinks, xla
+from fa4_jax import sinks
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.operations import Function, LinearMap
-from fa4_jax.plan import Plan
+from fa4_jax.passes import DIFFERENTIABLE, DISPATCHED, Passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A forward and its backward, each by the passes that it is given. Hashable.
+
+    Attributes:
+      work: what is static; the first argument of both functions.
+      forward: takes work, passes and operands.
+      backward: takes work, passes, operands without sinks, and cotangents.
+      fence_backward: the backward begins after the forward has ended. Without a fence common
+        subexpression elimination merges the transfers of both, and keeps what was received.
+    """
+
+    work: Any
+    forward: Callable[[Any, Passes, Operands], Results]
+    backward: Callable[[Any, Passes, Operands, Cotangents], Gradients]
+    fence_backward: bool = False
 
 
 class Point(NamedTuple):
@@ -66,16 +87,17 @@ def split(operands: Operands) -> tuple[Operands, Point]:
     return others, Point(*(getattr(operands, name) for name in Point._fields))
 
 
-def _default(plan: Plan, fixed: Fixed, point: Point) -> Moved:
-    """Output and log-sum-exp of the default path, which JAX differentiates forwards."""
-    operands = dispatch.of_derivatives(plan, fixed.operands(point))
-    found = xla.forward(plan.problem, operands)
+def _default(of: Computation, fixed: Fixed, point: Point) -> Moved:
+    """Output and log-sum-exp, which JAX differentiates forwards."""
+    found = of.forward(of.work, DIFFERENTIABLE, fixed.operands(point))
     return Moved(found.output, found.lse)
 
 
-def _gradients(run: Callable[..., Gradients], operands: Operands, cotangents: Cotangents) -> Point:
-    """Cotangents of the operands, by a function that knows nothing of sinks."""
-    found = run(operands._replace(sinks=None), cotangents)
+def _gradients(
+    of: Computation, passes: Passes, operands: Operands, cotangents: Cotangents
+) -> Point:
+    """Cotangents of the operands. The backward itself knows nothing of sinks."""
+    found = of.backward(of.work, passes, operands._replace(sinks=None), cotangents)
     own = operands.sinks
     of_sinks = None if own is None else sinks.gradient(own, cotangents)
     return Point(*found, of_sinks)
@@ -94,84 +116,85 @@ def _operands(fixed: Fixed, point: Point) -> Point:
 
 
 @functools.lru_cache(maxsize=512)
-def pushforward(plan: Plan) -> LinearMap:
-    """Tangents of operands to those of results; its transpose is the backward of the plan."""
+def pushforward(of: Computation) -> LinearMap:
+    """Tangents of operands to those of results; its transpose is the backward."""
 
     def apply(fixed: Fixed, point: Point, moved: Point) -> Moved:
-        return jax.jvp(functools.partial(_default, plan, fixed), (point,), (moved,))[1]
+        return jax.jvp(functools.partial(_default, of, fixed), (point,), (moved,))[1]
 
     def derivative(fixed: Fixed, point: Point, other: Point, moved: Point) -> Moved:
-        return _curvature(plan)(fixed, (point, moved), other)
+        return _curvature(of)(fixed, (point, moved), other)
 
-    return LinearMap(apply, _results, lambda: pullback(plan), derivative)
+    return LinearMap(apply, _results, lambda: pullback(of), derivative)
 
 
 @functools.lru_cache(maxsize=512)
-def pullback(plan: Plan) -> LinearMap:
-    """Cotangents of results to those of operands: the backward of the plan."""
+def pullback(of: Computation) -> LinearMap:
+    """Cotangents of results to those of operands: the backward."""
 
     def apply(fixed: Fixed, point: Point, bars: Moved) -> Point:
+        if of.fence_backward:
+            fixed, point, bars = jax.lax.optimization_barrier((fixed, point, bars))
         cotangents = Cotangents(fixed.output, fixed.lse, *bars)
-        return _gradients(batching.backward(plan), fixed.operands(point), cotangents)
+        return _gradients(of, DISPATCHED, fixed.operands(point), cotangents)
 
     def derivative(fixed: Fixed, point: Point, moved: Point, bars: Moved) -> Point:
-        return _hessian(plan)(fixed, (point, bars), moved)
+        return _hessian(of)(fixed, (point, bars), moved)
 
-    return LinearMap(apply, _operands, lambda: pushforward(plan), derivative, traced_at_once=True)
+    return LinearMap(apply, _operands, lambda: pushforward(of), derivative, traced_at_once=True)
 
 
-def _of_gradients(plan: Plan, fixed: Fixed, point: Point, bars: Moved, moved: Point) -> Point:
+def _of_gradients(of: Computation, fixed: Fixed, point: Point, bars: Moved, moved: Point) -> Point:
     """The tangent of the cotangents of the operands where the point moves."""
 
     def gradients(point: Point) -> Point:
-        found = _default(plan, fixed, point)
-        run = functools.partial(xla.backward, plan.problem)
-        return _gradients(run, fixed.operands(point), Cotangents(*found, *bars))
+        cotangents = Cotangents(*_default(of, fixed, point), *bars)
+        return _gradients(of, DIFFERENTIABLE, fixed.operands(point), cotangents)
 
     return jax.jvp(gradients, (point,), (moved,))[1]
 
 
 @functools.lru_cache(maxsize=512)
-def _hessian(plan: Plan) -> LinearMap:
+def _hessian(of: Computation) -> LinearMap:
     """Hessian of <bars, results> at a point with bars, which is its own transpose."""
 
     def apply(fixed: Fixed, point: tuple[Point, Moved], moved: Point) -> Point:
-        return _of_gradients(plan, fixed, *point, moved)
+        return _of_gradients(of, fixed, *point, moved)
 
-    return LinearMap(apply, lambda _, point: point[0], lambda: _hessian(plan))
+    return LinearMap(apply, lambda _, point: point[0], lambda: _hessian(of))
 
 
 @functools.lru_cache(maxsize=512)
-def _curvature(plan: Plan) -> LinearMap:
+def _curvature(of: Computation) -> LinearMap:
     """Second derivative of the results at a point with one tangent, linear in the other one."""
 
     def apply(fixed: Fixed, point: tuple[Point, Point], moved: Point) -> Moved:
         at, other = point
-        along = pushforward(plan).apply
+        along = pushforward(of).apply
         return jax.jvp(lambda at: along(fixed, at, other), (at,), (moved,))[1]
 
     def transposed(fixed: Fixed, point: tuple[Point, Point], bars: Moved) -> Point:
         at, other = point
-        return _of_gradients(plan, fixed, at, bars, other)
+        return _of_gradients(of, fixed, at, bars, other)
 
     def back() -> LinearMap:
         # <bars, D2(u, v)> = <u, Hessian of <bars, results> times v>.
-        return LinearMap(transposed, lambda _, point: point[0], lambda: _curvature(plan))
+        return LinearMap(transposed, lambda _, point: point[0], lambda: _curvature(of))
 
     return LinearMap(apply, lambda fixed, _: Moved(fixed.output, fixed.lse), back)
 
 
 @functools.lru_cache(maxsize=512)
-def attention(plan: Plan, named: Callable[[Results], Results]) -> Function:
-    """The results of a plan; `named` says which of them a rematerialised layer may keep."""
+def attention(of: Computation, named: Callable[[Results], Results]) -> Function:
+    """The results; `named` says which of them a rematerialised layer may keep."""
 
     def apply(others: Operands, point: Point) -> Results:
-        return batching.forward(plan)(joined(others, point))
+        return of.forward(of.work, DISPATCHED, joined(others, point))
 
     def jvp(others: Operands, point: Point, moved: Point) -> tuple[Results, Results]:
-        results = named(attention(plan, named)(others, point))
+        results = named(attention(of, named)(others, point))
         fixed = Fixed(others, results.output, results.lse)
-        found = pushforward(plan)(fixed, point, moved)
+        found = pushforward(of)(fixed, point, moved)
         top = None if results.max_logit is None else jnp.zeros_like(results.max_logit)
         return results, Results(found.output, found.lse, top)
 

@@ -25,8 +25,10 @@ def merge(
     Returns:
       (output, lse) of the same shapes and dtypes; 0 and -inf where neither saw a key.
     """
-    lse = jnp.logaddexp(lse_a, lse_b)
-    safe = jnp.where(lse == -jnp.inf, 0, lse)
+    # The derivative of logaddexp(-inf, -inf) would be NaN.
+    empty = (lse_a == -jnp.inf) & (lse_b == -jnp.inf)
+    safe = jnp.logaddexp(*(jnp.where(empty, 0, part) for part in (lse_a, lse_b)))
+    lse = jnp.where(empty, -jnp.inf, safe)
 
     def weighted(output: jax.Array, part: jax.Array) -> jax.Array:
         weight = jnp.exp(part - safe)  # [B, N, T]

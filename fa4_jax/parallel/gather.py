@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax.autodiff import differentiable
+from fa4_jax import autodiff
 from fa4_jax.bands import LIMIT
+from fa4_jax.derivatives import Computation
 from fa4_jax.dtypes import wide
 from fa4_jax.extents import stacked
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
@@ -26,6 +27,7 @@ from fa4_jax.parallel.row_ranges import whole_rows
 from fa4_jax.parallel.shard_attention import ShardCall
 from fa4_jax.parallel.shard_calls import Work, shard_lengths
 from fa4_jax.parallel.shard_plan import Pairs, ShardPlan
+from fa4_jax.passes import Passes
 
 Array = jax.Array
 
@@ -141,10 +143,10 @@ def _rows(work: Work, operands: Operands) -> list[_Rows]:
     return found
 
 
-def _run_forward(work: Work, operands: Operands) -> Results:
+def _run_forward(work: Work, passes: Passes, operands: Operands) -> Results:
     key, value = (_gathered(work, x) for x in (operands.key, operands.value))
     results = [
-        shard_attention.forward(rows.call, rows.of(operands.query), key, value)
+        shard_attention.forward(rows.call, passes, rows.of(operands.query), key, value)
         for rows in _rows(work, operands)
     ]
     outputs, lses, tops = zip(*results, strict=True)
@@ -159,7 +161,7 @@ def _sum(arrays: tuple[Array, ...]) -> Array:
     return sum((x.astype(total) for x in rest), first.astype(total)).astype(first.dtype)
 
 
-def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:
+def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotangents) -> Gradients:
     key, value = (_gathered(work, x) for x in (operands.key, operands.value))
     found = []
     for rows in _rows(work, operands):
@@ -169,12 +171,15 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
             rows.of(whole.output_bar),
             rows.of(whole.lse_bar, axis=2),
         )
-        found.append(shard_attention.backward(rows.call, rows.of(operands.query), key, value, own))
+        query = rows.of(operands.query)
+        found.append(shard_attention.backward(rows.call, passes, query, key, value, own))
     query_bars, *others = zip(*found, strict=True)
     key_bar, value_bar = (_returned(work, _sum(bars)) for bars in others)
     query_bar = jnp.concatenate(query_bars, axis=1)
     return Gradients(query_bar, key_bar.astype(key.dtype), value_bar.astype(value.dtype), None)
 
 
-attend = differentiable(_run_forward, _run_backward, fence_backward=True)
-"""Output and log-sum-exp of this device's rows; extents are those of the whole sequences."""
+def attend(work: Work, operands: Operands) -> Results:
+    """The results of this device's rows; extents are those of the whole sequences."""
+    own = Computation(work, _run_forward, _run_backward, fence_backward=True)
+    return autodiff.run(own, operands)

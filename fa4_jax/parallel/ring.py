@@ -22,15 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fa4_jax import autodiff, sinks, xla
 from fa4_jax import lse as lse_merging
-from fa4_jax import sinks, xla
-from fa4_jax.autodiff import differentiable
+from fa4_jax.derivatives import Computation
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.parallel import shard_attention
 from fa4_jax.parallel.row_ranges import whole_rows
 from fa4_jax.parallel.shard_calls import Work, keep_rows, rows_used, shard_calls, shard_lengths
 from fa4_jax.parallel.shard_plan import visits
+from fa4_jax.passes import Passes
 
 Array = jax.Array
 KeyValue = tuple[Array, Array]
@@ -79,7 +80,7 @@ def _paced(state: Any, upcoming: KeyValue | None) -> tuple[Any, Any]:
     return (state, None) if upcoming is None else lax.optimization_barrier((state, upcoming))
 
 
-def _run_forward(work: Work, operands: Operands) -> Results:
+def _run_forward(work: Work, passes: Passes, operands: Operands) -> Results:
     used = rows_used(work, operands.extents)
     ranges = whole_rows(operands.rows, operands.query.shape[0])
     query = keep_rows(used, operands.query)
@@ -88,7 +89,7 @@ def _run_forward(work: Work, operands: Operands) -> Results:
     for step, visit in enumerate(visits(work.shards)):
         upcoming = _upcoming(work, step, held, home)
         for call in shard_calls(work, visit.shift, operands.extents, ranges):
-            total = _merged(total, shard_attention.forward(call, query, *held))
+            total = _merged(total, shard_attention.forward(call, passes, query, *held))
         total, held = _paced(total, upcoming)
     nothing = xla.nothing(work.plan.problem, operands._replace(sinks=None))
     found = nothing if total is None else total
@@ -100,7 +101,7 @@ def _run_forward(work: Work, operands: Operands) -> Results:
     return Results(output.astype(query.dtype), lse, found.max_logit)
 
 
-def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradients:
+def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotangents) -> Gradients:
     used = rows_used(work, operands.extents)
     ranges = whole_rows(operands.rows, operands.query.shape[0])
     query = keep_rows(used, operands.query)
@@ -113,7 +114,7 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
     for step, visit in enumerate(visits(work.shards)):
         upcoming = _upcoming(work, step, held, home)
         found = [
-            shard_attention.backward(call, query, *held, whole)
+            shard_attention.backward(call, passes, query, *held, whole)
             for call in shard_calls(work, visit.shift, operands.extents, ranges)
         ]
         rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
@@ -138,5 +139,7 @@ def _run_backward(work: Work, operands: Operands, whole: Cotangents) -> Gradient
     return Gradients(query_bar, key_bar, value_bar, None)
 
 
-attend = differentiable(_run_forward, _run_backward, fence_backward=True)
-"""Output and log-sum-exp of this device's rows; extents are those of the whole sequences."""
+def attend(work: Work, operands: Operands) -> Results:
+    """The results of this device's rows; extents are those of the whole sequences."""
+    own = Computation(work, _run_forward, _run_backward, fence_backward=True)
+    return autodiff.run(own, operands)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax import batching
 from fa4_jax.operands import Cotangents, Operands, Results, RowRanges
+from fa4_jax.passes import Passes
 from fa4_jax.plan import Plan
 
 Array = jax.Array
@@ -92,16 +92,21 @@ class ShardCall(NamedTuple):
         return self.plan.resized(batch=b, query_length=t, key_length=operands.key.shape[1])
 
 
-def forward(call: ShardCall, query: Array, key: Array, value: Array) -> Results:
+def forward(call: ShardCall, passes: Passes, query: Array, key: Array, value: Array) -> Results:
     """Output [B, T, N, H], log-sum-exp [B, N, T] and largest scores over this call's keys alone."""
     operands = call.operands(query, key, value)
-    output, lse, top = batching.forward(call.sized_plan(operands))(operands)
+    output, lse, top = passes.forward(call.sized_plan(operands), operands)
     top = None if top is None else call.rows.undo_top(top)
     return Results(call.rows.undo(output), call.rows.undo_lse(lse), top)
 
 
 def backward(
-    call: ShardCall, query: Array, key: Array, value: Array, whole: Cotangents
+    call: ShardCall,
+    passes: Passes,
+    query: Array,
+    key: Array,
+    value: Array,
+    whole: Cotangents,
 ) -> tuple[Array, Array, Array]:
     """What this call contributes to dQ, dK and dV, in the storage type.
 
@@ -122,5 +127,5 @@ def backward(
         rows.of(whole.output_bar),
         rows.of_lse(whole.lse_bar),
     )
-    found = batching.backward(plan)(operands, cotangents)
+    found = passes.backward(plan, operands, cotangents)
     return rows.undo(found.query), call.keys.undo(found.key), call.keys.undo(found.value)

@@ -13,52 +13,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fa4_jax import attention, autodiff, batching, xla
-from fa4_jax.operands import Cotangents, Gradients, Operands
-from tests.derivative_checks import close, loss
-
-Point = dict[str, jax.Array]
-Function = Callable[[Point], Any]
+from fa4_jax import attention, autodiff, sinks, xla
+from fa4_jax.derivatives import Computation
+from fa4_jax.operands import Cotangents, Operands, Results
+from fa4_jax.passes import DISPATCHED
+from tests.derivative_checks import (
+    DERIVATIVES,
+    Call,
+    Function,
+    Point,
+    close,
+    grad_of_grad,
+    grad_of_jvp,
+    jvp,
+    jvp_of_grad,
+    loss,
+    mean_flow,
+)
 
 B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
 MORE = {"bias": (1, N, T, S), "sinks": (N,), "scale": (), "logits_soft_cap": ()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call: which operands it has besides query, key and value, its options and who sees whom."""
-
-    name: str
-    more: tuple[str, ...]
-    options: dict[str, Any]
-    visible: np.ndarray
-
-    def ours(self, point: Point) -> Any:
-        return attention(**point, **self.options, return_residual=True)
-
-    def plain(self, point: Point) -> Any:
-        """Output and log-sum-exp, 0 and -inf (the sink, if there are any) in rows without keys."""
-        key, value = (jnp.repeat(point[x], N // K, axis=2) for x in ("key", "value"))
-        s = jnp.einsum("btnh,bsnh->bnts", point["query"], key)
-        s = s * (point["scale"] if "scale" in point else H**-0.5)
-        if "logits_soft_cap" in point:
-            cap = point["logits_soft_cap"]
-            s = cap * jnp.tanh(s / cap)
-        if "bias" in point:
-            s = s + point["bias"]
-        seen = jnp.asarray(self.visible)
-        e = jnp.where(seen, jnp.exp(jnp.where(seen, s, 0)), 0)
-        total = e.sum(-1)
-        if "sinks" in point:
-            total = total + jnp.exp(point["sinks"])[None, :, None]
-        some = total > 0
-        safe = jnp.where(some, total, 1)
-        output = jnp.einsum("bnts,bsnh->btnh", e / safe[..., None], value)
-        return output, jnp.where(some, jnp.log(safe), -jnp.inf)
 
 
 ROWS, KEYS = np.arange(T)[:, None], np.arange(S)[None]
@@ -112,59 +91,6 @@ def make(call: Call, rng: np.random.Generator) -> Point:
     shapes = SHAPES | {name: MORE[name] for name in call.more}
     point = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
     return point | {name: 1 + jnp.abs(point[name]) for name in call.more if MORE[name] == ()}
-
-
-def inner(one: Point, other: Point) -> jax.Array:
-    return sum(((one[name] * other[name]).sum() for name in one), jnp.zeros(()))
-
-
-def jvp(function: Function, x: Point, u: Point, v: Point) -> Any:
-    return jax.jvp(function, (x,), (u,))
-
-
-def jvp_of_grad(function: Function, x: Point, u: Point, v: Point) -> Any:
-    return jax.jvp(jax.grad(loss(function)), (x,), (u,))
-
-
-def grad_of_grad(function: Function, x: Point, u: Point, v: Point) -> Any:
-    return jax.grad(lambda x: inner(jax.grad(loss(function))(x), u))(x)
-
-
-def grad_of_jvp(function: Function, x: Point, u: Point, v: Point) -> Any:
-    """Of both, the results and their tangents."""
-
-    def of_both(x: Point, u: Point) -> jax.Array:
-        (output, _), (moved, of_lse) = jax.jvp(function, (x,), (u,))
-        return (output * moved).sum() + (of_lse**2).sum()
-
-    return jax.grad(of_both, (0, 1))(x, u)
-
-
-def jvp_of_jvp(function: Function, x: Point, u: Point, v: Point) -> Any:
-    return jax.jvp(lambda x: jax.jvp(function, (x,), (u,)), (x,), (v,))
-
-
-def mean_flow(function: Function, x: Point, u: Point, v: Point) -> Any:
-    """A gradient over a jvp whose tangent is a target without one (MeanFlow, section 4)."""
-
-    def of_point(x: Point) -> jax.Array:
-        (output, _), (moved, _) = jax.jvp(function, (x,), (u,))
-        return ((output - jax.lax.stop_gradient(v["query"] - moved)) ** 2).sum()
-
-    return jax.grad(of_point)(x)
-
-
-def linearized(function: Function, x: Point, u: Point, v: Point) -> Any:
-    _, tangent = jax.linearize(function, x)
-    back = jax.linear_transpose(tangent, x)
-    output, lse = tangent(u)
-    return (output, lse), back((output, lse))
-
-
-DERIVATIVES = (
-    *(jvp, jvp_of_grad, grad_of_grad, grad_of_jvp),
-    *(jvp_of_jvp, mean_flow, linearized),
-)
 
 
 @pytest.mark.parametrize("derivative", DERIVATIVES, ids=lambda x: x.__name__)
@@ -265,15 +191,32 @@ def test_inside_shard_map(derivative: Any, rng: np.random.Generator) -> None:
     close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
 
 
-def by_custom_vjp() -> Any:
-    """Attention as a `custom_vjp`, without forward mode."""
+def by_custom_vjp(of: Computation, operands: Operands) -> Results:
+    """The results of a computation by a `custom_vjp`, without forward mode."""
 
-    def backward(plan: Any, operands: Operands, cotangents: Cotangents) -> Gradients:
-        return batching.backward(plan)(operands, cotangents)
+    @jax.custom_vjp
+    def run(operands: Operands) -> Results:
+        return of.forward(of.work, DISPATCHED, operands)
 
-    return autodiff.differentiable(
-        lambda plan, operands: batching.forward(plan)(operands), backward
-    )
+    def forward(operands: Operands) -> Any:
+        found = run(operands)
+        output = checkpoint_name(found.output, autodiff.OUTPUT_NAME)
+        lse = checkpoint_name(found.lse, autodiff.LSE_NAME)
+        return found._replace(output=output, lse=lse), (operands, output, lse)
+
+    def backward(residuals: Any, bars: Results) -> tuple[Operands]:
+        if of.fence_backward:
+            residuals, bars = jax.lax.optimization_barrier((residuals, bars))
+        operands, output, lse = residuals
+        cotangents = Cotangents(output, lse, bars.output, bars.lse)
+        plain = operands._replace(sinks=None)
+        found = of.backward(of.work, DISPATCHED, plain, cotangents)._asdict()
+        own = operands.sinks
+        found["sinks"] = None if own is None else sinks.gradient(own, cotangents)
+        return (jax.tree.map(lambda _: None, operands)._replace(**found),)
+
+    run.defvjp(forward, backward)
+    return run(operands)
 
 
 def opcodes(program: str) -> collections.Counter[str]:
@@ -294,7 +237,7 @@ def test_a_training_step_is_what_a_custom_vjp_makes_of_it(
         return jax.jit(jax.value_and_grad(lambda x: layer(x))).lower(x).compile()
 
     new = compiled()
-    monkeypatch.setattr(autodiff, "attend", by_custom_vjp())
+    monkeypatch.setattr(autodiff, "run", by_custom_vjp)
     old = compiled()
     assert opcodes(new.as_text()) == opcodes(old.as_text())
     sizes = [program.memory_analysis().temp_size_in_bytes for program in (new, old)]

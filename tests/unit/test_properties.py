@@ -100,6 +100,19 @@ def test_gradients_flow_through_a_merge(rng: np.random.Generator):
         np.testing.assert_allclose(actual, gradient, rtol=1e-3, atol=1e-4)
 
 
+def test_rows_without_keys_have_no_gradient_through_a_merge():
+    output, empty = jnp.zeros((1, 2, 1, 4)), jnp.full((1, 1, 2), -jnp.inf)
+    seen = empty.at[0, 0, 1].set(0.5)
+
+    def loss(first, second):
+        return sum(jnp.where(x == -jnp.inf, 0, x).sum() for x in lse.merge(output, first, *second))
+
+    found = jax.grad(loss, (0, 1))(empty, (output, seen))
+    np.testing.assert_array_equal(found[0], 0)
+    np.testing.assert_array_equal(found[1][0][0, :, 0, 0], [0, 1])
+    np.testing.assert_array_equal(found[1][1], [[[0, 1]]])
+
+
 def test_the_scale_shifts_nothing_else(rng: np.random.Generator):
     q, k, v = operands(int(rng.integers(2**32)), (17, 40), (4, 2))
     close(attention(q * 2, k, v, scale=0.25), attention(q, k, v, scale=0.5))
