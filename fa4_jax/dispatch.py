@@ -21,6 +21,9 @@ from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.plan import Plan, unsupported
 from fa4_jax.sharding import auto
 
+TANGENTS = "tangents and second derivatives"
+NO_TANGENTS = f"no kernel computes {TANGENTS}, only first gradients in reverse mode"
+
 _zero_lowering = mlir.lower_fun(lambda: jnp.zeros((), jnp.int32), multiple_results=False)
 
 
@@ -122,12 +125,10 @@ def of_derivatives(plan: Plan, operands: Operands) -> Operands:
     Lowering them says so in the log, and raises NotImplementedError if the caller insists on
     kernels.
     """
-    part = "tangents and second derivatives"
     if not plan.forward:
-        return _left_out(plan, part, operands)
-    message = f"no kernel computes {part}, only first gradients in reverse mode"
+        return _left_out(plan, TANGENTS, operands)
     if plan.insist:
-        zero = _refuse_p.bind(message=message)
+        zero = _refuse_p.bind(message=NO_TANGENTS)
     else:
-        zero = left_out(f"attention uses the default path for its {part}: {message}")
+        zero = left_out(f"attention uses the default path for its {TANGENTS}: {NO_TANGENTS}")
     return operands._replace(extents=operands.extents + zero)

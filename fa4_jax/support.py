@@ -10,7 +10,7 @@ import jax
 import jax.core
 import numpy as np
 
-from fa4_jax import bands, catalogue, designs, validate
+from fa4_jax import bands, catalogue, designs, dispatch, validate
 from fa4_jax.api import Call, attention, canonicalise, find_target
 from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
@@ -94,6 +94,8 @@ class Explanation:
         each. Lengths, offsets and masks that are traced count as if there were no limit.
       forward_reason, backward_reason: why the default path runs, else None. `decode` has no
         backward.
+      tangent_reason: why the default path computes tangents and second derivatives, or why there
+        are none.
     """
 
     forward: tuple[str, ...]
@@ -106,6 +108,7 @@ class Explanation:
     backward_flops: int
     forward_reason: str | None
     backward_reason: str | None
+    tangent_reason: str
 
     def __str__(self) -> str:
         lines = []
@@ -120,6 +123,8 @@ class Explanation:
                 + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
                 for kernel in kernels
             ]
+        if self.backward_reason != _NO_BACKWARD:
+            lines.append(f"{dispatch.TANGENTS}: default path ({self.tangent_reason})")
         if self.splits > 1:
             lines.append(f"keys: divided into {self.splits} parts")
         lines += [
@@ -245,7 +250,14 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitSha
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs if has_backward else 0,
         forward_reason=plan.forward_reason,
         backward_reason=plan.backward_reason,
+        tangent_reason=_tangent_reason(plan),
     )
+
+
+def _tangent_reason(plan: Plan) -> str:
+    if plan.backward_reason == _NO_BACKWARD:
+        return _NO_BACKWARD
+    return plan.forward_reason or dispatch.NO_TANGENTS
 
 
 def _plan_of_decode(problem: PagedProblem, target: Target, implementation: Any) -> Plan:

@@ -71,7 +71,8 @@ def test_explain_kernels(monkeypatch: pytest.MonkeyPatch):
     text = str(told)
     for part in (split, join, f"divided into {told.splits} parts", "o_parts"):
         assert part in text
-    assert "backward" not in text
+    assert told.tangent_reason == told.backward_reason
+    assert "backward" not in text and "tangents" not in text
 
 
 def test_explain_the_default_path(monkeypatch: pytest.MonkeyPatch):

@@ -67,7 +67,8 @@ def test_explain_kernels(kernels_present: None):
             ("k_repeated", "v_repeated", "dk_parts", "dv_parts"), 2 * 500 * 4 * 128 * 2
         ),
     }
-    for text in (*told.forward, *told.backward, "dq_acc", "GFLOP"):
+    assert told.tangent_reason.startswith("no kernel computes tangents")
+    for text in (*told.forward, *told.backward, "dq_acc", "GFLOP", told.tangent_reason):
         assert text in str(told)
     assert explain(Q, K, K, implementation="xla").forward_reason == "implementation='xla'"
 
@@ -76,6 +77,7 @@ def test_explain_the_default_path():
     told = explain(Q, K, K)
     assert told.forward == () and told.workspaces == ()
     assert told.forward_reason and told.forward_reason in str(told)
+    assert told.tangent_reason == told.forward_reason
     assert told.forward_flops == 4 * 128 * 4 * 2 * 300 * 500
     assert told.backward_flops == 2.5 * told.forward_flops
 
