@@ -368,12 +368,15 @@ def resolved_rows(
 
 
 def resolved_pairs(
-    call: Call, numbers: Extents, sizes: tuple[int, int, int, int]
+    call: Call,
+    numbers: Extents,
+    sizes: tuple[int, int, int, int],
+    tokens: resolve.Tokens = resolve.Tokens(),  # noqa: B008 (frozen)
 ) -> tuple[Pairs | None, MaskBits | None]:
     """The mask of pairs of a mask value, or its bits if they have been made.
 
     Args:
-      numbers, sizes: as of `resolved_rows`; the number of query heads comes last.
+      numbers, sizes, tokens: as of `resolved_rows`; the number of query heads is the last size.
 
     Raises:
       ValueError, NotImplementedError: as `attention`.
@@ -390,7 +393,7 @@ def resolved_pairs(
     batch, t, s, heads = sizes
     _, parts = of_pairs.divided(values.parts(call.mask))
     offset = extents.offset_array(numbers.query_offset)
-    known = resolve.Call(batch, t, s, jnp.ndim(call.query), offset)
+    known = resolve.Call(batch, t, s, jnp.ndim(call.query), offset, tokens)
     return of_pairs.found(parts, known, heads), None
 
 

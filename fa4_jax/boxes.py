@@ -125,6 +125,38 @@ class Indices(Boxed):
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Positions(Boxed):
+    """The same numbers where rows and keys are some of a longer sequence, in any order.
+
+    Attributes:
+      batch, head: as of `Indices`.
+      row: positions of the rows with the query offset, int32 [B|1, T].
+      key: positions of the keys, int32 [1, S].
+    """
+
+    DIMENSIONS: ClassVar = {
+        "batch": (BATCH,),
+        "head": (HEADS,),
+        "row": (BATCH, ROWS),
+        "key": (BATCH, KEYS),
+    }
+    batch: Array
+    head: Array
+    row: Array
+    key: Array
+
+    def of(self, box: Box) -> tuple[Array, Array, Array, Array]:
+        """As of `Indices`."""
+        return (
+            self.batch[:, None, None, None],
+            self.head[None, :, None, None],
+            part(self.row, 1, box.row, box.rows)[:, None, :, None],
+            part(self.key, 1, box.key, box.keys)[:, None, None, :],
+        )
+
+
 def part(x: Array, axis: int, start: Any, size: int) -> Array:
     """[start, start + size) of an axis; all of one of size 1, which stands for every index."""
     return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)

@@ -85,7 +85,7 @@ def _array(array: Any, call: Call, heads: int) -> Array:
 
 def _intervals(low: Any, high: Any, call: Call) -> Pairs:
     ends = [
-        validate.intervals(f"intervals' {name}", x, call.batch, call.query_length, call.rank)
+        validate.intervals(f"intervals' {name}", x, call.batch, call.rows_given, call.rank)
         for name, x in (("low", low), ("high", high))
     ]
     if ends[0].shape[-1] != ends[1].shape[-1]:
@@ -94,6 +94,7 @@ def _intervals(low: Any, high: Any, call: Call) -> Pairs:
         )
     ends = [x[None] if call.rank == 3 else x for x in ends]
     ends = [jnp.unstack(jnp.asarray(to_int32(x, *resolve.INT32)), axis=-1) for x in ends]
+    ends = [[call.tokens.whole(x) for x in of_all] for of_all in ends]
     return pairs.Either(tuple(Between(*limits) for limits in zip(*ends, strict=True)))
 
 

@@ -25,6 +25,7 @@ from fa4_jax.boxes import (
     Boxed,
     Dimensions,
     Indices,
+    Positions,
     part,
     positions,
 )
@@ -96,7 +97,7 @@ class Function(Pairs):
     """fn(b, h, q, k, *operands), with the indices `at`."""
 
     fn: Callable[..., Any] = dataclasses.field(metadata={"static": True})
-    at: Indices
+    at: Indices | Positions
     operands: tuple[Any, ...]
 
     def seen(self, box: Box) -> Array:

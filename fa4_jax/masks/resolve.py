@@ -58,6 +58,12 @@ class Call:
     tokens: Tokens = Tokens()
 
     @property
+    def rows_given(self) -> Any:
+        """Rows of which the caller gives numbers."""
+        shards = self.tokens.shards
+        return self.query_length if shards == 1 else self.query_length // shards
+
+    @property
     def positions(self) -> Array:
         """Positions of the rows among the keys, int32 [B|1, T]."""
         offset = jnp.asarray(self.offset).reshape(-1, 1)

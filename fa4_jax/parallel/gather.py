@@ -23,7 +23,7 @@ from fa4_jax.extents import stacked
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.parallel import shard_attention
 from fa4_jax.parallel.layout import from_zigzag, to_zigzag
-from fa4_jax.parallel.row_ranges import whole_rows
+from fa4_jax.parallel.row_ranges import Seen, whole_masks
 from fa4_jax.parallel.shard_attention import ShardCall
 from fa4_jax.parallel.shard_calls import Work, shard_lengths
 from fa4_jax.parallel.shard_plan import Pairs, ShardPlan
@@ -115,15 +115,15 @@ class _Rows(NamedTuple):
 def _rows(work: Work, operands: Operands) -> list[_Rows]:
     """The calls of a device: one, or one a chunk where chunks have different positions."""
     shards, device, whole = work.shards, work.device, operands.extents
-    ranges, sinks = whole_rows(operands.rows, operands.query.shape[0]), operands.sinks
+    masks, sinks = whole_masks(operands), operands.sinks
     distances = neighbours(shards)
     if not shards.band:
         rows, _ = shard_lengths(work, whole, device)
-        own = None
-        if ranges is not None:
+        own = Seen()
+        if masks is not None:
             chunks = [shards.chunk(device, half) for half in range(shards.chunks)]
-            own = ranges.among(shards, chunks, 0, shards.keys * shards.devices)
-        call = ShardCall(work.plan, stacked(rows, whole[:, 1]), ranges=own, sinks=sinks)
+            own = masks.among(shards, chunks, 0, shards.keys * shards.devices)
+        call = ShardCall(work.plan, stacked(rows, whole[:, 1]), seen=own, sinks=sinks)
         return [_Rows(0, shards.rows, call)]
     first_key, held = 0, shards.keys * shards.devices
     if distances is not None:
@@ -137,8 +137,8 @@ def _rows(work: Work, operands: Operands) -> list[_Rows]:
         first_row = chunk * size
         rows = jnp.clip(whole[:, 0] - first_row, 0, size)
         offset = jnp.clip(whole[:, 2] + first_row - first_key, 1 - LIMIT, LIMIT - 1)
-        own = None if ranges is None else ranges.among(shards, [chunk], first_key, held)
-        call = ShardCall(work.plan, stacked(rows, keys, offset), ranges=own, sinks=sinks)
+        own = Seen() if masks is None else masks.among(shards, [chunk], first_key, held)
+        call = ShardCall(work.plan, stacked(rows, keys, offset), seen=own, sinks=sinks)
         found.append(_Rows(half * size, (half + 1) * size, call))
     return found
 

@@ -64,7 +64,9 @@ def local_attention(
         natural order; the same on all devices of the scheme's axes. An int as query_offset is part
         of the program: which shards meet follows from it.
       mask, segment_ids: as `fa4_jax.attention`, but no dense mask and no tile table; arrays of
-        tokens are this device's shards, in the order of its rows. Segments may cross shards.
+        tokens are this device's shards, in the order of its rows. Segments may cross shards. A
+        function is given positions in the whole sequences, and batch entries and heads of this
+        device's shards.
       sinks: [N], those of this device's heads.
       scale, is_causal, local_window_size, logits_soft_cap, numerics, return_residual,
         return_max_logit, implementation, arch: as `fa4_jax.attention`; scale and cap are static.
@@ -277,8 +279,8 @@ def _ring_work(axis: str, layout: Layout, request: Request, problem: Problem) ->
 def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Results:
     """Attention with whole sequences, which Ulysses' exchange leaves in the order of shards."""
     if layout == "contiguous":
-        return autodiff.attend(plan, operands)
+        return autodiff.attend(plan, api.with_bits(plan, operands))
     query, key, value = (from_zigzag(x, devices) for x in operands[:3])
     natural = operands._replace(query=query, key=key, value=value)
-    output, lse, top = autodiff.attend(plan, natural)
+    output, lse, top = autodiff.attend(plan, api.with_bits(plan, natural))
     return Results(to_zigzag(output, devices), to_zigzag(lse, devices, axis=2), top)

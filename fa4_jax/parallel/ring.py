@@ -28,7 +28,7 @@ from fa4_jax.derivatives import Computation
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.parallel import shard_attention
-from fa4_jax.parallel.row_ranges import whole_rows
+from fa4_jax.parallel.row_ranges import whole_masks
 from fa4_jax.parallel.shard_calls import Work, keep_rows, rows_used, shard_calls, shard_lengths
 from fa4_jax.parallel.shard_plan import visits
 from fa4_jax.passes import Passes
@@ -82,13 +82,13 @@ def _paced(state: Any, upcoming: KeyValue | None) -> tuple[Any, Any]:
 
 def _run_forward(work: Work, passes: Passes, operands: Operands) -> Results:
     used = rows_used(work, operands.extents)
-    ranges = whole_rows(operands.rows, operands.query.shape[0])
+    masks = whole_masks(operands)
     query = keep_rows(used, operands.query)
     home = held = (operands.key, operands.value)
     total: Results | None = None
     for step, visit in enumerate(visits(work.shards)):
         upcoming = _upcoming(work, step, held, home)
-        for call in shard_calls(work, visit.shift, operands.extents, ranges):
+        for call in shard_calls(work, visit.shift, operands.extents, masks):
             total = _merged(total, shard_attention.forward(call, passes, query, *held))
         total, held = _paced(total, upcoming)
     nothing = xla.nothing(work.plan.problem, operands._replace(sinks=None))
@@ -103,7 +103,7 @@ def _run_forward(work: Work, passes: Passes, operands: Operands) -> Results:
 
 def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotangents) -> Gradients:
     used = rows_used(work, operands.extents)
-    ranges = whole_rows(operands.rows, operands.query.shape[0])
+    masks = whole_masks(operands)
     query = keep_rows(used, operands.query)
     whole = whole._replace(
         output_bar=keep_rows(used, whole.output_bar), lse_bar=keep_rows(used, whole.lse_bar)
@@ -115,7 +115,7 @@ def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotange
         upcoming = _upcoming(work, step, held, home)
         found = [
             shard_attention.backward(call, passes, query, *held, whole)
-            for call in shard_calls(work, visit.shift, operands.extents, ranges)
+            for call in shard_calls(work, visit.shift, operands.extents, masks)
         ]
         rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
         # What the visit before sent home had this visit's kernel to arrive.

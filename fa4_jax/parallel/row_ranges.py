@@ -1,4 +1,4 @@
-"""Ranges of keys, row by row, of whole sequences; and what a device's rows see of some keys.
+"""Masks of whole sequences, ranges above all; and what a device's rows see of some keys.
 
 Whole sequences are in their natural order here, and every device of a sequence's axes has the same
 ranges (a few int32 a token). A shard's chunks lie in the order of their positions, so the part of a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fa4_jax import api, mesh_types
 from fa4_jax.api import Call
 from fa4_jax.extents import Extents
-from fa4_jax.masks import of_pairs, resolve, table, values
+from fa4_jax.masks import resolve, table, values
+from fa4_jax.masks.pairs import Pairs
 from fa4_jax.operands import Operands, RowRanges, Tags
+from fa4_jax.parallel import pair_masks
 from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.problem import Problem
 
@@ -46,21 +48,19 @@ def with_rows(
         raise NotImplementedError(
             "mask: a tile table in fa4_jax.parallel; supported: the masks that it was made of"
         )
-    if others := of_pairs.divided(values.parts(call.mask))[1]:
-        raise NotImplementedError(
-            f"mask: {type(others[0]).__name__.lower()} in fa4_jax.parallel; supported: "
-            "masks.ranges, segments, prefix, chunked, block_causal and window, composed with &"
-        )
+    pair_masks.check(values.parts(call.mask))
     t, s = problem.query_length, problem.key_length
     sizes = problem.batch, tokens.shards * t, tokens.shards * s
     rows, window = api.resolved_rows(call, numbers, sizes, tokens)
+    pairs, _ = api.resolved_pairs(call, numbers, (*sizes, problem.query_heads), tokens)
     problem = dataclasses.replace(
         problem,
         window=window,
         has_ranges=rows is not None,
         has_tags=rows is not None and rows.tags is not None,
+        has_mask=pairs is not None,
     )
-    return problem, operands._replace(rows=rows)
+    return problem, operands._replace(rows=rows, pairs=pairs)
 
 
 def unsharded(x: Array) -> Array:
@@ -92,20 +92,30 @@ def padded(found: RowRanges | None, query_length: int, key_length: int) -> RowRa
     return RowRanges(low, high, table.limits(low, high), tags)
 
 
+class Seen(NamedTuple):
+    """Which keys the rows of a call see by masks: ranges and a mask of pairs, or None."""
+
+    ranges: RowRanges | None = None
+    pairs: Pairs | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Ranges of whole sequences, with a batch axis of B.
+    """Masks of whole sequences; ranges have a batch axis of B.
 
     Attributes:
+      rows: ranges, or None.
       compared: rows in whose tile tags are compared, int32 [B, T]; None without tags.
+      pairs: a mask of pairs, or None.
     """
 
-    rows: RowRanges
+    rows: RowRanges | None
     compared: Array | None
+    pairs: Pairs | None
 
     def between(
         self, shards: ShardPlan, row_chunks: Sequence[Any], key_chunks: Sequence[Any]
-    ) -> RowRanges:
+    ) -> Seen:
         """What the rows of some chunks see of the keys of others, in the order of positions."""
         size = shards.keys_of_chunk
 
@@ -119,7 +129,7 @@ class Whole:
 
     def among(
         self, shards: ShardPlan, row_chunks: Sequence[Any], first_key: Any, count: int
-    ) -> RowRanges:
+    ) -> Seen:
         """What the rows of some chunks see of `count` keys in natural order from `first_key` on."""
 
         def own(x: Array) -> Array:
@@ -138,15 +148,21 @@ class Whole:
         row_chunks: Sequence[Any],
         own: Callable[[Array], Array],
         keys: Callable[[Array], Array],
-    ) -> RowRanges:
+    ) -> Seen:
         size = shards.rows_of_chunk
         rows = _joined([(chunk * size, size) for chunk in row_chunks])
+        pairs = None
+        if self.pairs is not None:
+            lengths = shards.devices * shards.rows, shards.devices * shards.keys
+            pairs = pair_masks.cut(self.pairs, pair_masks.Part(rows, keys, own, lengths))
+        if self.rows is None:
+            return Seen(None, pairs)
         low, high = own(rows(self.rows.low)), own(rows(self.rows.high))
         tags = self.rows.tags
         if tags is not None and self.compared is not None:
             tiles = table.any_of((low < high) & (rows(self.compared) != 0))
             tags = Tags(rows(tags.query_low), rows(tags.query_high), keys(tags.key), tiles)
-        return RowRanges(low, high, table.limits(low, high), tags)
+        return Seen(RowRanges(low, high, table.limits(low, high), tags), pairs)
 
 
 def _joined(parts: Sequence[tuple[Any, int]]) -> Callable[[Array], Array]:
@@ -156,17 +172,23 @@ def _joined(parts: Sequence[tuple[Any, int]]) -> Callable[[Array], Array]:
     )
 
 
-def whole_rows(found: RowRanges | None, batch: int) -> Whole | None:
-    """Ranges of whole sequences, from which those of shards are cut; None without."""
+def whole_masks(operands: Operands) -> Whole | None:
+    """Masks of whole sequences, from which those of shards are cut; None without."""
+    found, batch = operands.rows, operands.query.shape[0]
     if found is None:
-        return None
+        return None if operands.pairs is None else Whole(None, None, operands.pairs)
     rows: RowRanges = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), found)
     compared = None
     if rows.tags is not None:
         compared = jnp.repeat(rows.tags.tiles, table.TILE_ROWS, axis=1)[:, : rows.low.shape[1]]
-    return Whole(rows, compared)
+    return Whole(rows, compared, operands.pairs)
 
 
-def folded(halves: Sequence[RowRanges]) -> RowRanges:
-    """Ranges of two chunks beside each other in the batch, as a folded view has them."""
-    return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *halves)
+def folded(halves: Sequence[Seen], batch: int) -> Seen:
+    """Masks of two chunks beside each other in the batch, as a folded view has them."""
+    ranges = jax.tree.map(
+        lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]),
+        *(half.ranges for half in halves),
+    )
+    pairs = [half.pairs for half in halves if half.pairs is not None]
+    return Seen(ranges, pair_masks.folded(pairs, batch) if pairs else None)

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fa4_jax.operands import Cotangents, Operands, Results, RowRanges
+from fa4_jax import api
+from fa4_jax.operands import Cotangents, Operands, Results
+from fa4_jax.parallel.row_ranges import Seen
 from fa4_jax.passes import Passes
 from fa4_jax.plan import Plan
 
@@ -69,7 +71,7 @@ class ShardCall(NamedTuple):
     extents: int32 [B, 4] ([2 B, 4] if folded): query length, key length, query offset, 0.
     partial_rows: rows past the query length may see other parts' keys. (To the backward they are
       rows that see nothing, which have a log-sum-exp of -inf.)
-    ranges: of the rows among the keys, as presented, or None.
+    seen: masks of the rows and keys, as presented.
     sinks: if the rows see all their keys in this call; [N] or None.
     """
 
@@ -78,13 +80,17 @@ class ShardCall(NamedTuple):
     rows: View = View()
     keys: View = View()
     partial_rows: bool = False
-    ranges: RowRanges | None = None
+    seen: Seen = Seen()
     sinks: Array | None = None
 
     def operands(self, query: Array, key: Array, value: Array) -> Operands:
         """What the kernels get."""
         query, key, value = self.rows.of(query), self.keys.of(key), self.keys.of(value)
-        return Operands(query, key, value, self.extents, rows=self.ranges, sinks=self.sinks)
+        ranges, pairs = self.seen
+        found = Operands(
+            *(query, key, value, self.extents), rows=ranges, sinks=self.sinks, pairs=pairs
+        )
+        return api.with_bits(self.plan, found)
 
     def sized_plan(self, operands: Operands) -> Plan:
         """The launches for what the kernels get."""

@@ -16,8 +16,7 @@ from jax import lax
 
 from fa4_jax.bands import LIMIT
 from fa4_jax.extents import stacked
-from fa4_jax.operands import RowRanges
-from fa4_jax.parallel.row_ranges import Whole, folded
+from fa4_jax.parallel.row_ranges import Seen, Whole, folded
 from fa4_jax.parallel.shard_attention import ShardCall, View
 from fa4_jax.parallel.shard_plan import ShardPlan
 from fa4_jax.plan import Plan
@@ -86,13 +85,13 @@ def chunk_extents(shards: ShardPlan, whole: Array, row_chunk: Any, key_chunk: An
 
 
 def shard_calls(
-    work: Work, shift: int, whole: Array, ranges: Whole | None = None
+    work: Work, shift: int, whole: Array, masks: Whole | None = None
 ) -> list[ShardCall]:
     """The calls for the keys of the device `shift` before, none where no device's rows see them.
 
     Args:
       whole: extents of the whole sequences, int32 [B, 4].
-      ranges: of the whole sequences, or None.
+      masks: of the whole sequences, or None.
     """
     shards = work.shards
     n = shards.devices
@@ -103,31 +102,29 @@ def shard_calls(
     # count among the largest.
     padded = problem.returns_max_logit and problem.has_lengths
     if shards.kind == "causal" and not padded:
-        return [_causal_call(work, shift, whole, ranges)]
+        return [_causal_call(work, shift, whole, masks)]
     if shards.kind in ("causal", "general"):
-        return _chunk_calls(work, shift, whole, ranges)
-    own = _ranges(work, shift, ranges)
+        return _chunk_calls(work, shift, whole, masks)
+    own = _seen(work, shift, masks)
     if shards.layout == "contiguous":
         found = chunk_extents(shards, whole, work.device, work.owner(shift))
-        return [ShardCall(work.plan, found, ranges=own)]
+        return [ShardCall(work.plan, found, seen=own)]
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
-    return [ShardCall(work.dense, stacked(rows, keys), ranges=own)]
+    return [ShardCall(work.dense, stacked(rows, keys), seen=own)]
 
 
-def _ranges(
-    work: Work, shift: int, ranges: Whole | None, swapped: bool = False
-) -> RowRanges | None:
-    """Ranges of the device's rows, whose chunks may be swapped, among an owner's keys."""
-    if ranges is None:
-        return None
+def _seen(work: Work, shift: int, masks: Whole | None, swapped: bool = False) -> Seen:
+    """What the device's rows, whose chunks may be swapped, see of an owner's keys by masks."""
+    if masks is None:
+        return Seen()
     halves = range(work.shards.chunks)
     rows = [work.shards.chunk(work.device, half) for half in halves]
     keys = [work.shards.chunk(work.owner(shift), half) for half in halves]
-    return ranges.between(work.shards, rows[::-1] if swapped else rows, keys)
+    return masks.between(work.shards, rows[::-1] if swapped else rows, keys)
 
 
-def _causal_call(work: Work, shift: int, whole: Array, ranges: Whole | None) -> ShardCall:
+def _causal_call(work: Work, shift: int, whole: Array, masks: Whole | None) -> ShardCall:
     """Zig-zag under a causal mask: the same shape and the same work on every device.
 
     The own shard is causal by local indices. Of an owner before this device both row chunks see
@@ -139,7 +136,7 @@ def _causal_call(work: Work, shift: int, whole: Array, ranges: Whole | None) -> 
     rows, _ = shard_lengths(work, whole, work.device)
     _, keys = shard_lengths(work, whole, work.owner(shift))
     if shift == 0:
-        return ShardCall(work.plan, stacked(rows, keys), ranges=_ranges(work, shift, ranges))
+        return ShardCall(work.plan, stacked(rows, keys), seen=_seen(work, shift, masks))
     before = work.device >= shift
     # Lengths of rows would not be prefixes here: `rows_used` is for them.
     rows = jnp.where(before, 2 * half, half) + jnp.zeros_like(rows)
@@ -148,11 +145,11 @@ def _causal_call(work: Work, shift: int, whole: Array, ranges: Whole | None) -> 
         *(work.dense, stacked(rows, keys)),
         rows=View(swapped=True),
         partial_rows=True,
-        ranges=_ranges(work, shift, ranges, swapped=True),
+        seen=_seen(work, shift, masks, swapped=True),
     )
 
 
-def _chunk_calls(work: Work, shift: int, whole: Array, ranges: Whole | None) -> list[ShardCall]:
+def _chunk_calls(work: Work, shift: int, whole: Array, masks: Whole | None) -> list[ShardCall]:
     """Zig-zag under any mask: two chunks of rows with the key chunks in order, then crossed."""
     shards = work.shards
     n = shards.devices
@@ -166,11 +163,12 @@ def _chunk_calls(work: Work, shift: int, whole: Array, ranges: Whole | None) -> 
             ]
             chunks = [chunk_extents(shards, whole, r, k) for r, k in pairs]
             extents = jnp.stack(chunks, axis=1).reshape(-1, 4)  # batch major, as the views fold
-            own = None
-            if ranges is not None:
-                own = folded([ranges.between(shards, [r], [k]) for r, k in pairs])
+            own = Seen()
+            if masks is not None:
+                halves_seen = [masks.between(shards, [r], [k]) for r, k in pairs]
+                own = folded(halves_seen, whole.shape[0])
             views = View(folded=True), View(crossed, folded=True)
-            found.append(ShardCall(work.plan, extents, *views, ranges=own))
+            found.append(ShardCall(work.plan, extents, *views, seen=own))
     return found
 
 

@@ -71,7 +71,8 @@ def attention(
         query heads as they suffice for.
       query_offset, query_seq_lengths, key_value_seq_lengths: in the natural order of the sequences.
       mask, segment_ids: as `fa4_jax.attention`, but no dense mask and no tile table; arrays of
-        tokens are in the order of the query's rows.
+        tokens are in the order of the query's rows. A function is given positions in the natural
+        order.
       sinks: [N].
       scale, is_causal, local_window_size, logits_soft_cap, deterministic, numerics,
         return_residual, return_max_logit, implementation, arch: as
@@ -279,6 +280,7 @@ def _padded(request: Request, problem: Problem, operands: Operands) -> tuple[Pro
         key=pad(operands.key, padded["key_length"]),
         value=pad(operands.value, padded["key_length"]),
         rows=padded_rows(operands.rows, **padded),
+        pairs=None if operands.pairs is None else operands.pairs.padded(*padded.values()),
     )
     return dataclasses.replace(problem, has_lengths=True, **padded), operands
 

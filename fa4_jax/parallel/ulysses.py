@@ -14,6 +14,7 @@ from jax import lax
 
 from fa4_jax.dtypes import wide
 from fa4_jax.operands import Operands, Results
+from fa4_jax.parallel import pair_masks
 
 Array = jax.Array
 
@@ -57,10 +58,14 @@ def attend(axis: str, inner: Callable[[Operands], Results], operands: Operands) 
     devices = lax.axis_size(axis)
     key, value = (_copies(x, devices) for x in (operands.key, operands.value))
     query, key, value = (_to_heads(x, axis) for x in (operands.query, key, value))
-    sinks, heads = operands.sinks, query.shape[2]
+    sinks, pairs, heads = operands.sinks, operands.pairs, query.shape[2]
+    start = lax.axis_index(axis) * heads
     if sinks is not None:
-        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * heads, heads)
-    output, lse, top = inner(operands._replace(query=query, key=key, value=value, sinks=sinks))
+        sinks = lax.dynamic_slice_in_dim(sinks, start, heads)
+    if pairs is not None:
+        pairs = pair_masks.of_heads(pairs, start, heads)
+    own = operands._replace(query=query, key=key, value=value, sinks=sinks, pairs=pairs)
+    output, lse, top = inner(own)
     output = lax.all_to_all(output, axis, split_axis=1, concat_axis=2, tiled=True)
     lse = lax.all_to_all(lse, axis, split_axis=2, concat_axis=1, tiled=True)
     if top is not None:

@@ -211,6 +211,34 @@ def test_kernels_get_the_bits_of_their_part(
         assert states == {(True, heads), (False, groups)}
 
 
+@pytest.mark.parametrize("kind", [parallel.Ring, parallel.AllGather, parallel.Ulysses])
+def test_kernels_get_the_bits_of_their_shard(
+    kind: Any, operands: Arrays, given_to_kernels: list[dict[str, Any]]
+):
+    """Context parallelism: of a device's rows and the keys that it has, or of its heads."""
+    arrays = half(operands)
+    expected = both_ways(by_function, arrays)
+    mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+
+    def by_shards(q: Any, k: Any, v: Any, table: Any) -> Any:
+        mask = masks.function(sees, table) & ~masks.window(2, 1) | masks.segments(table, table)
+        return parallel.attention(
+            *(q, k, v),
+            scheme=kind("seq"),
+            mesh=mesh,
+            specs=P(None, "seq"),
+            mask=mask,
+            return_residual=True,
+        )
+
+    given_to_kernels.clear()
+    near(both_ways(by_shards, arrays), expected)
+    heads = N // 2 if kind is parallel.Ulysses else N
+    assert {given["mask_bits"][:2] for given in given_to_kernels} == {(B, heads)}
+    ways = {"query_order" in given for given in given_to_kernels}
+    assert ways == {True, False}
+
+
 @pytest.mark.parametrize(
     ("axes", "batches"),
     [((0, 0, 0, None), {2 * B}), ((0, None, None, None), {B}), ((0, 0, 0, 0), {2 * B})],

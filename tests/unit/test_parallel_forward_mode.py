@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from fa4_jax import autodiff, parallel
+from fa4_jax import autodiff, masks, parallel
 from tests.derivative_checks import (
     DERIVATIVES,
     Call,
@@ -45,10 +45,15 @@ CALLS = (
         CAUSAL & (KEYS >= ROWS - 3) & (KEYS[None, None] < LENGTHS[:, None, None, None]),
     ),
     Call(
-        "causal, segments, cap",
+        "causal, segments, function, cap",
         (),
-        {"is_causal": True, "segment_ids": SEGMENTS, "logits_soft_cap": 2.0},
-        CAUSAL & (SEGMENTS[:, None] == SEGMENTS)[None, None],
+        {
+            "is_causal": True,
+            "segment_ids": SEGMENTS,
+            "logits_soft_cap": 2.0,
+            "mask": masks.function(lambda b, h, q, k: (q + k) % 4 > 0),
+        },
+        CAUSAL & (SEGMENTS[:, None] == SEGMENTS)[None, None] & ((ROWS + KEYS) % 4 > 0),
     ),
 )
 SCHEMES = [*schemes("seq"), *schemes("ring", "ulysses")]

@@ -27,6 +27,10 @@ MASKS = (
     "chunks, offset",
     "chunks of positions",
     "ranges",
+    "function of heads and entries",
+    "intervals",
+    "union, causal",
+    "complement, window, segments",
 )
 
 
@@ -60,6 +64,27 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         },
         "ranges": {"mask": masks.ranges(low, low + rng.integers(-3, 20, (B, T), np.int32))},
     }
+    ends = np.sort(rng.integers(-5, T, (B, T, 4)).astype(np.int32))
+    offsets = jnp.asarray(rng.integers(0, 3, (B, N)), jnp.int32)
+    found |= {
+        "function of heads and entries": {
+            "mask": masks.function(
+                lambda b, h, q, k, table: (q + k + table[b, h]) % 3 > 0, offsets
+            ),
+            "query_offset": np.array([0, 5]),
+        },
+        "intervals": {"mask": masks.intervals(ends[..., ::2], ends[..., 1::2])},
+        "union, causal": {
+            "mask": masks.function(lambda b, h, q, k: k % 5 == 0) | masks.segments(scattered),
+            "is_causal": True,
+            "key_value_seq_lengths": np.array([48, 29]),
+        },
+        "complement, window, segments": {
+            "mask": ~masks.ranges(low, low + 9) & masks.function(lambda b, h, q, k: q >= k - 7),
+            "segment_ids": ids,
+            "local_window_size": (20, 20),
+        },
+    }
     return found[name]
 
 
@@ -70,7 +95,7 @@ def ordered(tree: Any, scheme: Any, mesh: Any) -> Any:
     shards = mesh.shape[scheme.axes[0]]
 
     def order(x: Any) -> Any:
-        is_tokens = np.ndim(x) == 2 and np.shape(x)[1] == T
+        is_tokens = np.ndim(x) in (2, 3) and np.shape(x)[1] == T
         return parallel.to_zigzag(jnp.asarray(x), shards) if is_tokens else x
 
     return jax.tree.map(order, tree)
@@ -155,6 +180,23 @@ def test_masks(scheme: Any, some_mask: str | None, rng: np.random.Generator):
     compare(AxisType.Auto, scheme, options_of(name, rng), rng)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_function_of_heads_that_are_sharded(kind: AxisType, rng: np.random.Generator):
+    mesh = make_mesh(kind, data=2, seq=2, tensor=2)
+    q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K))
+    shift = jnp.asarray(rng.integers(0, 3, (B, N)), jnp.int32)
+    mask = masks.function(lambda b, h, q, k, shift: (q - k + shift[b, h]) % 3 > 0, shift)
+    expected = attention(q, k, v, mask=mask, is_causal=True)
+    spec = P("data", "seq", "tensor")
+    for scheme in (parallel.Ring("seq"), parallel.AllGather("seq"), parallel.Ulysses("seq")):
+        found = jax.jit(
+            lambda *x, scheme=scheme: parallel.attention(
+                *x, scheme=scheme, mesh=mesh, specs=spec, mask=mask, is_causal=True
+            )
+        )(*(jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v)))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES[1::2], ids=name_of)
 def test_shards_of_ids_inside_a_shard_map(scheme: Any, rng: np.random.Generator):
     """Sinks, too; one device's shards are all that `local_attention` gets."""
@@ -180,7 +222,9 @@ def test_lengths_that_devices_do_not_divide(rng: np.random.Generator):
     mesh = make_mesh(AxisType.Auto, seq=DEVICES)
     q, k, v = (jnp.asarray(rng.normal(size=(B, 45, n, H)), jnp.float32) for n in (N, K, K))
     ids = rng.integers(-1, 3, (B, 45)).astype(np.int32)
-    expected = attention(q, k, v, segment_ids=ids, is_causal=True)
+    low = rng.integers(-5, 45, (B, 45)).astype(np.int32)
+    mask = ~masks.ranges(low, low + 9) & masks.function(lambda b, h, q, k: q % 2 <= k % 3)
+    expected = attention(q, k, v, segment_ids=ids, is_causal=True, mask=mask)
     for scheme in (parallel.Ring("seq"), parallel.AllGather("seq"), parallel.Ulysses("seq")):
         found = parallel.attention(
             *(q, k, v),
@@ -189,6 +233,7 @@ def test_lengths_that_devices_do_not_divide(rng: np.random.Generator):
             specs=P(None, "seq"),
             segment_ids=ids,
             is_causal=True,
+            mask=mask,
         )
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
 
@@ -206,6 +251,9 @@ def test_what_it_does_not_take_is_refused():
     with pytest.raises(NotImplementedError, match="mask: a tile table"):
         table = masks.tile_table(None, q, q, segment_ids=ids)
         parallel.attention(q, q, q, mask=table, **options)
+    every = masks.function(lambda b, h, q, k: q >= k)
+    with pytest.raises(NotImplementedError, match=r"mask: an array .*masks\.function"):
+        parallel.attention(q, q, q, mask=~(every & np.ones((8, 8), bool)), **options)
     with pytest.raises(NotImplementedError, match="logits_soft_cap is traced"):
         jax.jit(lambda cap: parallel.attention(q, q, q, logits_soft_cap=cap, **options))(1.0)
     with pytest.raises(ValueError, match=r"segment_ids .*8.*\(1, 7\)"):
