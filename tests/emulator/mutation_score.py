@@ -103,12 +103,14 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
     Hopper has a loop of its own for blocks that the diagonal crosses after the first, so a band has
     a case for it there; two blocks come after those, so that their ring slots are used again.
-    Blackwell packs the heads of a group into a tile.
+    Blackwell packs the heads of a group into a tile. Its pairs have slots for four blocks, which a
+    tile without a band uses again only if it has more.
     """
     rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
     diagonal = Case(
         **common, batch=1, heads=(1, 1), query_length=block, key_length=460, query_offset=326
     )
+    long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=6 * block)
     return (
         *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
@@ -121,6 +123,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
             poison=not key.ranges,
         ),
+        *([long] if key.pair and not key.band else []),
         Case(
             **common,
             batch=1,
