@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from fa4_jax import attention
+from fa4_jax import attention, autodiff, sinks
+from fa4_jax.derivatives import Computation
+from fa4_jax.operands import Cotangents, Operands, Results
+from fa4_jax.passes import DISPATCHED
 
 Point = dict[str, jax.Array]
 Function = Callable[[Point], Any]
@@ -122,3 +128,36 @@ DERIVATIVES = (
     *(jvp, jvp_of_grad, grad_of_grad, grad_of_jvp),
     *(jvp_of_jvp, mean_flow, linearized),
 )
+
+
+def by_custom_vjp(of: Computation, operands: Operands) -> Results:
+    """The results of a computation by a `custom_vjp`, without forward mode."""
+
+    @jax.custom_vjp
+    def run(operands: Operands) -> Results:
+        return of.forward(of.work, DISPATCHED, operands)
+
+    def forward(operands: Operands) -> Any:
+        found = run(operands)
+        output = checkpoint_name(found.output, autodiff.OUTPUT_NAME)
+        lse = checkpoint_name(found.lse, autodiff.LSE_NAME)
+        return found._replace(output=output, lse=lse), (operands, output, lse)
+
+    def backward(residuals: Any, bars: Results) -> tuple[Operands]:
+        if of.fence_backward:
+            residuals, bars = jax.lax.optimization_barrier((residuals, bars))
+        operands, output, lse = residuals
+        cotangents = Cotangents(output, lse, bars.output, bars.lse)
+        plain = operands._replace(sinks=None)
+        found = of.backward(of.work, DISPATCHED, plain, cotangents)._asdict()
+        own = operands.sinks
+        found["sinks"] = None if own is None else sinks.gradient(own, cotangents)
+        return (jax.tree.map(lambda _: None, operands)._replace(**found),)
+
+    run.defvjp(forward, backward)
+    return run(operands)
+
+
+def opcodes(program: str) -> collections.Counter[str]:
+    """Counts the instructions of an optimised program."""
+    return collections.Counter(re.findall(r"= \S+ ([a-z][a-z0-9-]*)\(", program))

@@ -21,7 +21,7 @@ from fa4_jax.masks.values import Ids
 from fa4_jax.operands import Operands, Results
 from fa4_jax.parallel import gather, ring, ulysses
 from fa4_jax.parallel.layout import Layout, from_zigzag, to_zigzag
-from fa4_jax.parallel.row_ranges import with_rows
+from fa4_jax.parallel.row_ranges import with_masks
 from fa4_jax.parallel.schemes import AllGather, Ring, RingUlysses, Scheme, Ulysses
 from fa4_jax.parallel.shard_calls import Work
 from fa4_jax.parallel.shard_plan import ShardPlan
@@ -103,7 +103,7 @@ def local_attention(
     problem = dataclasses.replace(problem, has_lengths=whole.has_lengths)
     request = Request(scheme, sizes, static_offset(query_offset), implementation, arch)
     tokens = resolve.Tokens(request.devices, functools.partial(_gathered, request))
-    problem, operands = with_rows(problem, operands, masked, whole, tokens)
+    problem, operands = with_masks(problem, operands, masked, whole, tokens)
     t, s = request.devices * problem.query_length, request.devices * problem.key_length
     array = whole.array(problem.batch, t, s)
     results = attend(request, problem, operands._replace(extents=array, offset=None))

@@ -29,7 +29,7 @@ from fa4_jax.problem import Problem
 Array = jax.Array
 
 
-def with_rows(
+def with_masks(
     problem: Problem, operands: Operands, call: Call, numbers: Extents, tokens: resolve.Tokens
 ) -> tuple[Problem, Operands]:
     """The problem and the operands with the masks of a call.

@@ -66,7 +66,7 @@ class View(NamedTuple):
 
 
 class ShardCall(NamedTuple):
-    """One call: its launches, its extents, ranges and sinks, and how rows and keys are presented.
+    """One call: its launches, its extents, masks and sinks, and how rows and keys are presented.
 
     extents: int32 [B, 4] ([2 B, 4] if folded): query length, key length, query offset, 0.
     partial_rows: rows past the query length may see other parts' keys. (To the backward they are

@@ -20,7 +20,7 @@ from fa4_jax.masks.values import Ids
 from fa4_jax.operands import Operands, Results
 from fa4_jax.parallel.local import Request, attend, check_static, natural, static_offset
 from fa4_jax.parallel.row_ranges import padded as padded_rows
-from fa4_jax.parallel.row_ranges import unsharded, with_rows
+from fa4_jax.parallel.row_ranges import unsharded, with_masks
 from fa4_jax.parallel.schemes import Scheme
 from fa4_jax.problem import Problem
 from fa4_jax.sharding.explicit import used
@@ -114,7 +114,7 @@ def attention(
     request = Request(scheme, sizes, static_offset(query_offset), implementation, arch)
     tokens = resolve.Tokens(whole=lambda x: natural(scheme, sizes, unsharded(x)))
     numbers = extents.checked(*lengths, query_offset, problem.batch)
-    problem, operands = with_rows(problem, operands, masked, numbers, tokens)
+    problem, operands = with_masks(problem, operands, masked, numbers, tokens)
     padded, operands = _padded(request, problem, operands._replace(offset=None))
     results = _on_mesh(request, found, split, padded, operands)
     output = _cut(results.output, problem.query_length, axis=1)

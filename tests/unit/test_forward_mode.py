@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,19 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fa4_jax import attention, autodiff, sinks, xla
-from fa4_jax.derivatives import Computation
-from fa4_jax.operands import Cotangents, Operands, Results
-from fa4_jax.passes import DISPATCHED
+from fa4_jax import attention, autodiff, xla
 from tests.derivative_checks import (
     DERIVATIVES,
     Call,
     Function,
     Point,
+    by_custom_vjp,
     close,
     grad_of_grad,
     grad_of_jvp,
@@ -33,6 +28,7 @@ from tests.derivative_checks import (
     jvp_of_grad,
     loss,
     mean_flow,
+    opcodes,
 )
 
 B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
@@ -189,39 +185,6 @@ def test_inside_shard_map(derivative: Any, rng: np.random.Generator) -> None:
 
     actual = jax.jit(functools.partial(derivative, local(call.ours)))(x, u, v)
     close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
-
-
-def by_custom_vjp(of: Computation, operands: Operands) -> Results:
-    """The results of a computation by a `custom_vjp`, without forward mode."""
-
-    @jax.custom_vjp
-    def run(operands: Operands) -> Results:
-        return of.forward(of.work, DISPATCHED, operands)
-
-    def forward(operands: Operands) -> Any:
-        found = run(operands)
-        output = checkpoint_name(found.output, autodiff.OUTPUT_NAME)
-        lse = checkpoint_name(found.lse, autodiff.LSE_NAME)
-        return found._replace(output=output, lse=lse), (operands, output, lse)
-
-    def backward(residuals: Any, bars: Results) -> tuple[Operands]:
-        if of.fence_backward:
-            residuals, bars = jax.lax.optimization_barrier((residuals, bars))
-        operands, output, lse = residuals
-        cotangents = Cotangents(output, lse, bars.output, bars.lse)
-        plain = operands._replace(sinks=None)
-        found = of.backward(of.work, DISPATCHED, plain, cotangents)._asdict()
-        own = operands.sinks
-        found["sinks"] = None if own is None else sinks.gradient(own, cotangents)
-        return (jax.tree.map(lambda _: None, operands)._replace(**found),)
-
-    run.defvjp(forward, backward)
-    return run(operands)
-
-
-def opcodes(program: str) -> collections.Counter[str]:
-    """Counts the instructions of an optimised program."""
-    return collections.Counter(re.findall(r"= \S+ ([a-z][a-z0-9-]*)\(", program))
 
 
 @pytest.mark.parametrize("policy", [None, autodiff.save_attention_policy], ids=["all", "names"])

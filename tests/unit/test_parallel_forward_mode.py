@@ -19,14 +19,15 @@ from tests.derivative_checks import (
     Call,
     Function,
     Point,
+    by_custom_vjp,
     close,
     grad_of_grad,
     jvp,
     loss,
     mean_flow,
+    opcodes,
 )
 from tests.parallel_cases import make_mesh, schemes
-from tests.unit.test_forward_mode import by_custom_vjp, opcodes
 
 B, L, N, K, H = 2, 16, 4, 2, 4
 SHAPES = {"query": (B, L, N, H), "key": (B, L, K, H), "value": (B, L, K, H)}
@@ -113,6 +114,14 @@ def ours(call: Call, scheme: parallel.Scheme, mesh: Mesh) -> Function:
     return run
 
 
+def check(call: Call, scheme: parallel.Scheme, derivative: Any, rng: np.random.Generator) -> None:
+    """Compares a derivative inside a shard_map with that of a dense function."""
+    x, u, v = (make(call, rng) for _ in range(3))
+    run = ours(call, scheme, mesh_of(AxisType.Auto, scheme))
+    actual = jax.jit(functools.partial(derivative, run))(x, u, v)
+    close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
+
+
 @pytest.mark.parametrize(
     ("scheme", "derivative"),
     [
@@ -127,21 +136,14 @@ def ours(call: Call, scheme: parallel.Scheme, mesh: Mesh) -> Function:
 )
 def test_inside_shard_map(scheme: Any, derivative: Any, rng: np.random.Generator) -> None:
     """One call by the seed. Each scheme and each derivative runs, with --every-case all pairs."""
-    call = CALLS[rng.integers(len(CALLS))]
-    x, u, v = (make(call, rng) for _ in range(3))
-    run = ours(call, scheme, mesh_of(AxisType.Auto, scheme))
-    actual = jax.jit(functools.partial(derivative, run))(x, u, v)
-    close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
+    check(CALLS[rng.integers(len(CALLS))], scheme, derivative, rng)
 
 
 @pytest.mark.parametrize("derivative", [jvp, grad_of_grad], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 @pytest.mark.parametrize("scheme", [parallel.Ring("seq"), parallel.AllGather("seq")], ids=str)
 def test_every_call(scheme: Any, call: Call, derivative: Any, rng: np.random.Generator) -> None:
-    x, u, v = (make(call, rng) for _ in range(3))
-    run = ours(call, scheme, mesh_of(AxisType.Auto, scheme))
-    actual = jax.jit(functools.partial(derivative, run))(x, u, v)
-    close(actual, jax.jit(functools.partial(derivative, call.plain))(x, u, v))
+    check(call, scheme, derivative, rng)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
