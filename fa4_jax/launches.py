@@ -223,6 +223,8 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         "dlse": cotangents.lse_bar,
     }
     main = plan.backward[1]
+    if (shape := split.plan.tail_shape) is not None:
+        buffers |= _varying({"tail": jnp.zeros(shape, jnp.int32)}, operands)
     buffers |= _varying(backward_buffers(split.plan.problem, operands, main), operands)
     results = _run(plan.backward, split.plan.problem, buffers)
     return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), None)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
-from fa4_jax import designs, splits
+from fa4_jax import designs, splits, tail
 from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
@@ -91,6 +90,14 @@ class Plan:
         if not self.forward or self.forward[0].key.kernel is not Pass.FORWARD_SPLIT:
             return None
         return splits.parts(self.problem, self.forward[0].key.arch)
+
+    @property
+    def tail_shape(self) -> tail.Shape | None:
+        """Shape of the backward's buffer `tail`; None where another backward runs."""
+        if not self.backward:
+            return None
+        launches = [kernel.launch for kernel in self.backward]
+        return tail.shape(launches, given_shapes(self.problem))
 
     def resized(self, **sizes: int) -> Plan:
         """The same launches on another batch size or number of heads, which no key depends on."""
@@ -195,17 +202,13 @@ def given_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     }
 
 
-def new_buffers(
-    problem: Problem, launches: Iterable[Launch], parts: splits.Parts | None = None
-) -> dict[str, tuple[Result, tuple[int, ...]]]:
-    """Buffers that launches add to the given ones, in the order of their making, with shapes.
-
-    parts: as in `Plan`.
-    """
-    shapes, found = given_shapes(problem), dict[str, tuple[Result, tuple[int, ...]]]()
-    shapes |= {} if parts is None else {"parts": parts}
-    for launch in launches:
-        for result in launch.results:
+def new_buffers(plan: Plan) -> dict[str, tuple[Result, tuple[int, ...]]]:
+    """Buffers that launches add to the given ones, in the order of their making, with shapes."""
+    shapes, found = given_shapes(plan.problem), dict[str, tuple[Result, tuple[int, ...]]]()
+    own = {"parts": plan.parts, "tail": plan.tail_shape}
+    shapes |= {name: shape for name, shape in own.items() if shape is not None}
+    for kernel in plan.forward + plan.backward:
+        for result in kernel.launch.results:
             if result.name not in shapes:
                 shapes[result.name] = tuple(evaluate_size(size, shapes) for size in result.shape)
                 found[result.name] = result, shapes[result.name]

@@ -300,11 +300,10 @@ def _designs(plan: Plan) -> dict[str, str]:
 
 
 def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:
-    launches = [kernel.launch for kernel in plan.forward + plan.backward]
     problem = plan.problem
     found = [
         Workspace(name, result.dtype, shape)
-        for name, (result, shape) in new_buffers(problem, launches, plan.parts).items()
+        for name, (result, shape) in new_buffers(plan).items()
         if name not in _OUTPUTS and 0 not in shape
     ]
     if plan.forward and packed is not None:

@@ -255,6 +255,7 @@ class Division:
       persistent: one CTA a multiprocessor takes tile after tile.
       by_ticket: a counter in global memory deals the tiles after a CTA's first.
       programmatic: the kernel may start while the launch before it ends.
+      splits_tail: the last key tiles of a dense backward are split among CTAs.
     """
 
     rows: int
@@ -263,6 +264,7 @@ class Division:
     persistent: bool = False
     by_ticket: bool = False
     programmatic: bool = False
+    splits_tail: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

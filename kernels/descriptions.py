@@ -25,7 +25,7 @@ def describe(key: KernelKey) -> Description:
         return split_description.join(key.head_dim)
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.BACKWARD_PRE and hopper:
-        return sm90_backward.pre(key.head_dim, key.value_dim)
+        return sm90_backward.pre(key)
     if key.kernel is Pass.BACKWARD_PRE:
         return sm100_backward.pre(key.head_dim, key.value_dim)
     if key.kernel is Pass.BACKWARD_POST and hopper:

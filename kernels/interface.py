@@ -284,6 +284,29 @@ class RowBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
+class TailBuffers:
+    """Where the parts of a dense backward's last key tiles meet; kernels/sm90/backward_tail.py.
+
+    tail_tiles: how many of these there is room for, 0 where the mask is not dense.
+    """
+
+    tail_tiles: Annotated[Any, Dim(0, "tail_acc")]
+    tail_acc: Pointer
+    tail_parts: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class TailSizes:
+    """What the kernel before the main one must know of these tiles, to clear their buffers.
+
+    key_tiles: of all KV heads, of the call.
+    """
+
+    key_tiles: Annotated[Any, Dim(1, "tail")]
+    sm_count: Annotated[Any, "sm_count"]
+
+
+@dataclasses.dataclass(frozen=True)
 class BackwardBuffers:
     """What the main backward kernel loads and stores by tensor maps."""
 

@@ -13,8 +13,9 @@ from fa4_jax.key import KernelKey
 from kernels.common import launches, tensors
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PreHost, pre_source
+from kernels.common.tail import division
 from kernels.description import Description
-from kernels.interface import PreBuffers, RowSizes
+from kernels.interface import PreBuffers, RowSizes, TailBuffers, TailSizes
 from kernels.kernel_source import KernelSource
 
 VECTOR = 8  # 16-bit elements of one 16-byte load
@@ -46,7 +47,14 @@ class Preprocess(PreHost):
         self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= key.value_dim)
 
     @cute.kernel
-    def kernel(self, buffers: PreBuffers, sizes: RowSizes, head_dim: Int32):
+    def kernel(
+        self,
+        buffers: PreBuffers,
+        sizes: RowSizes,
+        head_dim: Int32,
+        tail: TailBuffers | None = None,
+        tail_sizes: TailSizes | None = None,
+    ):
         if cutlass.const_expr(self.lets_main_start):
             cute.arch.griddepcontrol_launch_dependents()
         query_length, heads = sizes.query_length, sizes.heads
@@ -71,6 +79,8 @@ class Preprocess(PreHost):
         if cutlass.const_expr(buffers.dq_ticket is not None):
             if (thread == 0) & (tile_index == 0):
                 cute.make_tensor(buffers.dq_ticket, cute.make_layout(1))[0] = Int32(0)
+        if cutlass.const_expr(tail is not None):
+            self.clear_tail(tail, tail_sizes, query_length, zeros)
 
         length = cute.make_tensor(buffers.extents + batch * 4, cute.make_layout(4))[0]
         rows_at_once = THREADS // self.lanes
@@ -97,6 +107,28 @@ class Preprocess(PreHost):
                 target = tile_index * self.rows + row_in_tile
                 cute.make_tensor(buffers.lse_log2 + target, cute.make_layout(1))[0] = row_lse_log2
                 cute.make_tensor(buffers.delta + target, cute.make_layout(1))[0] = row_delta
+
+    @cute.jit
+    def clear_tail(
+        self, buffers: TailBuffers, sizes: TailSizes, query_length: Int32, zeros: cute.Tensor
+    ):
+        """Writes 0 to its CTA's share of the buffers in which parts of key tiles meet."""
+        keys, columns = self.description.division.keys, self.description.division.columns
+        main_ctas = cutlass.min(sizes.key_tiles * launches.MOST_TAIL_PARTS, sizes.sm_count)
+        main_ctas = cutlass.max(main_ctas, 1)  # A band has no such tiles.
+        tiles, _ = division(sizes.key_tiles, main_ctas, query_length, buffers.tail_tiles)
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        place, vectors = index * THREADS + thread, tiles * (2 * keys * columns // 4)
+        while place < vectors:
+            target = buffers.tail_acc + cute.assume(place * 4, divby=4)
+            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+            place += ctas * THREADS
+        place = index * THREADS + thread
+        while place < tiles:
+            cute.make_tensor(buffers.tail_parts + place, cute.make_layout(1))[0] = Int32(0)
+            place += ctas * THREADS
 
     def dot(self, a: cute.Pointer, b: cute.Pointer) -> Float32:
         """Returns the fp32 dot product of two 16-byte vectors."""

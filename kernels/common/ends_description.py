@@ -8,13 +8,13 @@ _WARPS = 8
 THREADS = _WARPS * LANES
 
 
-def pre(rows: int, columns: int, by_ticket: bool = False) -> Description:
+def pre(division: Division) -> Description:
     """Describes the preprocessing kernel, which needs no shared memory.
 
-    dQ's tiles are rows x columns; by_ticket: a counter deals the main kernel's tiles.
+    division: the main kernel's.
     """
     role = Role("rows", 0, _WARPS, "row statistics, dq_acc = 0")
-    return Description((role,), (), (), (), Division(rows, columns=columns, by_ticket=by_ticket))
+    return Description((role,), (), (), (), division)
 
 
 def post(division: Division, map_rows: int, columns: int, span_bytes: int) -> Description:

@@ -37,15 +37,17 @@ from kernels.interface import (
     RowSizes,
     Sizes,
     SmCount,
+    TailBuffers,
+    TailSizes,
 )
 from kernels.kernel_source import KernelSource
 
-_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "page_table")
+_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "tail_parts", "page_table")
 _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
-        *("lse", "dlse", "lse_log2", "delta", "dq_acc", "sinks", "max_logit", "soft_cap"),
-        *("o_parts", "lse_parts", "max_parts", "row_max"),
+        *("lse", "dlse", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
+        *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max"),
     ),
     Float32,
 )
@@ -185,6 +187,7 @@ class BackwardHost:
         scalars: BackwardScalars,
         ranges: RangeBuffers,
         cap: CapBuffer,
+        tail: TailBuffers,
         device: SmCount,
         stream: cuda.CUstream,
     ):
@@ -196,9 +199,11 @@ class BackwardHost:
         rows = dataclasses.replace(rows, **dict.fromkeys(absent))
         tiles = cute.ceil_div(sizes.key_length, description.division.keys)
         tiles = tiles * sizes.kv_heads * sizes.batch
+        more = ()
+        if cutlass.const_expr(description.division.splits_tail):
+            tiles, more = tiles * launches.MOST_TAIL_PARTS, (None, None, tail)
         if cutlass.const_expr(description.division.persistent):
             tiles = cutlass.min(tiles, cutlass.max(device.sm_count // description.ctas, 1))
-        more = ()
         if cutlass.const_expr(self.ranges):
             absent = launches.absent_orders(forward=False, deterministic=self.deterministic)
             absent += () if self.reads_mask else launches.MASK
@@ -227,12 +232,20 @@ class PreHost:
     kernel: Any
 
     @cute.jit
-    def __call__(self, buffers: PreBuffers, shape: RowShape, stream: cuda.CUstream):
+    def __call__(
+        self,
+        buffers: PreBuffers,
+        shape: RowShape,
+        tail: TailBuffers,
+        tail_sizes: TailSizes,
+        stream: cuda.CUstream,
+    ):
         absent = launches.absent_counters(self.counters)
         buffers = dataclasses.replace(buffers, **dict.fromkeys(absent))
         sizes = RowSizes(shape.query_length, shape.heads)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
-        self.kernel(buffers, sizes, shape.head_dim).launch(
+        more = (tail, tail_sizes) if self.description.division.splits_tail else ()
+        self.kernel(buffers, sizes, shape.head_dim, *more).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
@@ -295,14 +308,16 @@ def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) ->
     tile: sizes that the build prints.
     """
     buffers = (BackwardBuffers, RowBuffers)
-    takes = (*buffers, Sizes, HeadDims, BackwardScalars, RangeBuffers, CapBuffer, SmCount)
+    of_call = (Sizes, HeadDims, BackwardScalars)
+    takes = (*buffers, *of_call, RangeBuffers, CapBuffer, TailBuffers, SmCount)
     return make_source(host, key, takes, tile)
 
 
 def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
     """Returns what the compiler needs of a kernel before the main one."""
+    takes = (PreBuffers, RowShape, TailBuffers, TailSizes)
     tile = {"m": host.description.division.rows}
-    return make_source(host, key, (PreBuffers, RowShape), tile, of="do")
+    return make_source(host, key, takes, tile, of="do")
 
 
 def post_source(host: PostHost, key: KernelKey) -> KernelSource:

@@ -123,7 +123,8 @@ def _backward(key: KernelKey, description: Description) -> Launch:
     skipped = absent_counters(counters)
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
     cap = interface.params(interface.CapBuffer) if key.reads_cap else ()
-    more = (*_ranges(key), *cap)
+    more = (*_ranges(key), *cap, *_tail(description.division))
+    most_ctas = MOST_TAIL_PARTS if description.division.splits_tail else description.ctas
     return Launch(
         operands=(
             *("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *counters),
@@ -133,6 +134,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
             Result("dk", key.dtype, _dims("k", (0, 1, 2, 3))),
             Result("dv", key.dtype, _dims("v", (0, 1, 2, 3))),
             *_accumulators(key, description.division),
+            *_tail_results(description.division, "tail_acc"),
         ),
         params=(
             *_maps(description),
@@ -141,7 +143,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.BackwardScalars),
             *more,
         ),
-        grid=(_tiles("k", description.division.keys, description.ctas), _ONE, _ONE),
+        grid=(_tiles("k", description.division.keys, most_ctas), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
         cluster=(description.ctas, 1, 1),
@@ -155,17 +157,20 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
     tiles = Factor(buffer="do", axis=1, divisor=rows, multiple=rows)
     padded = (*_dims("do", (0, 2)), (tiles,))
     skipped = absent_counters(counters_of(key.deterministic, description.division))
-    buffers = interface.params(interface.PreBuffers)
+    buffers, tail = interface.params(interface.PreBuffers), _tail(description.division)
     return Launch(
-        operands=("o", "do", "lse", "dlse", "extents"),
+        operands=("o", "do", "lse", "dlse", "extents", *(("tail",) if tail else ())),
         results=(
             Result("lse_log2", "f32", padded),
             Result("delta", "f32", padded),
             *_accumulators(key, description.division),
+            *_tail_results(description.division, "tail"),
         ),
         params=(
             *(param for param in buffers if param.name not in skipped),
             *interface.params(interface.RowShape, "do")[1:],
+            *tail,
+            *(interface.params(interface.TailSizes) if tail else ()),
         ),
         grid=(_tiles("do", rows), _ONE, _ONE),
         block=(description.threads, 1, 1),
@@ -260,6 +265,26 @@ def counters_of(deterministic: bool, division: Division) -> tuple[str, ...]:
 def absent_counters(counters: tuple[str, ...]) -> tuple[str, ...]:
     """Names the counters that a backward lacks."""
     return tuple(name for name in ("dq_order", "dq_ticket") if name not in counters)
+
+
+MOST_TAIL_PARTS = 16
+"""CTAs that are started for a tile at most, where CTAs share the last tiles."""
+
+
+def _tail(division: Division) -> tuple[Param, ...]:
+    """Lists the parameters of the buffers in which parts of tiles meet."""
+    return interface.params(interface.TailBuffers) if division.splits_tail else ()
+
+
+def _tail_results(division: Division, of: str) -> tuple[Result, ...]:
+    """Returns these buffers, which have as many tiles as the operand `of`."""
+    if not division.splits_tail:
+        return ()
+    tiles, size = _dims(of, (0,)), 2 * division.keys * division.columns
+    return (
+        Result("tail_acc", "f32", (*tiles, (Factor(size),))),
+        Result("tail_parts", "i32", tiles),
+    )
 
 
 def _accumulators(key: KernelKey, division: Division) -> tuple[Result, ...]:

@@ -138,6 +138,19 @@ def take_ticket(counter: cute.Pointer) -> Int32:
     )
 
 
+def count_release_acquire(counter: cute.Pointer) -> Int32:
+    """atom.acq_rel.gpu: adds one and returns the value before.
+
+    The thread sees everything that is ordered before earlier such counts, and later ones see what
+    is ordered before it.
+    """
+    return cute.arch.inline_ptx(
+        "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[counter, Int32(1)],
+    )
+
+
 def increment_release(target: cute.Pointer):
     """red.release.gpu: adds one.
 

@@ -88,7 +88,7 @@ _VISITS = (
 def pre(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel before the main one, of one CTA or a pair."""
     tile = BACKWARD_TILES[head_dim, value_dim, False]
-    return ends_description.pre(tile.m, tile.head_dim)
+    return ends_description.pre(Division(tile.m, columns=tile.head_dim))
 
 
 def post(head_dim: int, value_dim: int) -> Description:

@@ -44,12 +44,26 @@ from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
-from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
+from kernels.interface import (
+    BackwardScalars,
+    CapBuffer,
+    RangeBuffers,
+    RowBuffers,
+    Sizes,
+    TailBuffers,
+)
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import KeyGradients, KeySlices, Step
 from kernels.sm90.backward_description import dv_places
 from kernels.sm90.backward_parts import BackwardParts
+from kernels.sm90.backward_tail import (
+    make_tickets,
+    publish_part,
+    read_ticket,
+    sum_parts,
+    work_of,
+)
 from kernels.sm90.backward_tiles import (
     Call,
     assign_tile,
@@ -82,6 +96,7 @@ class Backward(BackwardParts):
         scalars: BackwardScalars,
         ranges: RangeBuffers | None = None,
         cap: CapBuffer | None = None,
+        tail: TailBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -94,7 +109,7 @@ class Backward(BackwardParts):
 
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         window, group = scalars.window if self.band else None, sizes.heads // sizes.kv_heads
-        call = Call(buffers.extents, sizes, group, window, ranges)
+        call = Call(buffers.extents, sizes, group, window, ranges, tail)
         load, reduce, mma = map(self.description.role, ("load", "reduce", "mma"))
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -122,12 +137,16 @@ class Backward(BackwardParts):
             first, _, _ = cute.arch.block_idx()
             ctas, _, _ = cute.arch.grid_dim()
         index, tiles = Int32(first), tile_count(call.sizes, self.shape.n)
+        tickets = make_tickets(tiles, ctas, call)
         tiles_done, steps_done = Int32(0), Int32(0)
-        while index < tiles:
-            work = assign_tile(index, call, self.shape)
+        while index < tickets.count:
+            own = read_ticket(index, tickets)
+            work = work_of(own, assign_tile(own.tile, call, self.shape))
             barriers.kv_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, words_of_tile(shared, tiles_done))
+                if cutlass.const_expr(call.tail is not None):
+                    publish_part(own, words_of_tile(shared, tiles_done))
             self.load_keys(maps, shared, work)
             self.load(maps, shared, work, rows, steps_done)
             steps_done += work.steps()
@@ -169,11 +188,21 @@ class Backward(BackwardParts):
             grads = self.make_gradients()
             done = (tiles_done, steps_done)
             steps_done = self.mma(shared, work, rows, grads, exponents, done)
-            self.store(maps, shared, grads, scalars.scale, (tiles_done, steps_done))
+            done = (tiles_done, steps_done)
+            if self.completes(shared, call, grads, tiles_done):
+                self.store(maps, shared, grads, scalars.scale, done)
             tiles_done += 1
             kv_full.wait(tiles_done)
             more = is_tile(words_of_tile(shared, tiles_done))
         cute.arch.cp_async_bulk_wait_group(0)
+
+    def completes(
+        self, shared: Shared, call: Call, grads: KeyGradients, tiles_done: Int32
+    ) -> cutlass.Boolean | bool:
+        """Whether the CTA stores dK and dV of its tile: those of all parts, where it has parts."""
+        if call.tail is None:
+            return True
+        return sum_parts(shared, call.tail, grads, words_of_tile(shared, tiles_done), self.finished)
 
     def make_gradients(self) -> KeyGradients:
         """Makes a warpgroup's accumulators of dK and dV, which are 0."""

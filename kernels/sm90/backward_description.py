@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from fa4_jax.key import KernelKey
@@ -42,6 +43,9 @@ ORDER_WARPS = 2
 WORK_WORDS = 12
 """int32 words that say what a tile's work is; with ranges in memory one more counts its blocks."""
 
+TAIL_WORDS = 2
+"""More such words where the last tiles are split: which of these it is, and into how many parts."""
+
 _VISITS = "query block of a step, and what ranges hide in it"
 _BITS = ", and where the bits of a mask of pairs are"
 
@@ -57,32 +61,48 @@ def of_key(key: KernelKey) -> Description:
     visits = (Region("visits", (words, tile.stages), text, "i32"),) if key.ranges else ()
     if tile.persistent:
         text = "key tile, head and blocks of the CTA's tile"
-        work = Region("work", (WORK_WORDS + key.ranges, 2), text, "i32")
+        splits = TAIL_WORDS if _splits_tail(key) else int(key.ranges)
+        work = Region("work", (WORK_WORDS + splits, 2), text, "i32")
         blocks = Region("dq_block", (DQ_BUFFERS,), "query block of a buffer of dQ", "i32")
-        visits = (work, *visits, blocks) if key.ranges else (work,)
+        parts = Region("parts_done", (1,), "parts of a split tile that were done before", "i32")
+        more = (*visits, blocks) if key.ranges else (parts,) if _splits_tail(key) else ()
+        visits = (work, *more)
     return Description(
         roles=_roles(tile, deterministic),
         barriers=_barriers(tile, deterministic),
         named_barriers=_named_barriers_of_pair() if tile.ctas > 1 else _named_barriers(tile),
         regions=(*visits, *_regions(tile, (head_dim, value_dim), deterministic)),
-        division=Division(
-            *(tile.m, tile.keys, head_dim), persistent=tile.persistent, by_ticket=tile.persistent
-        ),
+        division=_division(key),
         maps=_maps(tile, head_dim, value_dim),
         ctas=tile.ctas,
     )
 
 
-def pre(head_dim: int, value_dim: int) -> Description:
+def pre(key: KernelKey) -> Description:
     """Describes the kernel before the main one."""
-    tile = BACKWARD_TILES[head_dim, value_dim]
-    return ends_description.pre(tile.m, head_dim, by_ticket=tile.persistent)
+    return ends_description.pre(dataclasses.replace(_division(key), persistent=False))
 
 
 def post(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel after the main one."""
     tile = BACKWARD_TILES[head_dim, value_dim]
     return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.span_bytes)
+
+
+def _splits_tail(key: KernelKey) -> bool:
+    """Whether CTAs split the last tiles; of the kernel before the main one: whether they may."""
+    splits = BACKWARD_TILES[key.head_dim, key.value_dim].splits_tail
+    return splits and not (key.band or key.ranges or key.deterministic)
+
+
+def _division(key: KernelKey) -> Division:
+    tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+    return Division(
+        *(tile.m, tile.keys, key.head_dim),
+        persistent=tile.persistent,
+        by_ticket=tile.persistent,
+        splits_tail=_splits_tail(key),
+    )
 
 
 def _users(tile: BackwardTile) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class Postprocess(PostHost):
 
 def pre_source(key: KernelKey) -> KernelSource:
     """Returns the preprocessing kernel of a key, with its launch."""
-    return backward_pre.source(key, backward_description.pre(key.head_dim, key.value_dim))
+    return backward_pre.source(key, backward_description.pre(key))
 
 
 def post_source(key: KernelKey) -> KernelSource:

@@ -25,7 +25,7 @@ from kernels.common.backward_schedule import (
 from kernels.common.resources import Shared
 from kernels.common.row_ranges import RangesInMemory
 from kernels.common.schedule import from_mask_words, mask_words
-from kernels.interface import RangeBuffers, Sizes, Window
+from kernels.interface import RangeBuffers, Sizes, TailBuffers, Window
 from kernels.sm90.backward_description import WORK_WORDS
 
 
@@ -36,6 +36,7 @@ class Call:
     Attributes:
       group: query heads of a KV head.
       window: a dense kernel has none.
+      tail: where parts of the last tiles meet, in a kernel that splits them.
     """
 
     extents: cute.Pointer
@@ -43,6 +44,7 @@ class Call:
     group: Int32
     window: Window | None
     ranges: RangeBuffers | None
+    tail: TailBuffers | None
 
 
 _NO_TILE = -1

@@ -108,6 +108,8 @@ class BackwardTile:
         needs three stages of Q and dO. Not in a fixed order, where the next pair waits for it.
       delta_after_scores: a step loads delta when its scores are there, not before it waits for
         them, which would hold up the next product; it takes a few more registers.
+      splits_tail: CTAs share the last tiles of a dense call (backward_tail.py). At d = 64 the
+        compiler then arranges a step worse, which costs as much as the tail.
     """
 
     m: int
@@ -122,6 +124,7 @@ class BackwardTile:
     masked_v_slices: tuple[int, int] | None = None
     late_dq: bool = False
     delta_after_scores: bool = False
+    splits_tail: bool = False
 
     mma_warpgroups = 2
 
@@ -184,8 +187,11 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         key_span_bytes=32,
         v_slices=6,
         delta_after_scores=True,
+        splits_tail=True,
     ),
-    (128, 128): BackwardTile(m=64, n=128, stages=2, v_slices=3, masked_v_slices=(3, 1)),
+    (128, 128): BackwardTile(
+        m=64, n=128, stages=2, v_slices=3, masked_v_slices=(3, 1), splits_tail=True
+    ),
     (192, 128): BackwardTile(
         m=64,
         n=64,

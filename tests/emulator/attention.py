@@ -12,13 +12,13 @@ from multiprocessing import util
 
 import numpy as np
 
-from fa4_jax import api, catalogue, launches, splits
+from fa4_jax import api, catalogue, launches, splits, tail
 from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.masks import bits
-from fa4_jax.plan import Kernel, in_memory, kernel_keys, scalars
+from fa4_jax.plan import Kernel, given_shapes, in_memory, kernel_keys, scalars
 from kernels import emulator
 from kernels.build import cache, compile
 from kernels.build.compile import Ptx
@@ -150,6 +150,7 @@ def attention(
     keys = forward + backward if gradients else forward
     return Attention(
         arrays=_parts(case, forward)
+        | _tail(case, backward)
         | _forward_buffers(case, inputs, keys)
         | {
             "q": inputs.query,
@@ -169,6 +170,14 @@ def _parts(case: Case, forward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
         return {}
     parts = splits.parts(case.problem, forward[0].arch)
     return {"parts": np.zeros(parts, np.int32), **nothing_more()}
+
+
+def _tail(case: Case, backward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
+    """The operand that says for how many split key tiles the buffers have room."""
+    if not backward:
+        return {}
+    shape = tail.shape([kernel(key).launch for key in backward], given_shapes(case.problem))
+    return {} if shape is None else {"tail": np.zeros(shape, np.int32)}
 
 
 def nothing_more() -> dict[str, np.ndarray]:

@@ -32,6 +32,7 @@ from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import KernelKey, Pass
+from kernels.descriptions import describe
 from kernels.emulator import Policy
 from kernels.sm90.tiles import BACKWARD_TILES
 from tests.emulator import attention
@@ -103,14 +104,16 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
     Hopper has a loop of its own for blocks that the diagonal crosses after the first, so a band has
     a case for it there; two blocks come after those, so that their ring slots are used again.
-    Blackwell packs the heads of a group into a tile. Its pairs have slots for four blocks, which a
-    tile without a band uses again only if it has more.
+    Blackwell packs the heads of a group into a tile. A tile of its pairs uses the slots of their
+    ring again, which K and V of four or eight blocks fill, only if it has more blocks.
     """
     rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
     diagonal = Case(
         **common, batch=1, heads=(1, 1), query_length=block, key_length=460, query_offset=326
     )
-    long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=6 * block)
+    ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
+    more = (ring // 2 + 2) * block
+    long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=more)
     return (
         *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
@@ -170,14 +173,16 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
     The other kernel has two key tiles, whose sum is the same in either order. The deterministic
     one visits the last query block first, so that only a second head has it later. Hopper's rings
-    have enough rounds that a barrier of eight which asks for seven gets out of step.
+    have enough rounds that a barrier of eight which asks for seven gets out of step, also where two
+    CTAs have half of the queries each.
     """
     rows, few = (64, 20) if key.head_dim > 128 else (128, 40 if key.pair else 98)
     ctas = 2 if key.pair else 1  # of 128 keys, that share a key tile
     key_length = (300 if key.deterministic else 200) * ctas
     many_turns = []
     if key.arch == "sm_90a" and key.kernel == Pass.BACKWARD:
-        length = 23 * BACKWARD_TILES[key.head_dim, key.value_dim].m
+        parts = 2 if describe(key).division.splits_tail else 1
+        length = 23 * parts * BACKWARD_TILES[key.head_dim, key.value_dim].m
         many_turns = [Case(**common, batch=1, heads=(1, 1), query_length=length, key_length=100)]
     return (
         Case(

@@ -1,7 +1,7 @@
 """Checks that compute-sanitizer's racecheck reports nothing of the Hopper kernels but what is
 explained.
 
-    python -m tests.gpu.racecheck [--only "sm_90a_bwd_bf16_d64*"]
+    python -m tests.gpu.racecheck [--only "sm_90a_bwd_bf16_d64*"] [--processes 4]
 
 Each bf16 backward runs in a process of its own, after its forward, under racecheck. A report names
 two machine instructions by kernel and address; the cubin tells which instructions these are. The
@@ -15,14 +15,17 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from fa4_jax import catalogue
@@ -33,6 +36,7 @@ from fa4_jax.key import KernelKey, Pass
 from fa4_jax.plan import kernel_keys
 from fa4_jax.target import current_target
 from kernels.build import cubin_info
+from kernels.descriptions import describe
 
 _OPCODES = {
     0x3BA: "UBLKCP",
@@ -114,11 +118,14 @@ def hazard(pair: tuple[Access, Access], code: dict[str, list[tuple[int, int]]]) 
 
 
 def case_of(key: KernelKey) -> Case:
-    """Returns a case with several steps of a CTA, so that every slot of its rings is used again."""
+    """Returns a case with several steps of a CTA, so that every slot of its rings is used again.
+
+    Where CTAs split tiles, they do.
+    """
     return Case(
         batch=1,
         heads=(2, 1),
-        query_length=300,
+        query_length=600 if describe(key).division.splits_tail else 300,
         key_length=300,
         head_dim=key.head_dim,
         value_dim=key.value_dim,
@@ -165,7 +172,12 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
         code[cubin.symbol] = _code(manifest.directory, cubin.file, cubin.symbol)
     command = [*_SANITIZER, *_OPTIONS, sys.executable, "-m", "tests.gpu.racecheck", "--run"]
     done = subprocess.run(
-        [*command, key.name], capture_output=True, text=True, check=False, timeout=_MOST_SECONDS
+        [*command, key.name],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_MOST_SECONDS,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
     return Counter(hazard(pair, code) for pair in parse(done.stdout + done.stderr))
 
@@ -174,6 +186,7 @@ def main() -> int:
     """Returns 1 if racecheck reports what is not explained, or nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="pattern of the backward kernels' names")
+    parser.add_argument("--processes", type=int, default=1, help="kernels checked at a time")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -186,10 +199,10 @@ def main() -> int:
         raise SystemExit(f"{_SANITIZER[0]} is not on the path")
     table = Table("kernel", "writer", "reader", "pairs", "explained")
     classes: set[tuple[str, ...]] = set()
-    for key in keys():
-        if not fnmatch.fnmatchcase(key.name, options.only):
-            continue
-        found = check(key)
+    chosen = [key for key in keys() if fnmatch.fnmatchcase(key.name, options.only)]
+    with ThreadPoolExecutor(options.processes) as pool:
+        counts = list(track(pool.map(check, chosen), "kernels", len(chosen)))
+    for key, found in zip(chosen, counts, strict=True):
         classes |= set(found)
         for kind, count in sorted(found.items()):
             table.add_row(key.name, *kind[1:], str(count), "yes" if kind in EXPLAINED else "NO")

@@ -84,6 +84,17 @@ def test_results_alias_operands_of_their_name(operands):
     assert aliases == [("2", "7"), ("3", "8"), ("4", "9")]  # dq_acc, dq_order, dq_ticket
 
 
+def test_only_a_dense_backward_has_room_for_split_tiles(operands):
+    def tails(**options: Any) -> list[str]:
+        text = program(gradient(lambda *x: attention(*x, **options)), *operands)
+        before = next(line for line in text.splitlines() if "bwd_pre_bf16_d128" in line)
+        return re.findall(r"tensor<(\d+x\d+x0)xi32>", before)
+
+    assert tails() == ["4x4x0"]
+    assert tails(is_causal=True) == ["0x0x0"]
+    assert tails(deterministic=True) == []
+
+
 def test_remat_with_the_policy_does_not_rerun_the_kernel(operands):
     def layer(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         return causal(jnp.sin(q), jnp.sin(k), jnp.sin(v))

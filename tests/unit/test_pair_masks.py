@@ -60,7 +60,7 @@ def both_ways(function: Any, arrays: Arrays) -> list[Any]:
     def loss(q: Any, k: Any, v: Any, table: Any) -> Any:
         output, lse = function(q, k, v, table)
         seen = jnp.where(lse == -jnp.inf, 0, lse)
-        # No term is negative: a loss near 0 by cancellation would have no meaningful relative error.
+        # No term is negative, so that the loss is not the small difference of large numbers.
         return (output**2).sum() + (1 + jnp.cos(seen)).sum(), (output, lse)
 
     run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fa4_jax import __main__ as command
-from fa4_jax import catalogue, doctor, explain, runtime, support, supports
+from fa4_jax import catalogue, doctor, explain, runtime, support, supports, tail
 from fa4_jax.conformance import selftest
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs, visible
@@ -71,6 +71,19 @@ def test_explain_kernels(kernels_present: None):
     for text in (*told.forward, *told.backward, "dq_acc", "GFLOP", told.tangent_reason):
         assert text in str(told)
     assert explain(Q, K, K, implementation="xla").forward_reason == "implementation='xla'"
+
+
+def test_explain_the_room_for_split_tiles(kernels_present: None):
+    tiles = 2 * 2 * 4  # of 128 keys, of all KV heads
+    sizes = {w.name: w.num_bytes for w in explain(Q, K, K).workspaces}
+    assert sizes["tail_acc"] == tiles * 2 * 128 * 128 * 4
+    assert sizes["tail_parts"] == tiles * 4
+    many = struct(2, 30000, 2, 128)
+    sizes = {w.name: w.num_bytes for w in explain(Q, many, many).workspaces}
+    assert sizes["tail_acc"] == tail.MOST_TILES * 2 * 128 * 128 * 4
+    for others in ({"is_causal": True}, {"deterministic": True}):
+        names = {w.name for w in explain(Q, K, K, **others).workspaces}
+        assert not names & {"tail_acc", "tail_parts"}
 
 
 def test_explain_the_default_path():
