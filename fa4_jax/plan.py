@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 
 from fa4_jax import designs, splits, tail
 from fa4_jax.key import (
@@ -202,13 +203,17 @@ def given_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     }
 
 
-def new_buffers(plan: Plan) -> dict[str, tuple[Result, tuple[int, ...]]]:
-    """Buffers that launches add to the given ones, in the order of their making, with shapes."""
-    shapes, found = given_shapes(plan.problem), dict[str, tuple[Result, tuple[int, ...]]]()
-    own = {"parts": plan.parts, "tail": plan.tail_shape}
+def new_buffers(
+    problem: Problem, launches: Iterable[Launch], own: Mapping[str, tuple[int, ...] | None]
+) -> dict[str, tuple[Result, tuple[int, ...]]]:
+    """Buffers that launches add to the given ones, in the order of their making, with shapes.
+
+    own: shapes of `Plan.parts` and `Plan.tail_shape` by the buffers' names.
+    """
+    shapes, found = given_shapes(problem), dict[str, tuple[Result, tuple[int, ...]]]()
     shapes |= {name: shape for name, shape in own.items() if shape is not None}
-    for kernel in plan.forward + plan.backward:
-        for result in kernel.launch.results:
+    for launch in launches:
+        for result in launch.results:
             if result.name not in shapes:
                 shapes[result.name] = tuple(evaluate_size(size, shapes) for size in result.shape)
                 found[result.name] = result, shapes[result.name]

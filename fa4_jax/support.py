@@ -300,10 +300,11 @@ def _designs(plan: Plan) -> dict[str, str]:
 
 
 def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:
-    problem = plan.problem
+    launches = [kernel.launch for kernel in plan.forward + plan.backward]
+    problem, own = plan.problem, {"parts": plan.parts, "tail": plan.tail_shape}
     found = [
         Workspace(name, result.dtype, shape)
-        for name, (result, shape) in new_buffers(plan).items()
+        for name, (result, shape) in new_buffers(problem, launches, own).items()
         if name not in _OUTPUTS and 0 not in shape
     ]
     if plan.forward and packed is not None:

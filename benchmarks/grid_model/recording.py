@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from fa4_jax import bands, designs
+from fa4_jax import bands, designs, tail
 from fa4_jax.key import KernelKey
 from fa4_jax.manifest import Cubin, Launch
 from fa4_jax.masks.table import TILE_ROWS
@@ -130,9 +130,13 @@ def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.nda
     arrays["extents"] = np.array(extents, np.int32)
     arrays |= {name: np.zeros(shapes[name], np.float32) for name in ("lse", "dlse")}
     design = designs.design_of(key)
-    keys = [one for several in kernel_keys(problem, key.arch, design=design) for one in several]
-    launches = [launch(one, describe(one)) for one in keys]
-    for name, (result, shape) in new_buffers(problem, launches).items():
+    forward, backward = (
+        [launch(one, describe(one)) for one in keys]
+        for keys in kernel_keys(problem, key.arch, design=design)
+    )
+    own = {"tail": tail.shape(backward, shapes)}
+    arrays |= {name: np.zeros(shape, np.int32) for name, shape in own.items() if shape is not None}
+    for name, (result, shape) in new_buffers(problem, forward + backward, own).items():
         arrays[name] = np.zeros(shape, DTYPES[result.dtype])
     arrays |= ranges(problem, sizes) if key.ranges else {}
     return {name: arrays[name] for name in launch(key, describe(key)).operands}

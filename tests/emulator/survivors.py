@@ -35,12 +35,6 @@ _PADDING_FENCES = Counter({"removed: fence.acq_rel.cluster": 3})
 SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, _MEETING: 2}),
     "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _MEETING: 2}),
-    "sm_100f_fwd_bf16_d64_pair": _MASKED_FACTOR
-    + _OF_PAIR
-    + _PADDING_FENCES
-    + Counter({_MEETING: 6}),
-    "sm_100f_fwd_bf16_d64_band_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
-    "sm_100f_fwd_bf16_d128_band_ranges_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
     "sm_100f_fwd_bf16_d128_band_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
     "sm_100f_fwd_bf16_d128_pair": _MASKED_FACTOR
     + _OF_PAIR
