@@ -214,7 +214,8 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
         }
     row_blocks = -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS)
     parts = 1 + p.key_length % 40, row_blocks, p.heads if p.batch % 2 else 0, 0
-    arrays |= {"parts": Array("i32", parts)}
+    tail = p.key_length % 7, p.key_length % 7 * p.batch, 0
+    arrays |= {"parts": Array("i32", parts), "tail": Array("i32", tail)}
     arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
     if key.kernel is Pass.FORWARD_JOIN:
         arrays |= results(earlier(key, Pass.FORWARD_SPLIT), arrays)
@@ -263,7 +264,8 @@ class HostCode:
     def launch(self, call: Call, addresses: dict[str, int]) -> dict[str, Any]:
         """Returns what the host code launches for the same call."""
         names = call.cubin.launch.operands
-        shapes = {n: a.shape for n, a in zip(names, call.operands, strict=True)}
+        arrays = dict(zip(names, call.operands, strict=True))
+        shapes = {n: a.shape for n, a in (results(call.cubin, arrays) | arrays).items()}
         values = [host_value(p, shapes, call, addresses) for p in self._arguments]
         stream, status = ctypes.c_void_p(), ctypes.c_int()
         pointers = _pointers(*values, stream, status)
