@@ -250,7 +250,8 @@ class Division:
 
     Attributes:
       rows: query rows of a tile: of a CTA's or a pair's in the forward, of dQ's in the backward.
-      keys: of a CTA's or a pair's tile in the main backward kernel; 0 in the others.
+      keys: of a CTA's or a pair's tile in the main backward kernel, and in Hopper's before it; 0 in
+        the others.
       columns: of dQ's tile, in the main backward kernel and the one before it; 0 in the others.
       persistent: one CTA a multiprocessor takes tile after tile.
       by_ticket: a counter in global memory deals the tiles after a CTA's first.

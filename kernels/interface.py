@@ -290,7 +290,7 @@ class TailBuffers:
     tail_tiles: how many of these there is room for, 0 where the mask is not dense.
     """
 
-    tail_tiles: Annotated[Any, Dim(0, "tail_acc")]
+    tail_tiles: Annotated[Any, Dim(0, "tail")]
     tail_acc: Pointer
     tail_parts: Pointer
 

@@ -11,7 +11,7 @@ THREADS = _WARPS * LANES
 def pre(division: Division) -> Description:
     """Describes the preprocessing kernel, which needs no shared memory.
 
-    division: the main kernel's.
+    division: as the main kernel's, but for CTAs that take tile after tile.
     """
     role = Role("rows", 0, _WARPS, "row statistics, dq_acc = 0")
     return Description((role,), (), (), (), division)

@@ -123,18 +123,20 @@ def _backward(key: KernelKey, description: Description) -> Launch:
     skipped = absent_counters(counters)
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
     cap = interface.params(interface.CapBuffer) if key.reads_cap else ()
-    more = (*_ranges(key), *cap, *_tail(description.division))
+    more = (*_ranges(key), *cap)
+    tail = ("tail", "tail_acc", "tail_parts") if description.division.splits_tail else ()
     most_ctas = MOST_TAIL_PARTS if description.division.splits_tail else description.ctas
     return Launch(
         operands=(
             *("q", "k", "v", "do", "lse_log2", "delta", "extents", "dq_acc", *counters),
             *(param.buffer for param in more if param.kind == "pointer"),
+            *tail,
         ),
         results=(
             Result("dk", key.dtype, _dims("k", (0, 1, 2, 3))),
             Result("dv", key.dtype, _dims("v", (0, 1, 2, 3))),
             *_accumulators(key, description.division),
-            *_tail_results(description.division, "tail_acc"),
+            *_tail_results(description.division),
         ),
         params=(
             *_maps(description),
@@ -142,6 +144,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.Sizes),
             *interface.params(interface.BackwardScalars),
             *more,
+            *_tail(description.division),
         ),
         grid=(_tiles("k", description.division.keys, most_ctas), _ONE, _ONE),
         block=(description.threads, 1, 1),
@@ -164,7 +167,7 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
             Result("lse_log2", "f32", padded),
             Result("delta", "f32", padded),
             *_accumulators(key, description.division),
-            *_tail_results(description.division, "tail"),
+            *_tail_results(description.division),
         ),
         params=(
             *(param for param in buffers if param.name not in skipped),
@@ -276,11 +279,11 @@ def _tail(division: Division) -> tuple[Param, ...]:
     return interface.params(interface.TailBuffers) if division.splits_tail else ()
 
 
-def _tail_results(division: Division, of: str) -> tuple[Result, ...]:
-    """Returns these buffers, which have as many tiles as the operand `of`."""
+def _tail_results(division: Division) -> tuple[Result, ...]:
+    """Returns these buffers, which have as many tiles as the operand `tail` says."""
     if not division.splits_tail:
         return ()
-    tiles, size = _dims(of, (0,)), 2 * division.keys * division.columns
+    tiles, size = _dims("tail", (0,)), 2 * division.keys * division.columns
     return (
         Result("tail_acc", "f32", (*tiles, (Factor(size),))),
         Result("tail_parts", "i32", tiles),

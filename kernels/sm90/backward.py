@@ -16,8 +16,9 @@ that keys are rows (FlashAttention-2, section 3.1; FlashAttention-3, appendix B.
                        that BackwardTile.split_rows says
 
 A CTA walks all query heads of a group, so dK and dV are summed in registers whatever the group
-size, in a fixed order. There is a CTA for each multiprocessor. While it stores dK and dV of a tile,
-K, V and the first queries of the next one come.
+size, in a fixed order; of a dense call's last tiles several CTAs have parts, whose sums are added
+in no order (backward_tail). There is a CTA for each multiprocessor. While it stores dK and dV of a
+tile, K, V and the first queries of the next one come.
 
 P and dS are operands in registers. P is rounded after dS has been computed: dS then takes the
 registers of dP, and P, rounded, and dS, rounded, those of the scores.

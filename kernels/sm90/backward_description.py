@@ -61,12 +61,11 @@ def of_key(key: KernelKey) -> Description:
     visits = (Region("visits", (words, tile.stages), text, "i32"),) if key.ranges else ()
     if tile.persistent:
         text = "key tile, head and blocks of the CTA's tile"
-        splits = TAIL_WORDS if _splits_tail(key) else int(key.ranges)
-        work = Region("work", (WORK_WORDS + splits, 2), text, "i32")
+        words = WORK_WORDS + key.ranges + TAIL_WORDS * _splits_tail(key)
+        work = Region("work", (words, 2), text, "i32")
         blocks = Region("dq_block", (DQ_BUFFERS,), "query block of a buffer of dQ", "i32")
         parts = Region("parts_done", (1,), "parts of a split tile that were done before", "i32")
-        more = (*visits, blocks) if key.ranges else (parts,) if _splits_tail(key) else ()
-        visits = (work, *more)
+        visits = (work, *visits, *([blocks] * key.ranges), *([parts] * _splits_tail(key)))
     return Description(
         roles=_roles(tile, deterministic),
         barriers=_barriers(tile, deterministic),

@@ -264,8 +264,7 @@ class HostCode:
     def launch(self, call: Call, addresses: dict[str, int]) -> dict[str, Any]:
         """Returns what the host code launches for the same call."""
         names = call.cubin.launch.operands
-        arrays = dict(zip(names, call.operands, strict=True))
-        shapes = {n: a.shape for n, a in (results(call.cubin, arrays) | arrays).items()}
+        shapes = {n: a.shape for n, a in zip(names, call.operands, strict=True)}
         values = [host_value(p, shapes, call, addresses) for p in self._arguments]
         stream, status = ctypes.c_void_p(), ctypes.c_int()
         pointers = _pointers(*values, stream, status)

@@ -237,13 +237,6 @@ def _results(image: bytes, params: Sequence[bytes]) -> Iterator[int]:
         for param, value in zip(record.params, params, strict=True)
         if param.kind == "dim" and not any(value)
     }
-    # A dimension of a result that has one factor is also an operand's.
-    zeros |= {
-        (size[0].buffer, size[0].axis)
-        for result in record.results
-        for axis, size in enumerate(result.shape)
-        if (result.name, axis) in zeros and len(size) == 1
-    }
     factors = {
         result.name: {(factor.buffer, factor.axis) for size in result.shape for factor in size}
         for result in record.results
