@@ -60,17 +60,19 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
     pairs = (False, True) if both else (False,)
     for pair, band, polynomial_exp2 in itertools.product(pairs, (False, True), polynomial):
         yield key(band=band, polynomial_exp2=polynomial_exp2, pair=pair)
-    has_short = (arch, head_dim) in SHORT_TILES
+    short = SHORT_TILES.get((arch, head_dim))
     for pair, polynomial_exp2, soft_cap in itertools.product(pairs, polynomial, _caps(arch)):
+        if short and short.takes_ranges and not soft_cap:
+            continue
         yield key(
             band=True,
             polynomial_exp2=polynomial_exp2,
             ranges=True,
             soft_cap=soft_cap,
             pair=pair,
-            short=has_short and soft_cap,
+            short=short is not None and soft_cap,
         )
-    for ranges in (False, True) if has_short else ():
+    for ranges in (False, True) if short else ():
         yield key(band=True, ranges=ranges, short=True)
 
 

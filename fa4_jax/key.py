@@ -52,13 +52,38 @@ can hold 128 and 192.
 """
 
 
-SHORT_TILES = {("sm_90a", 64): 600}
-"""(arch, head_dim) of forwards with a second tile of fewer query rows, and how many keys a row may
-see in the mean where it runs: docs/hopper.md.
+@dataclasses.dataclass(frozen=True)
+class ShortTile:
+    """A second tile of a forward, with fewer query rows: docs/hopper.md.
 
-It wastes less of the blocks at both ends of a band. Soft caps and masks of pairs always take it:
-three warpgroups have no registers for them.
-"""
+    It wastes less of the blocks at both ends of a band. Soft caps and masks of pairs always take
+    it: three warpgroups have no registers for them.
+
+    Attributes:
+      rows, tall_rows: query rows of this tile and of the other one.
+      most_keys: how many keys a row of a band may see in the mean where it runs.
+      takes_ranges: whether all calls whose rows have ranges of keys take it, for the same reason.
+    """
+
+    rows: int
+    tall_rows: int
+    most_keys: int
+    takes_ranges: bool
+
+    def suits(self, rows: int) -> bool:
+        """Whether a dense call of so many query rows is faster with this tile.
+
+        It spends 1.1 times as long on a row, but may leave fewer of its last tile's rows empty.
+        """
+        padded = -(-rows // self.rows) * self.rows
+        return 1.1 * padded < -(-rows // self.tall_rows) * self.tall_rows
+
+
+SHORT_TILES = {
+    ("sm_90a", 64): ShortTile(128, 192, most_keys=600, takes_ranges=False),
+    ("sm_90a", 96): ShortTile(128, 192, most_keys=1100, takes_ranges=True),
+}
+"""By (arch, head_dim)."""
 
 
 SPLIT_ROWS = 64
@@ -75,6 +100,12 @@ PAGE_KEYS = 16
 
 SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 """CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
+
+
+TICKETS_WITH_BANDS = frozenset({"sm_90a"})
+"""Architectures whose forwards deal tiles by ticket under a band alone: a counter costs a dense call
+1 % in the mean, where all tiles are equal (docs/hopper.md).
+"""
 
 
 CAPPED_APART = frozenset({"sm_90a"})
@@ -164,17 +195,6 @@ class KernelKey:
 def head_dim_tile(head_dim: int) -> int | None:
     """Narrowest tile that holds head_dim, or None if there is none."""
     return next((tile for tile in HEAD_DIM_TILES if head_dim <= tile), None)
-
-
-def takes_short_tile(arch: str, tile: int, mean_keys: int, many_registers: bool) -> bool:
-    """Whether a forward takes the tile of fewer query rows, `KernelKey.short`.
-
-    Args:
-      mean_keys: the number of keys that a row sees in the mean, at most.
-      many_registers: whether the call has a soft cap or a mask of pairs.
-    """
-    most = SHORT_TILES.get((arch, tile))
-    return most is not None and (many_registers or mean_keys <= most)
 
 
 def value_dim_tile(arch: str, kernel: Pass, tile: int, value_dim: int) -> int:

@@ -16,10 +16,11 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
+    SHORT_TILES,
+    TICKETS_WITH_BANDS,
     KernelKey,
     Pass,
     head_dim_tile,
-    takes_short_tile,
     value_dim_tile,
 )
 from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
@@ -151,11 +152,26 @@ def kernel_keys(
     paged = problem.page_length is not None
     if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
-    many_registers = problem.has_soft_cap or problem.has_mask
-    short = takes_short_tile(arch, tile, _mean_keys(problem), many_registers)
-    flags = {"polynomial_exp2": polynomial, "short": short}
-    of_output = value_tile(Pass.FORWARD)
-    return (key(Pass.FORWARD, of_output, **limits(Pass.FORWARD), **flags),), backward
+    short = _takes_short_tile(problem, arch, tile)
+    flags = {**limits(Pass.FORWARD), "polynomial_exp2": polynomial, "short": short}
+    if arch in TICKETS_WITH_BANDS:
+        # Lengths make the tiles of a dense call unequal, too. Short tiles are built with a band.
+        flags["band"] |= problem.has_lengths or short
+    return (key(Pass.FORWARD, value_tile(Pass.FORWARD), **flags),), backward
+
+
+def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
+    """Whether a forward takes the tile of fewer query rows, `KernelKey.short`."""
+    short = SHORT_TILES.get((arch, tile))
+    if short is None:
+        return False
+    reads = bool(in_memory(problem, Pass.FORWARD))
+    if problem.has_soft_cap or problem.has_mask or (reads and short.takes_ranges):
+        return True
+    if problem.band or reads:
+        return _mean_keys(problem) <= short.most_keys
+    rows = problem.query_length
+    return isinstance(rows, int) and short.suits(rows)  # Of symbolic lengths nothing is known.
 
 
 def _mean_keys(problem: Problem) -> int:

@@ -339,6 +339,7 @@ class PostBuffers:
     """Operands and results of the kernel after the main backward kernel; q gives the sizes."""
 
     q: Pointer
+    extents: Pointer
     dq_acc: Pointer
     dq: Pointer
 

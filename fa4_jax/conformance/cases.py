@@ -177,6 +177,7 @@ def _long() -> list[Case]:
         sized(head_dim=128, window=(300, 200), query_offset=500),
         sized(head_dim=256, is_causal=True, query_offset=700),
         sized(head_dim=96, key_lengths=(1500,), deterministic=True),
+        sized(head_dim=96, is_causal=True, query_offset=1032),
     ]
 
 

@@ -2,7 +2,9 @@
 
     delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and counters = 0).
 
-Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0.
+Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0. Of the
+latter O and dO are not read, and a tile of them alone has no dQ: the kernel after the main one does
+not read it either.
 """
 
 import cutlass
@@ -32,6 +34,11 @@ def query_tile(query_length: Int32, heads: Int32, rows: int) -> tuple[Int32, Int
     row_of_heads = index // heads
     batch = row_of_heads // tiles
     return row_of_heads - batch * tiles, index - row_of_heads * heads, batch
+
+
+def batch_length(extents: cute.Pointer, batch: Int32) -> Int32:
+    """Returns the query length of a batch element."""
+    return cute.make_tensor(extents + batch * 4, cute.make_layout(4))[0]
 
 
 class Preprocess(PreHost):
@@ -64,6 +71,8 @@ class Preprocess(PreHost):
         head_and_batch = Int64(batch) * heads + head
         tile_index = head_and_batch * tiles + tile
 
+        length = cutlass.min(batch_length(buffers.extents, batch), query_length)
+
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
         tile_size = self.rows * self.columns
@@ -71,8 +80,9 @@ class Preprocess(PreHost):
             buffers.dq_acc + cute.assume(tile_index * tile_size, divby=tile_size),
             cute.make_layout((4, THREADS, tile_size // (4 * THREADS))),
         )
-        for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
-            cute.autovec_copy(zeros, accumulators[None, thread, chunk])
+        if tile * self.rows < length:
+            for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
+                cute.autovec_copy(zeros, accumulators[None, thread, chunk])
         if cutlass.const_expr(buffers.dq_order is not None):
             if thread == 0:
                 cute.make_tensor(buffers.dq_order + tile_index, cute.make_layout(1))[0] = Int32(0)
@@ -82,14 +92,13 @@ class Preprocess(PreHost):
         if cutlass.const_expr(tail is not None):
             self.clear_tail(tail, tail_sizes, query_length, zeros)
 
-        length = cute.make_tensor(buffers.extents + batch * 4, cute.make_layout(4))[0]
         rows_at_once = THREADS // self.lanes
         lane = thread % self.lanes
         for part in cutlass.range_constexpr(self.rows // rows_at_once):
             row_in_tile = part * rows_at_once + thread // self.lanes
             row = tile * self.rows + row_in_tile
             product = Float32(0.0)
-            if (row < query_length) & (lane * VECTOR < head_dim):
+            if (row < length) & (lane * VECTOR < head_dim):
                 vectors = ((Int64(batch) * query_length + row) * heads + head) * head_dim
                 offset = cute.assume(vectors + lane * VECTOR, divby=VECTOR)
                 product = self.dot(buffers.o + offset, buffers.do + offset)
@@ -97,7 +106,7 @@ class Preprocess(PreHost):
                 product += cute.arch.shuffle_sync_bfly(product, offset=1 << distance)
             if lane == 0:
                 row_lse_log2, row_delta = Float32.inf, Float32(0.0)
-                if row < cutlass.min(length, query_length):
+                if row < length:
                     statistic = head_and_batch * query_length + row
                     row_lse = cute.make_tensor(buffers.lse + statistic, cute.make_layout(1))[0]
                     row_dlse = cute.make_tensor(buffers.dlse + statistic, cute.make_layout(1))[0]

@@ -276,7 +276,7 @@ class PostHost:
         maps = tensor_maps(self.description, self.dtype, all_pointers(buffers), shapes)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         sizes = RowSizes(shape.query_length, shape.heads)
-        self.kernel(maps, buffers.dq_acc, sizes, scalars).launch(
+        self.kernel(maps, buffers.extents, buffers.dq_acc, sizes, scalars).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,

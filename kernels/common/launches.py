@@ -183,11 +183,11 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
 
 def _backward_post(key: KernelKey, description: Description) -> Launch:
     return Launch(
-        operands=("q", "dq_acc"),
+        operands=("q", "extents", "dq_acc"),
         results=(Result("dq", key.dtype, _dims("q", (0, 1, 2, 3))),),
         params=(
             *_maps(description),
-            *_pointers("dq_acc"),
+            *_pointers("extents", "dq_acc"),
             *interface.params(interface.RowSizes, "q"),
             *interface.params(interface.PostScalars),
         ),

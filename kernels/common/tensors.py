@@ -11,6 +11,8 @@ from fa4_jax import bands
 
 TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
+_VECTOR = 8  # 16-bit elements of 16 bytes
+
 # Extents of a coordinate tensor exceed any tensor's, since the descriptor alone bounds a copy.
 _ANY_LENGTH, _ANY_DIM, _ANY_COUNT = 1 << 30, 1 << 10, 1 << 20
 
@@ -102,6 +104,19 @@ def zero_rows(tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutla
     zero = tile.element_type(0.0)
     for element in cutlass.range(thread, (rows - first_row) * cols, threads, unroll=1):
         tile[first_row + element // cols, element % cols] = zero
+
+
+@cute.jit
+def zero_vectors(
+    tile: cute.Tensor, first_row: Int32, thread: Int32, threads: cutlass.Constexpr[int]
+):
+    """Does what `zero_rows` does with stores of 16 bytes, which every swizzle keeps together."""
+    rows, vectors = cute.size(tile, mode=[0]), cute.size(tile, mode=[1]) // _VECTOR
+    zeros = cute.make_rmem_tensor((_VECTOR,), tile.element_type)
+    zeros.fill(0.0)
+    for place in cutlass.range(thread, (rows - first_row) * vectors, threads, unroll=1):
+        row = tile[first_row + place // vectors, None]
+        cute.autovec_copy(zeros, cute.local_tile(row, (_VECTOR,), (place % vectors,)))
 
 
 def _select(condition, if_true: Int32, if_false: Int32) -> Int32:

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 from fa4_jax.key import KernelKey
 from kernels.common import backward_pre, hosts, resources, tensors
 from kernels.common import ptx as common_ptx
-from kernels.common.backward_pre import query_tile
+from kernels.common.backward_pre import batch_length, query_tile
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
@@ -32,7 +32,14 @@ class Postprocess(PostHost):
         self.description = backward_description.post(key.head_dim, key.value_dim)
 
     @cute.kernel
-    def kernel(self, maps: Maps, dq_acc: cute.Pointer, sizes: RowSizes, scalars: PostScalars):
+    def kernel(
+        self,
+        maps: Maps,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        sizes: RowSizes,
+        scalars: PostScalars,
+    ):
         rows, d = self.tile.m, self.tile.head_dim
         common_ptx.await_launch_before()
         query_length, heads = sizes.query_length, sizes.heads
@@ -43,8 +50,12 @@ class Postprocess(PostHost):
         staging = resources.allocate(self.description, self.dtype).dq
         tile_acc = dq_acc + cute.assume(tile_index * (rows * d), divby=rows * d)
         row, side = thread % rows, thread // rows
+        is_there = tile * rows < batch_length(extents, batch)
         for part in cutlass.range(side, d // VECTOR, THREADS // rows, unroll=1):
-            values = self.accumulated(tile_acc, row, part * VECTOR)
+            values = cute.make_rmem_tensor((VECTOR,), Float32)
+            values.fill(0.0)
+            if is_there:
+                self.accumulated(tile_acc, row, part * VECTOR, values)
             rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
             pairs = cute.recast_tensor(rounded, Int32)
             for i in cutlass.range_constexpr(VECTOR // 2):
@@ -61,22 +72,21 @@ class Postprocess(PostHost):
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def accumulated(self, tile_acc: cute.Pointer, row: Int32, column: Int32) -> cute.Tensor:
+    def accumulated(self, tile_acc: cute.Pointer, row: Int32, column: Int32, values: cute.Tensor):
         """Loads eight values of a row from a column on."""
-        values = cute.make_rmem_tensor((4, 2), Float32)
         rows, d = self.tile.m, self.tile.head_dim
         if not self.tile.dq_transposed:
             source = cute.make_tensor(tile_acc, cute.make_layout((4, rows, d // 4)))
+            halves = cute.make_tensor(values.iterator, cute.make_layout((4, 2)))
             for half in range(2):
-                cute.autovec_copy(source[None, row, column // 4 + half], values[None, half])
-            return values
+                cute.autovec_copy(source[None, row, column // 4 + half], halves[None, half])
+            return
         first = column // LANES * LANES
         lanes = cutlass.min(Int32(LANES), d - first)
         place = first * rows + row // 4 * lanes * 4 + (column - first) * 4 + row % 4
         source = cute.make_tensor(tile_acc + place, cute.make_layout((VECTOR,), stride=(4,)))
         for i in range(VECTOR):
             values[i] = source[i]
-        return values
 
 
 def pre_source(key: KernelKey) -> KernelSource:

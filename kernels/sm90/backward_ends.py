@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warp
 
 from fa4_jax.key import KernelKey
 from kernels.common import backward_pre, hosts, resources, tensors
-from kernels.common.backward_pre import query_tile
+from kernels.common.backward_pre import batch_length, query_tile
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
@@ -33,7 +33,14 @@ class Postprocess(PostHost):
         self.product = query_gradient_product(self.dtype, self.head_dim, self.tile)
 
     @cute.kernel
-    def kernel(self, maps: Maps, dq_acc: cute.Pointer, sizes: RowSizes, scalars: PostScalars):
+    def kernel(
+        self,
+        maps: Maps,
+        extents: cute.Pointer,
+        dq_acc: cute.Pointer,
+        sizes: RowSizes,
+        scalars: PostScalars,
+    ):
         rows, d = self.tile.m, self.head_dim
         query_length, heads = sizes.query_length, sizes.heads
         thread, _, _ = cute.arch.thread_idx()
@@ -49,8 +56,10 @@ class Postprocess(PostHost):
             cute.make_layout((4, THREADS, chunks)),
         )
         registers = cute.make_tensor(acc.iterator, cute.make_layout((4, chunks)))
-        for chunk in cutlass.range_constexpr(chunks):
-            cute.autovec_copy(source[None, thread, chunk], registers[None, chunk])
+        acc.fill(0.0)
+        if tile * rows < batch_length(extents, batch):
+            for chunk in cutlass.range_constexpr(chunks):
+                cute.autovec_copy(source[None, thread, chunk], registers[None, chunk])
         values = cute.make_rmem_tensor(acc.shape, self.dtype)
         values.store((acc.load() * scalars.scale).to(self.dtype))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)

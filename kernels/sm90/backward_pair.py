@@ -178,7 +178,7 @@ class PairBackward(PairParts):
         rows = work.band.key_length - work.first_key
         own = cutlass.max(rows - work.rank * self.tile.n, 0)
         other = cutlass.max(rows - (work.rank ^ 1) * self.tile.n, 0)
-        tensors.zero_rows(shared.other_k, other, thread, 2 * WARPGROUP)
+        tensors.zero_vectors(shared.other_k, other, thread, 2 * WARPGROUP)
         self.clear_padding(shared.k, shared.v, own, thread)
 
     @cute.jit

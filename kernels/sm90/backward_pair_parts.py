@@ -94,7 +94,7 @@ class PairParts(BackwardParts):
 
     def clear_rows(self, tile: cute.Tensor, first_row: Int32, thread: Int32):
         """Writes 0 to rows of a tile by one warpgroup, which meets afterwards."""
-        tensors.zero_rows(tile, first_row, thread, WARPGROUP)
+        tensors.zero_vectors(tile, first_row, thread, WARPGROUP)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:

@@ -101,8 +101,8 @@ class BackwardParts(BackwardHost):
     def clear_padding(self, a: cute.Tensor, b: cute.Tensor, first_row: Int32, thread: Int32):
         """Writes 0 to the rows past the length, which may hold anything, of both tiles."""
         threads = self.tile.mma_warpgroups * WARPGROUP
-        tensors.zero_rows(a, first_row, thread, threads)
-        tensors.zero_rows(b, first_row, thread, threads)
+        tensors.zero_vectors(a, first_row, thread, threads)
+        tensors.zero_vectors(b, first_row, thread, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.padding)
 

@@ -83,8 +83,9 @@ class Forward(ForwardHost):
         self.reads_mask = key.reads_mask
         self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         self.description = of_key(key)
-        names = ("issue_turn", "epilogue", "padding")
-        self.issue_turn, epilogue, self.padding = map(self.description.named_barrier, names)
+        names = ("issue_turn", "epilogue")
+        self.issue_turn, epilogue = map(self.description.named_barrier, names)
+        self.padding = self.description.named_barrier("padding") if key.band else None
         self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
         self.by_ticket = self.description.division.by_ticket
         self.takes_turns = self.tile.mma_warpgroups > 1
@@ -378,12 +379,13 @@ class Forward(ForwardHost):
             hide(mma.scores, rows, end - 1, visit, self.tile.n)
         self.softmax_block(mma.scores, rows, scales)
         wgmma.round_fragment(mma.scores, mma.probabilities)
-        if work.padded_keys:
-            thread, _, _ = cute.arch.thread_idx()
-            shared.barriers.v_full.wait(use)
-            v, thread = shared.v[None, None, use.slot], thread - WARPGROUP
-            block = end - 1 if visit is None else visit[0]
-            clear_padding(v, thread, work.band.key_length - block * self.tile.n, self.padding)
+        if cutlass.const_expr(self.padding is not None):
+            if work.padded_keys:
+                thread, _, _ = cute.arch.thread_idx()
+                shared.barriers.v_full.wait(use)
+                v, thread = shared.v[None, None, use.slot], thread - WARPGROUP
+                block = end - 1 if visit is None else visit[0]
+                clear_padding(v, thread, work.band.key_length - block * self.tile.n, self.padding)
 
     @cute.jit
     def step(

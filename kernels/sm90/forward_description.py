@@ -67,13 +67,7 @@ def of_key(key: KernelKey) -> Description:
                 roles=("mma",),
                 meaning="a warpgroup's output memory is free, or its output is there",
             ),
-            NamedBarrier(
-                "padding",
-                first=_PADDING,
-                threads=groups * WARPGROUP,
-                roles=("mma",),
-                meaning="values past the key length are cleared",
-            ),
+            *([_padding(groups)] if band else []),  # Calls with lengths take a kernel with a band.
         ),
         regions=_regions(tile, (head_dim, value_dim), ranges, key.reads_mask),
         division=Division(tile.m, persistent=True, by_ticket=band),
@@ -83,6 +77,16 @@ def of_key(key: KernelKey) -> Description:
             TensorMap("v", "v", tile.n, value_dim, tile.span_bytes),
             TensorMap("o", "o", WARPGROUP_ROWS, value_dim, tile.span_bytes, store=True),
         ),
+    )
+
+
+def _padding(warpgroups: int) -> NamedBarrier:
+    return NamedBarrier(
+        "padding",
+        first=_PADDING,
+        threads=warpgroups * WARPGROUP,
+        roles=("mma",),
+        meaning="values past the key length are cleared",
     )
 
 

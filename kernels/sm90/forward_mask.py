@@ -94,6 +94,6 @@ def clear_padding(
     v: cute.Tensor, thread: Int32, first_row: Int32, padding: cutlass.Constexpr[NamedBarrier]
 ):
     """Writes 0 to a block's values from a row on, past the key length, which may hold anything."""
-    tensors.zero_rows(v, first_row, thread, padding.threads)
+    tensors.zero_vectors(v, first_row, thread, padding.threads)
     cute.arch.fence_proxy("async.shared", space="cta")
     resources.meet(padding)

@@ -35,7 +35,7 @@ class Work:
     batch: Int32
     band: bands.Band
     blocks: bands.BlockRange
-    padded_keys: cutlass.Boolean  # whether the last block has keys past the length that TMA reads
+    padded_keys: cutlass.Boolean  # whether the last block has keys past a length that TMA reads
     compares: Int32 | int = 0  # whether tags have to be compared
     plane: Int32 | int = 0  # of the bits of a mask of pairs (pair_masks)
 

@@ -78,7 +78,8 @@ FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
     # (head_dim, value_dim, KernelKey.short)
     (64, 64, False): ForwardTile(m=192, n=128, kv_stages=2),
     (64, 64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
-    (96, 96, False): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
+    (96, 96, False): ForwardTile(m=192, n=112, kv_stages=2, span_bytes=64),
+    (96, 96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
     (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
     (192, 128, False): ForwardTile(
         m=128, n=128, kv_stages=2, own_output=False, skips_rescaling=False

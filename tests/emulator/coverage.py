@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fa4_jax import catalogue
-from fa4_jax.key import KernelKey
+from fa4_jax.key import KernelKey, Pass
 from kernels import emulator
 from kernels.emulator import Policy
 from kernels.emulator.driver import arguments
@@ -47,6 +47,11 @@ class Explained:
     reason: str
 
 
+_NO_EMPTY_TILE = (
+    "the release of Q, and the wait for the output's memory, of a tile without blocks: calls with "
+    "lengths take a kernel with a band"
+)
+
 EXPLAINED = (
     *(
         Explained(
@@ -58,6 +63,14 @@ EXPLAINED = (
             "arrive",
         )
         for kernel in ("sm_100f_fwd_bf16_d128", "sm_100f_fwd_bf16_d256")
+    ),
+    *(
+        Explained(key.name, mnemonic, 1, _NO_EMPTY_TILE)
+        for key in catalogue.keys("sm_90a")
+        if key.kernel is Pass.FORWARD and not key.band
+        for mnemonic in ("mbarrier.arrive.shared.b64", "mbarrier.try_wait.parity.shared.b64")
+        # With memory of its own the output waits for nothing.
+        if mnemonic.startswith("mbarrier.arrive") or key.head_dim > 128
     ),
 )
 

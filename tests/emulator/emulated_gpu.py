@@ -154,7 +154,8 @@ def error_with_cubins() -> str:
     (folder / "a.cubin").write_bytes(b"\x7fELF")
     digest = hashlib.sha256(b"\x7fELF").hexdigest()
     runtime.add_kernels([dataclasses.replace(binary, sha256=digest)], folder)
-    error = _error(lambda: verdicts(Case(batch=1, heads=(1, 1)), 0, "", gradients=False))
+    case = Case(batch=1, heads=(1, 1), query_length=150)
+    error = _error(lambda: verdicts(case, 0, "", gradients=False))
     runtime.add_kernels([whole], installed.directory)
     return error
 

@@ -31,7 +31,7 @@ from rich.progress import track
 from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.key import SHORT_TILES, TICKETS_WITH_BANDS, KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import Policy
 from kernels.sm90.tiles import BACKWARD_TILES
@@ -106,11 +106,25 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     a case for it there; two blocks come after those, so that their ring slots are used again.
     Blackwell packs the heads of a group into a tile. A tile of its pairs uses the slots of their
     ring again, which K and V of four or eight blocks fill, only if it has more blocks.
+
+    Hopper's dense kernels get no lengths: seven tiles of one block, then three of five, so that
+    both slots of a ring are used by turns. Its tall tiles of a band are for rows that see many
+    keys, those of dense calls for rows that fill them.
     """
     rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
+    tall = (key.arch, key.head_dim) in SHORT_TILES and not key.short
+    far = 9 * block if tall and key.band else 0
     diagonal = Case(
-        **common, batch=1, heads=(1, 1), query_length=block, key_length=460, query_offset=326
+        **common,
+        batch=1,
+        heads=(1, 1),
+        query_length=block,
+        key_length=460 + far,
+        query_offset=326 + far,
     )
+    lengths = (2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40)
+    takes_lengths = key.band or key.arch not in TICKETS_WITH_BANDS
+    blocks = 3 if takes_lengths else 4
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
     long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=more)
@@ -120,11 +134,11 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             **common,
             batch=7,
             heads=(heads, 1),
-            query_length=(rows - 20) // heads,
-            key_length=3 * block,
+            query_length=((describe(key).division.rows if tall else rows) - 20) // heads,
+            key_length=(3 * block if takes_lengths else block - 30) + far,
             query_offset=3 * block,
-            key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
-            poison=not key.ranges,
+            key_lengths=lengths if takes_lengths else None,
+            poison=takes_lengths and not key.ranges,
         ),
         *([long] if key.pair and not key.band else []),
         Case(
@@ -132,9 +146,9 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             batch=1,
             heads=(1, 1),
             query_length=2 * rows + 40,
-            key_length=2 * rows + 40 + 3 * block if key.band else 3 * block + 9,
-            window=(3 * block - 40, None) if key.band else None,
-            query_offset=3 * block if key.band else 0,
+            key_length=2 * rows + 40 + 3 * block + far if key.band else blocks * block + 9,
+            window=(3 * block - 40 + far, None) if key.band else None,
+            query_offset=3 * block + far if key.band else 0,
         ),
     )
 

@@ -226,7 +226,7 @@ def test_what_no_kernel_writes_is_nan(
     store = re.compile(r"\n\s*cp\.async\.bulk\.tensor\.4d\.global\.shared::cta[^;]*;")
     assert len(store.findall(entry.ptx)) > 0
     package.package_ptx([dataclasses.replace(entry, ptx=store.sub("", entry.ptx))], tmp_path)
-    case = Case(batch=1, heads=(1, 1), query_length=70, key_length=100)
+    case = Case(batch=1, heads=(1, 1), query_length=150, key_length=100)
     results = {}
     for call in process(variables | {runtime.KERNELS_VARIABLE: str(tmp_path)}):
         results = call(emulated_gpu.results, case, seed, "", False)
@@ -274,7 +274,7 @@ def test_threads(gpu: Gpu, seed: int) -> None:
 
 def test_broken_rule_is_named(gpu: Gpu, tmp_path: pathlib.Path) -> None:
     """A forward that stores O before its proxy fence; the next call is well again."""
-    case = Case(batch=1, heads=(1, 1), query_length=100, key_length=200)
+    case = Case(batch=1, heads=(1, 1), query_length=150, key_length=200)
     changes = {"fence.proxy.async": "// fence.proxy.async"}
     error, after = gpu(
         emulated_gpu.error_of_broken_kernel, case, changes, tmp_path, "multiprocessors=4"

@@ -112,7 +112,7 @@ def test_deterministic_backward_ignores_timing(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "short"), [(64, False), (64, True), (96, False), (128, False)]
+    ("head_dim", "short"), [(64, False), (64, True), (96, False), (96, True), (128, False)]
 )
 def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> None:
     """The results' bits depend neither on the number of CTAs nor on the order in which they start.
@@ -129,7 +129,7 @@ def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> 
         heads=(heads, 1),
         query_length=length,
         # The first rows see no key. Many keys: a tall tile.
-        key_length=length - rows if short else SHORT_TILES["sm_90a", 64] + 10,
+        key_length=length - rows if short else SHORT_TILES["sm_90a", 96].most_keys + 10,
         head_dim=head_dim,
         is_causal=True,
         query_offset=-rows,

@@ -47,6 +47,16 @@ _MOST_SECONDS = 300
 _SANITIZER = ("compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "analysis")
 _OPTIONS = ("--print-limit", "100000", "--kernel-name", "kns=fa4")
 
+_OF_A_SLOT = (
+    "The load warp's stores of {what} follow the MMA warps' loads of what was there. All lanes "
+    "load; then {meeting}; then one lane arrives on q_empty; the load warp waits for these "
+    "arrivals and stores. racecheck does not carry a lane's loads over {barrier} to the lane that "
+    "arrives; the emulator's happens-before does, and it refuses the same program without that "
+    "barrier (tests/emulator/test_litmus.py, store over it)."
+)
+_WARP = {"meeting": "the warp synchronises", "barrier": "the warp's barrier"}
+_BY_SCORES_READY = {"meeting": "all warps pass SCORES_READY", "barrier": "the named barrier"}
+
 EXPLAINED = {
     ("bwd", "UBLKCP", "LDS"): (
         "The load warp's bulk copy of a later step's row statistics (lse_log2, delta) follows the "
@@ -58,15 +68,27 @@ EXPLAINED = {
         "accepts the kernels, and refuses the same program without the named barrier "
         "(tests/emulator/test_litmus.py, loads by all lanes and an arrival of one)."
     ),
-    ("fwd", "STS", "LDS"): (
-        "The load warp's stores of the next tile's work follow the MMA warps' loads of this one's. "
-        "All lanes load; then the warp synchronises; then one lane arrives on q_empty; the load "
-        "warp waits for these arrivals and stores. racecheck does not carry a lane's loads over "
-        "the warp's barrier to the lane that arrives; the emulator's happens-before does, and it "
-        "refuses the same program without that barrier (the same file, store over it)."
+    ("fwd", "STS", "LDS"): _OF_A_SLOT.format(what="the next tile's work", **_WARP),
+    ("bwd with ranges", "STS", "LDS"): _OF_A_SLOT.format(
+        what="which query block a later step is", **_BY_SCORES_READY
+    ),
+    ("bwd of a pair with ranges", "STS", "LDS"): (
+        _OF_A_SLOT.format(what="which query block a later step is", **_WARP)
+        + " The next class may be among them."
+    ),
+    ("bwd of a pair", "STS", "LDS"): (
+        "P goes from warpgroup 0 to 1, thread by thread (backward_pair.py, Note [messages]), and "
+        "only where dQ is late does racecheck report it. The stores follow bar.sync ds_ready, at "
+        "which warpgroup 1 has arrived after its loads of the step before; the loads follow "
+        "bar.sync p_ready, at which warpgroup 0 has arrived after its stores. A warpgroup arrives "
+        "and goes on, here one step ahead of the other. The emulator orders both, and refuses the "
+        "kernel without either barrier."
     ),
 }
-"""(kernel, writing instruction, reading instruction): the order that makes the pair safe."""
+"""(kernel, writing instruction, reading instruction): the order that makes the pair safe.
+
+Ranges and pairs are said only where they matter.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +179,7 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
     counts.
 
     Raises:
-      ValueError: the program did not come to its end.
+      ValueError: the program failed or did not come to its end.
       TimeoutExpired: nor after _MOST_SECONDS.
     """
     manifest = current_target().manifest
@@ -170,7 +192,18 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
     done = subprocess.run(
         [*command, key.name], capture_output=True, text=True, check=False, timeout=_MOST_SECONDS
     )
-    return Counter(hazard(pair, code) for pair in parse(done.stdout + done.stderr))
+    if done.returncode != 0:
+        raise ValueError(f"{key.name} returned {done.returncode}: {done.stdout[-500:]}")
+    pairs = parse(done.stdout + done.stderr)
+    return Counter(of_kernel(key, hazard(pair, code)) for pair in pairs)
+
+
+def of_kernel(key: KernelKey, kind: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a class that says, of stores in a backward, what kernel it is."""
+    if kind != ("bwd", "STS", "LDS"):
+        return kind
+    pair = " of a pair" if describe(key).ctas > 1 else ""
+    return f"bwd{pair}{' with ranges' if key.ranges else ''}", *kind[1:]
 
 
 def main() -> int:

@@ -35,6 +35,10 @@ def test_every_head_dim_has_tiles():
         return narrow | {(d, d) for d in HEAD_DIM_TILES}
 
     short = {(d, d, True) for arch, d in SHORT_TILES if arch == "sm_90a"}
+    for d, _, _ in short:
+        rows = tiles.FORWARD_TILES[d, d, True].m, tiles.FORWARD_TILES[d, d, False].m
+        of_plan = SHORT_TILES["sm_90a", d]
+        assert rows == (of_plan.rows, of_plan.tall_rows)
     tall = {(*dims, False) for dims in head_dims(Pass.FORWARD)}
     assert set(tiles.FORWARD_TILES) == tall | short
     assert set(tiles.BACKWARD_TILES) == head_dims(Pass.BACKWARD)

@@ -42,7 +42,7 @@ def names(plan: Plan) -> list[str]:
             ],
         ),
         (
-            {"head_dim": 64},
+            {"head_dim": 64, "query_length": 768},
             [
                 "fwd_bf16_d64",
                 "bwd_pre_bf16_d64",
@@ -86,7 +86,14 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
         ({}, False),
         ({"key_length": 100}, False),
         ({"has_soft_cap": True}, True),
-        ({"window": (127, 0), "head_dim": 72}, False),
+        ({"window": (127, 0), "head_dim": 104}, False),
+        ({"window": (1099, 0), "head_dim": 72}, True),
+        ({"window": (1100, 0), "head_dim": 72}, False),
+        ({"window": CAUSAL, "has_ranges": True, "head_dim": 72}, True),
+        ({"window": CAUSAL, "has_ranges": True}, False),
+        # Dense: 4 x 192 rows, 6 x 192 with an eighth of them empty.
+        ({"query_length": 768, "head_dim": 72}, False),
+        ({"query_length": 1024, "head_dim": 72}, True),
     ],
 )
 def test_rows_that_see_few_keys_take_a_short_tile(changes: dict[str, Any], short: bool):
@@ -94,7 +101,16 @@ def test_rows_that_see_few_keys_take_a_short_tile(changes: dict[str, Any], short
     problem = dataclasses.replace(PROBLEM, **(sizes | changes))
     (forward,), _ = kernel_keys(problem, "sm_90a")
     assert forward.short == short
+    assert forward.band >= short, "short tiles are built with a band"
     assert not any(key.short for keys in kernel_keys(problem, "sm_100f") for key in keys)
+
+
+@pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
+def test_tickets_deal_the_tiles_of_a_dense_call_with_lengths_on_hopper(arch: str):
+    problem = dataclasses.replace(PROBLEM, has_lengths=True)
+    (forward,), backward = kernel_keys(problem, arch)
+    assert forward.band == (arch == "sm_90a")
+    assert not any(key.band for key in backward)
 
 
 @pytest.mark.parametrize(
