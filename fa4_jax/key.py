@@ -103,8 +103,9 @@ SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 
 
 TICKETS_WITH_BANDS = frozenset({"sm_90a"})
-"""Architectures whose forwards deal tiles by ticket under a band alone: in a dense call all tiles are
-equal, and a counter costs it 1 % in the mean (docs/hopper.md).
+"""Architectures whose forwards deal tiles by ticket under a band alone.
+
+In a dense call all tiles are equal, and a counter costs it 1 % in the mean (docs/hopper.md).
 """
 
 
