@@ -71,9 +71,9 @@ class ShortTile:
     takes_ranges: bool
 
     def suits(self, rows: int) -> bool:
-        """Whether a dense call of so many query rows is faster with this tile.
+        """Returns whether this tile is the faster one for a dense call of `rows` query rows.
 
-        It spends 1.1 times as long on a row, but may leave fewer of its last tile's rows empty.
+        The tile takes 1.1 times as long for a row, but its last tile may have fewer empty rows.
         """
         padded = -(-rows // self.rows) * self.rows
         return 1.1 * padded < -(-rows // self.tall_rows) * self.tall_rows

@@ -25,6 +25,7 @@ from kernels.emulator.driver import arguments
 from kernels.emulator.instructions import binding
 from kernels.emulator.ptx.parser import parse
 from kernels.emulator.ptx.syntax import Instruction
+from kernels.sm90.tiles import FORWARD_TILES, ForwardTile
 from tests.emulator import attention, mutation_score
 from tests.emulator.attention import Attention
 from tests.emulator.survivors import SURVIVORS
@@ -52,6 +53,11 @@ _NO_EMPTY_TILE = (
     "lengths take a kernel with a band"
 )
 
+
+def _tile(key: KernelKey) -> ForwardTile:
+    return FORWARD_TILES[key.head_dim, key.value_dim, key.short]
+
+
 EXPLAINED = (
     *(
         Explained(
@@ -69,8 +75,8 @@ EXPLAINED = (
         for key in catalogue.keys("sm_90a")
         if key.kernel is Pass.FORWARD and not key.band
         for mnemonic in ("mbarrier.arrive.shared.b64", "mbarrier.try_wait.parity.shared.b64")
-        # With memory of its own the output waits for nothing.
-        if mnemonic.startswith("mbarrier.arrive") or key.head_dim > 128
+        # An output that has memory of its own waits for nothing.
+        if "arrive" in mnemonic or not _tile(key).own_output
     ),
 )
 

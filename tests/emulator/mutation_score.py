@@ -107,13 +107,13 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     Blackwell packs the heads of a group into a tile. A tile of its pairs uses the slots of their
     ring again, which K and V of four or eight blocks fill, only if it has more blocks.
 
-    Hopper's dense kernels get no lengths: seven tiles of one block, then three of five, so that
-    both slots of a ring are used by turns. Its tall tiles of a band are for rows that see many
-    keys, those of dense calls for rows that fill them.
+    Hopper's tall tiles of a band are for rows that see many keys.
     """
+    if not key.band and key.arch in TICKETS_WITH_BANDS:
+        return _dense_cases(key, common)
     rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
     tall = (key.arch, key.head_dim) in SHORT_TILES and not key.short
-    far = 9 * block if tall and key.band else 0
+    far = 9 * block if tall else 0
     diagonal = Case(
         **common,
         batch=1,
@@ -122,9 +122,6 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         key_length=460 + far,
         query_offset=326 + far,
     )
-    lengths = (2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40)
-    takes_lengths = key.band or key.arch not in TICKETS_WITH_BANDS
-    blocks = 3 if takes_lengths else 4
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
     long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=more)
@@ -134,11 +131,11 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             **common,
             batch=7,
             heads=(heads, 1),
-            query_length=((describe(key).division.rows if tall else rows) - 20) // heads,
-            key_length=(3 * block if takes_lengths else block - 30) + far,
+            query_length=(rows - 20) // heads,
+            key_length=3 * block + far,
             query_offset=3 * block,
-            key_lengths=lengths if takes_lengths else None,
-            poison=takes_lengths and not key.ranges,
+            key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
+            poison=not key.ranges,
         ),
         *([long] if key.pair and not key.band else []),
         Case(
@@ -146,10 +143,23 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             batch=1,
             heads=(1, 1),
             query_length=2 * rows + 40,
-            key_length=2 * rows + 40 + 3 * block + far if key.band else blocks * block + 9,
+            key_length=2 * rows + 40 + 3 * block + far if key.band else 3 * block + 9,
             window=(3 * block - 40 + far, None) if key.band else None,
             query_offset=3 * block + far if key.band else 0,
         ),
+    )
+
+
+def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
+    """Cases of Hopper's dense forwards, which get no lengths.
+
+    The first has seven tiles of one block, the second at least three tiles of five, so that both
+    slots of a ring are used by turns. The rows fill a tall tile, where there are two tiles.
+    """
+    rows = describe(key).division.rows
+    return (
+        Case(**common, batch=7, heads=(1, 1), query_length=rows - 20, key_length=98),
+        Case(**common, batch=1, heads=(1, 1), query_length=552, key_length=4 * 128 + 9),
     )
 
 

@@ -33,6 +33,7 @@ from fa4_jax.plan import kernel_keys
 from fa4_jax.target import current_target
 from kernels.build import cubin_info
 from kernels.descriptions import describe
+from kernels.sm90.tiles import BACKWARD_TILES
 
 _OPCODES = {
     0x3BA: "UBLKCP",
@@ -74,11 +75,11 @@ EXPLAINED = {
     ),
     ("bwd of a pair with ranges", "STS", "LDS"): (
         _OF_A_SLOT.format(what="which query block a later step is", **_WARP)
-        + " The next class may be among them."
+        + " Where dQ is late, pairs of the next class may be among them."
     ),
-    ("bwd of a pair", "STS", "LDS"): (
-        "P goes from warpgroup 0 to 1, thread by thread (backward_pair.py, Note [messages]), and "
-        "only where dQ is late does racecheck report it. The stores follow bar.sync ds_ready, at "
+    ("bwd with late dQ", "STS", "LDS"): (
+        "P goes from warpgroup 0 to 1, thread by thread (backward_pair.py, Note [messages]). "
+        "racecheck reports this only where dQ is late. The stores follow bar.sync ds_ready, at "
         "which warpgroup 1 has arrived after its loads of the step before; the loads follow "
         "bar.sync p_ready, at which warpgroup 0 has arrived after its stores. A warpgroup arrives "
         "and goes on, here one step ahead of the other. The emulator orders both, and refuses the "
@@ -199,11 +200,13 @@ def check(key: KernelKey) -> Counter[tuple[str, ...]]:
 
 
 def of_kernel(key: KernelKey, kind: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a class that says, of stores in a backward, what kernel it is."""
+    """Returns a class that says, of stores in a backward, what kernel they are in."""
     if kind != ("bwd", "STS", "LDS"):
         return kind
-    pair = " of a pair" if describe(key).ctas > 1 else ""
-    return f"bwd{pair}{' with ranges' if key.ranges else ''}", *kind[1:]
+    tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
+    pair = " of a pair" if tile.ctas > 1 else ""
+    late = " with late dQ" if tile.late_dq else ""
+    return f"bwd{pair} with ranges" if key.ranges else f"bwd{late}", *kind[1:]
 
 
 def main() -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+import subprocess
 
 import pytest
 
 from fa4_jax import catalogue
-from fa4_jax.key import KernelKey
+from fa4_jax.key import KernelKey, Pass
 from fa4_jax.target import current_target
+from tests import fakes
 from tests.gpu import racecheck
 from tests.gpu.racecheck import Access
 
@@ -37,6 +40,26 @@ def test_reports_are_read():
 def test_a_program_that_ends_early_is_an_error():
     with pytest.raises(ValueError, match="no summary"):
         racecheck.parse("========= Error: Target application terminated\n")
+
+
+def test_a_message_is_explained_where_dq_is_late_alone():
+    stores, copies = ("bwd", "STS", "LDS"), ("bwd", "UBLKCP", "LDS")
+    late, wide = (KernelKey("sm_90a", Pass.BACKWARD, "bf16", 192, value_dim=v) for v in (128, 192))
+    in_order = dataclasses.replace(late, deterministic=True)
+    assert racecheck.of_kernel(late, stores) in racecheck.EXPLAINED
+    for key in (wide, in_order):
+        assert racecheck.of_kernel(key, stores) not in racecheck.EXPLAINED
+        assert racecheck.of_kernel(key, copies) == copies
+
+
+def test_a_program_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """The tool has a summary of its own then."""
+    done = subprocess.CompletedProcess([], 1, stdout=REPORT, stderr="")
+    monkeypatch.setattr(racecheck, "_code", lambda *_: [OTHER, OTHER, COPY, OTHER, LOAD, OTHER])
+    monkeypatch.setattr(racecheck, "current_target", fakes.fake_target)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(ValueError, match="returned 1"):
+        racecheck.check(racecheck.keys()[0])
 
 
 @pytest.mark.parametrize("key", racecheck.keys(), ids=lambda key: key.name)
