@@ -19,8 +19,7 @@ from fa4_jax.manifest import Manifest
 from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.operands import RowRanges
 from fa4_jax.paged import call as paged_call
-from fa4_jax.paged import decode
-from fa4_jax.paged import kernel as paged_kernel
+from fa4_jax.paged import decode, gather
 from fa4_jax.paged.arguments import DecodeCall
 from fa4_jax.paged.arguments import canonicalise as canonicalise_decode
 from fa4_jax.paged.problem import PagedProblem
@@ -186,8 +185,8 @@ def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwarg
     declined = "xla" if implementation == "xla" else None
     reason = "implementation='xla'" if declined else None
     if isinstance(given, PagedProblem):
-        problem = paged_kernel.of_pages(given)
-        reason = reason or paged_kernel.unsupported(given)
+        problem, no_kernel = paged_call.kernel_problem(given)
+        reason = reason or no_kernel
     else:
         problem = given
     if arch is None:
@@ -227,7 +226,8 @@ def explain(
     if isinstance(problem, PagedProblem):
         plan = _plan_of_decode(problem, target, implementation)
         pairs = _pairs_of_decode(problem.attention, args, kwargs)
-        return _explained(plan, pairs, target.manifest, None)
+        told = _explained(plan, pairs, target.manifest, None)
+        return dataclasses.replace(told, workspaces=_copies(problem, plan) + told.workspaces)
     validate.known_sizes(problem, "explain")
     plan = make_plan(problem, target, implementation)
     rows = _known_rows(problem, args, kwargs)
@@ -263,10 +263,9 @@ def _tangent_reason(plan: Plan) -> str:
 def _plan_of_decode(problem: PagedProblem, target: Target, implementation: Any) -> Plan:
     """The launches of a call of `decode`, or the reason why it has none."""
     found = paged_call.make_plan(problem, implementation, target)
-    own = paged_kernel.of_pages(problem)
     if found.kernels is None:
         reason = found.reason or "implementation='xla'"
-        return Plan(own, forward_reason=reason, backward_reason=_NO_BACKWARD)
+        return Plan(problem.attention, forward_reason=reason, backward_reason=_NO_BACKWARD)
     return dataclasses.replace(found.kernels, backward=(), backward_reason=_NO_BACKWARD)
 
 
@@ -297,6 +296,16 @@ def _designs(plan: Plan) -> dict[str, str]:
         kernel.key.name: designs.PAIR if kernel.launch.cluster[0] == 2 else designs.SINGLE
         for kernel in plan.forward + plan.backward
     }
+
+
+def _copies(problem: PagedProblem, plan: Plan) -> tuple[Workspace, ...]:
+    """The keys and values that kernels take side by side, which are copied from pages."""
+    if not plan.forward or plan.problem.page_length is not None:
+        return ()
+    names, dtype = ("k_copied", "v_copied"), plan.problem.dtype
+    return tuple(
+        Workspace(*x) for x in zip(names, (dtype,) * 2, gather.shapes(problem), strict=True)
+    )
 
 
 def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:

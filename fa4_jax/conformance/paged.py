@@ -10,11 +10,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from fa4_jax.api import find_target
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, STORAGE, Inputs, oracle, ordinary
 from fa4_jax.key import DTYPES, PAGE_KEYS, SPLIT_ROWS
 from fa4_jax.paged import decode
+from fa4_jax.paged.arguments import DecodeCall, canonicalise
+from fa4_jax.paged.call import make_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +55,14 @@ class PagedCase:
     @property
     def has_kernel(self) -> bool:
         """Whether kernels of every architecture take this case."""
+        return self.dtype in DTYPES and self.head_dim % 8 == 0
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether these kernels read the pages themselves, not a copy."""
         rows = self.rows * (self.heads[0] // self.heads[1])
-        sizes = self.page % PAGE_KEYS == 0 and rows <= SPLIT_ROWS and self.head_dim % 8 == 0
-        return self.dtype in DTYPES and self.scales is None and sizes
+        sizes = self.page % PAGE_KEYS == 0 and rows <= SPLIT_ROWS
+        return self.has_kernel and self.scales is None and sizes
 
     @property
     def id(self) -> str:
@@ -139,7 +147,9 @@ def make_cache(case: PagedCase, seed: int) -> Cache:
     numbers = drawn
     if case.scales:
         numbers = [
-            x.astype(np.float32) * np.broadcast_to(scale, (pages, k))[:, None, :, None]
+            (x.astype(np.float32) * np.broadcast_to(scale, (pages, k))[:, None, :, None]).astype(
+                storage
+            )
             for x, scale in zip(drawn, scales.values(), strict=True)
         ]
     key, value = (x[table].reshape(b, entries * page, k, -1) for x in numbers)
@@ -169,15 +179,20 @@ def make_cache(case: PagedCase, seed: int) -> Cache:
     return Cache(query, stored[0], stored[1], table, lengths, options, inputs)
 
 
-def verdicts(case: PagedCase, inputs: Inputs, output: Any, lse: Any) -> list[Verdict]:
-    """How output and log-sum-exp compare with the oracle's."""
+def verdicts(
+    case: PagedCase, inputs: Inputs, output: Any, lse: Any, polynomial: bool = False
+) -> list[Verdict]:
+    """How output and log-sum-exp compare with the oracle's; polynomial: as of `compare`."""
     whole = case.contiguous
     # Padding holds Inf and NaN on purpose.
     with np.errstate(all="ignore"):
         truth = oracle(whole, inputs)
         usual = [ordinary(whole, inputs, shift) for shift in REFERENCE_SHIFTS]
         return [
-            compare(name, case.dtype, np.asarray(x), truth[name], [y[name] for y in usual])
+            compare(
+                *(name, case.dtype, np.asarray(x), truth[name], [y[name] for y in usual]),
+                polynomial=polynomial,
+            )
             for name, x in (("output", output), ("lse", lse))
         ]
 
@@ -185,12 +200,15 @@ def verdicts(case: PagedCase, inputs: Inputs, output: Any, lse: Any) -> list[Ver
 def run_paged_case(case: PagedCase, seed: int, implementation: Any = None) -> list[Verdict]:
     """Verdicts on output and log-sum-exp of one case, with the arguments of `run_case`."""
     cache = make_cache(case, seed)
+    _, problem = canonicalise(DecodeCall(*cache.arrays, **cache.options))
+    kernels = make_plan(problem, implementation, find_target(None)).kernels
+    polynomial = kernels is not None and any(x.key.polynomial_exp2 for x in kernels.forward)
     # A GPU's default for float32 products is TF32: three digits, which is JAX's choice, not ours.
     with jax.default_matmul_precision("highest"):
         found = decode(
             *cache.arrays, return_residual=True, implementation=implementation, **cache.options
         )
-    return verdicts(case, cache.inputs, *found)
+    return verdicts(case, cache.inputs, *found, polynomial)
 
 
 _DRAFT = functools.partial(PagedCase, rows=4, lengths=(70, 19, 3, 0))
@@ -241,5 +259,8 @@ PAGED_CASES = (
     PagedCase(scales="K", dtype="bf16"),
     PagedCase(scales="PK", dtype="fp16", rows=3, window=30),
     PagedCase(scales="PK", dtype="bf16", rows=1, value_dim=8),
+    PagedCase(rows=40, lengths=(75, 40, 0, 300), dtype="fp16", head_dim=64, sinks=True),
+    PagedCase(rows=33, lengths=(80, 20), dtype="bf16", window=20, soft_cap=2.0, shared=1),
+    PagedCase(rows=70, page=10, table_pages=30, lengths=(299, 75), dtype="bf16", window=90),
 )
 """Every case, each once."""

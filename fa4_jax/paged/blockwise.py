@@ -21,6 +21,7 @@ from jax import lax
 from fa4_jax import mesh_types
 from fa4_jax.bands import EVERYTHING, UNBOUNDED
 from fa4_jax.operands import Operands, Results, RowRanges
+from fa4_jax.paged.gather import gathered, num_pages
 from fa4_jax.paged.problem import PagedOperands, PagedProblem, Sums, without_keys
 from fa4_jax.paged.shard import Shard, shard_of
 from fa4_jax.problem import Problem
@@ -115,12 +116,7 @@ def _row_ranges(
 def _pages_per_block(problem: PagedProblem, shard: Shard, most_elements: int) -> tuple[int, int]:
     """Pages that a block gathers for each entry, and blocks at most."""
     attention, page = problem.attention, problem.page_size
-    left, _ = attention.window
-    entries = problem.table_entries
-    if left < UNBOUNDED:
-        # The rows see left + T tokens together, which may begin at the end of a page.
-        pages = (left + attention.query_length - 1 + page - 1) // page + 1
-        entries = min(entries, -(-pages // shard.devices))
+    entries = num_pages(problem, shard.devices)
     scores = attention.batch * attention.query_heads * attention.query_length * page
     elements = attention.batch * attention.kv_heads * max(attention.head_dims) * page
     most = min(BLOCK_SCORES // scores, most_elements // elements)
@@ -214,7 +210,7 @@ class _Block(NamedTuple):
         size = self.pages * paged.page_size
         low, high = (jnp.clip(x - start, 0, size) for x in (low, high))
         end = high.max(1)
-        own = _with_keys(operands, *self._gathered(first, end), end)
+        own = _with_keys(operands, *gathered(paged, operands, self.pages, first, end), end)
         # The one row of an entry sees all of its tokens, if it has no window: a length suffices.
         has_ranges = low.shape[1] > 1 or paged.attention.window[0] < UNBOUNDED
         problem = _block_problem(paged.attention, low.shape[1], size, has_ranges)
@@ -228,50 +224,6 @@ class _Block(NamedTuple):
         query = call.query_of(own.query, tile)
         found = tiles.softmax(call.scores(call.scaled(query, keys), tile))
         return Sums(found.top, found.total, tiles.weighted(found.weights, keys))
-
-    def _gathered(self, first: Array, end: Array) -> tuple[Array, Array]:
-        """Key and value [B, pages x page, K, H] of the pages from `first` on, [B].
-
-        Values past the end are 0.
-
-        Args:
-          end: one past the last token that is read, [B], counted from the first page.
-        """
-        paged, operands = self.problem, self.operands
-        entry = lax.iota(jnp.int32, self.pages)[None, :]
-        is_read = entry * paged.page_size < end[:, None]
-        at = jnp.minimum(first[:, None] + entry, paged.table_entries - 1)
-        page = jnp.take_along_axis(operands.page_table, at, 1, mode="promise_in_bounds")
-        page = jnp.where(is_read, jnp.clip(page, 0, paged.num_pages - 1), 0)
-        key, value = (
-            x.at[page].get(mode="promise_in_bounds")
-            for x in (operands.key_pages, operands.value_pages)
-        )
-        # Scores of keys past the end are masked, but 0 times a value would be NaN for NaN.
-        token = lax.iota(jnp.int32, self.pages * paged.page_size)[None, :]
-        is_cached = (token < end[:, None]).reshape(*page.shape, paged.page_size, 1, 1)
-        value = jnp.where(is_cached, value, jnp.zeros((), value.dtype))
-        key = _dequantised(paged, key, operands.key_scale, page)
-        value = _dequantised(paged, value, operands.value_scale, page)
-        key, value = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (key, value))
-        return key, value
-
-
-def _dequantised(paged: PagedProblem, x: Array, scale: Array | None, page: Array) -> Array:
-    """Gathered pages [B, m, page, K, H] as numbers.
-
-    Args:
-      scale: [P | 1, K], or None.
-      page: numbers of the pages, [B, m].
-    """
-    if not paged.is_fp8:
-        return x
-    x = x.astype(paged.attention.accumulator)
-    if scale is None:
-        return x
-    each = scale if scale.shape[0] == 1 else scale[page]  # [1, K] or [B, m, K]
-    each = each.reshape((1,) * (3 - each.ndim) + each.shape)
-    return x * each[:, :, None, :, None].astype(x.dtype)
 
 
 def _block_problem(attention: Problem, rows: int, keys: int, has_ranges: bool) -> Problem:

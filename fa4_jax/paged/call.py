@@ -13,9 +13,10 @@ from fa4_jax import dispatch, validate, xla
 from fa4_jax import plan as plans
 from fa4_jax.api import Implementation, Window, find_target
 from fa4_jax.operands import Results
-from fa4_jax.paged import blockwise, kernel, mesh
+from fa4_jax.paged import blockwise, gather, kernel, mesh
 from fa4_jax.paged.arguments import DecodeCall, canonicalise
 from fa4_jax.paged.problem import PagedOperands, PagedPlan, PagedProblem, without_keys
+from fa4_jax.problem import Problem
 
 
 class Options(TypedDict, total=False):
@@ -98,11 +99,14 @@ def decode(
       logits_soft_cap: positive; scores become cap * tanh(score / cap) after the scale.
       sinks: [N], floating: a score of each head with a value of 0, as one more key.
       key_scale, value_scale: float32 [K] or [P, K], factors of float8_e4m3fn pages; 1 by default.
+        A key or value is the product, rounded to query's type.
       return_residual: also return the log-sum-exp of each row.
-      implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; at most 64 rows
-        T * N / K; pages of a multiple of 16 tokens, not float8; scale a number), "xla" is the
-        default path, pure JAX in O(length) memory. None takes kernels where they fit, and says in
-        the log why not where a program is lowered for CUDA.
+      implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; scale a number),
+        "xla" is the default path, pure JAX in O(length) memory. None takes kernels where they fit,
+        and says in the log why not where a program is lowered for CUDA. Kernels read pages of a
+        multiple of 16 tokens for up to 64 rows T * N / K; for more rows, other pages and float8
+        they take a copy of the pages that rows see, in query's type: `explain` says its size, the
+        log that there is one, and a call for which it exceeds 4 GiB takes the default path.
       check: names lengths and page numbers that are out of range instead of clamping them:
         ValueError outside jit, inside through `jax.experimental.checkify.checkify`.
 
@@ -155,10 +159,9 @@ def make_plan(
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     if implementation == "xla":
         return PagedPlan(problem, None)
-    pages = kernel.of_pages(problem)
-    reason = plans.unsupported(pages) or kernel.unsupported(problem)
+    own, reason = kernel_problem(problem)
     if reason is None:
-        found = plans.make_plan(pages, target, implementation)
+        found = plans.make_plan(own, target, implementation)
         if found.forward:
             return PagedPlan(problem, None, found)
         reason = found.forward_reason
@@ -167,6 +170,23 @@ def make_plan(
             f"implementation='kernel': {reason}; implementation=None or 'xla' is the default path"
         )
     return PagedPlan(problem, reason)
+
+
+def kernel_problem(problem: PagedProblem) -> tuple[Problem, str | None]:
+    """What the kernels' plan is made of, and why no kernel takes it or None.
+
+    Kernels read the pages themselves where they can, otherwise a copy.
+    """
+    pages = kernel.of_pages(problem)
+    if unread(problem) is None:
+        return pages, None
+    own = gather.contiguous(problem)
+    return own, plans.unsupported(own) or gather.unsupported(problem)
+
+
+def unread(problem: PagedProblem) -> str | None:
+    """Why no kernel reads the pages themselves, or None."""
+    return kernel.unsupported(problem) or plans.unsupported(kernel.of_pages(problem))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -182,8 +202,13 @@ def _attend(plan: PagedPlan, operands: PagedOperands) -> Results:
     default = functools.partial(blockwise.forward, plan.problem)
     if kernels is None:
         return default(operands)
-    own = dataclasses.replace(kernels, problem=kernel.of_pages(plan.problem))
-    return dispatch.choose(own, functools.partial(kernel.forward, own), default, operands)
+    own = dataclasses.replace(kernels, problem=kernel_problem(plan.problem)[0])
+    if own.problem.page_length is None:
+        copied = f"decode copies the pages for its kernels: {unread(plan.problem)}"
+        run = functools.partial(gather.forward, plan.problem, own, copied)
+    else:
+        run = functools.partial(kernel.forward, own)
+    return dispatch.choose(own, run, default, operands)
 
 
 @_attend.defjvp

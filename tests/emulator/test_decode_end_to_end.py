@@ -41,15 +41,17 @@ def test_pages_give_the_bits_of_attention(gpu: Gpu, seed: int, scores: dict[str,
         assert np.array_equal(one, other)
 
 
-def test_numbers_of_no_page_are_clamped(gpu: Gpu, seed: int) -> None:
-    case = PagedCase(dtype="bf16", head_dim=64)
+@pytest.mark.parametrize("rows", [1, 40])  # read in pages, and copied
+def test_numbers_of_no_page_are_clamped(gpu: Gpu, rows: int, seed: int) -> None:
+    case = PagedCase(dtype="bf16", head_dim=64, rows=rows)
     one, other = gpu(paged_calls.with_numbers_of_no_page, case, seed)
     assert np.array_equal(one, other)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("own_pools", [False, True])
-def test_vmap_in_a_loop(gpu: Gpu, own_pools: bool, seed: int) -> None:
-    case = PagedCase(dtype="bf16", head_dim=64)
+def test_vmap_in_a_loop(gpu: Gpu, own_pools: bool, rows: int, seed: int) -> None:
+    case = PagedCase(dtype="bf16", head_dim=64, rows=rows)
     together, apart = gpu(paged_calls.vmapped_and_looped, case, own_pools, seed)
     for one, other in zip(together, apart, strict=True):
         np.testing.assert_allclose(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from fa4_jax import PagedCache, decode, log, parallel
+from fa4_jax import PagedCache, decode, parallel
 
 B, T, N, K, H, P, PAGE, M = 2, 3, 4, 2, 16, 5, 8, 4
 FP8 = jnp.float8_e4m3fn
@@ -111,24 +111,6 @@ def test_not_implemented(changes: dict[str, Any], message: str):
         traced = {k: v for k, v in changes.items() if isinstance(v, jax.ShapeDtypeStruct)}
         static = {k: v for k, v in changes.items() if k not in traced}
         jax.eval_shape(lambda traced: call(**static, **traced), traced)
-
-
-@pytest.mark.parametrize(
-    ("page", "nearest"), [(20, "next 16 and 32"), (8, "next 16"), (250, "next 240 and 256")]
-)
-def test_a_page_size_without_a_kernel(page: int, nearest: str, caplog: pytest.LogCaptureFixture):
-    """The nearest that have one are named: in an error, or once in the log of a CUDA program."""
-    own = pages(P, page, K, H, dtype=jnp.bfloat16)
-    own["query"] = zeros(B, 1, N, H, dtype=jnp.bfloat16)
-    message = f"pages of {page} tokens: the kernels take multiples of 16, {nearest}"
-    with pytest.raises(NotImplementedError, match=message):
-        call(**own, implementation="kernel")
-    log.warn_once.cache_clear()
-    run = jax.jit(lambda own: call(**own) + call(**own))
-    run.trace(own).lower(lowering_platforms=("cuda",))
-    assert [x.getMessage() for x in caplog.records if x.name == "fa4_jax"] == [
-        f"decode uses the default path: {message}"
-    ]
 
 
 def test_symbolic_sizes_are_not_implemented():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fa4_jax import api, attention, decode, explain, supports
+from fa4_jax import api, attention, decode, explain, log, supports
 from fa4_jax.conformance.oracle import visible
 from fa4_jax.conformance.paged import PAGED_CASES, PagedCase, make_cache
 from tests.fakes import TILE, fake_target
@@ -34,11 +34,15 @@ def test_supports_by_the_key_list(case: PagedCase, arch: str):
 
 def test_supports_says_why_not():
     (query, key, _, *rest), _ = arguments(LONG)
-    wide = jax.ShapeDtypeStruct((3, 40, 8, 128), jnp.bfloat16)
-    short = jax.ShapeDtypeStruct((900, 20, 2, 128), jnp.bfloat16)
+    wide = jax.ShapeDtypeStruct((40, 1, 8, 128), jnp.bfloat16)
+    narrow = jax.ShapeDtypeStruct((900, 16, 2, 128), jnp.float8_e4m3fn)
+    table = jax.ShapeDtypeStruct((40, 2**14), jnp.int32)
+    copies = supports(
+        *(wide, narrow, narrow, table, np.zeros(40, np.int32)), call=decode, arch="sm_90a"
+    )
+    num_bytes = 40 * 2**14 * 16 * 2 * 256 * 2
+    assert f"{num_bytes} bytes of keys and values side by side" in str(copies)
     for arrays, options, reason in (
-        ((wide, key, key), {}, "T * N / K = 160 rows"),
-        ((query, short, short), {}, "pages of 20 tokens"),
         ((query, key, key), {"implementation": "xla"}, "implementation='xla'"),
         ((query, key, key), {"scale": jax.ShapeDtypeStruct((), jnp.float32)}, "scale"),
     ):
@@ -83,10 +87,64 @@ def test_explain_the_default_path(monkeypatch: pytest.MonkeyPatch):
     declined = explain(*args, call=decode, implementation="xla", **options)
     assert declined.forward_reason == "implementation='xla'"
     monkeypatch.setattr(api, "current_target", fake_target)
-    args, options = arguments(PagedCase(scales="PK", dtype="fp16"))
-    assert "float8_e4m3fn" in str(explain(*args, call=decode, **options))
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn"):
+    args, options = arguments(PagedCase(scales="PK"))
+    assert "query dtype f32" in str(explain(*args, call=decode, **options))
+    with pytest.raises(NotImplementedError, match="query dtype f32"):
         explain(*args, call=decode, implementation="kernel", **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "tokens", "reason"),
+    [
+        (
+            PagedCase(dtype="bf16", rows=40, head_dim=64),
+            ["sm_90a_fwd_bf16_d64_band_short"],
+            80,
+            "T * N / K = 80 rows: the kernels with pages take at most 64",
+        ),
+        (
+            PagedCase(dtype="bf16", rows=40, head_dim=128, window=10, table_pages=9),
+            ["sm_90a_fwd_bf16_d128_band"],
+            80,  # The rows see 50 tokens together, which may begin at the end of a page.
+            "T * N / K = 80 rows: the kernels with pages take at most 64",
+        ),
+        (
+            PagedCase(dtype="fp16", head_dim=128, scales="K", table_pages=40),
+            ["sm_90a_fwd_split_fp16_d128", "sm_90a_fwd_join_fp16_d128"],
+            640,
+            "float8_e4m3fn pages",
+        ),
+        (
+            PagedCase(dtype="bf16", head_dim=128, page=20, table_pages=40),
+            ["sm_90a_fwd_split_bf16_d128", "sm_90a_fwd_join_bf16_d128"],
+            800,
+            "pages of 20 tokens: the kernels take multiples of 16, next 16 and 32",
+        ),
+    ],
+    ids=["rows", "window", "float8", "page"],
+)
+def test_kernels_that_take_no_pages_get_copies(
+    case: PagedCase,
+    kernels: list[str],
+    tokens: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """`explain` names the copies, and the log says once why there are any."""
+    monkeypatch.setattr(api, "current_target", fake_target)
+    args, options = arguments(case)
+    told = explain(*args, call=decode, **options)
+    assert list(told.forward) == kernels
+    copied = {w.name: w.shape for w in told.workspaces if w.name.endswith("copied")}
+    shape = case.batch, tokens, 2, case.head_dim
+    assert copied == {"k_copied": shape, "v_copied": shape}
+    log.warn_once.cache_clear()
+    run = jax.jit(lambda *args: decode(*args, **options) + decode(*args, **options))
+    run.trace(*args).lower(lowering_platforms=("cuda",))
+    messages = [x.getMessage() for x in caplog.records if x.name == "fa4_jax"]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"decode copies the pages for its kernels: {reason}")
 
 
 @pytest.mark.parametrize(
