@@ -3,11 +3,14 @@
     python -m benchmarks.decode             # two minutes on a GPU
     python -m benchmarks.decode --parts 1 4 16 33 66 132 264   # our kernel alone, divided otherwise
     python -m benchmarks.decode --few-keys  # the ordinary and the split forward of few keys
+    python -m benchmarks.decode --copies    # calls for which pages are copied
 
 It measures as `python -m benchmarks.attention --group decode` does, beside it our kernel on the
 same keys in pages of 64 tokens in random order and, where it can be imported, flash-attn-4 from a
 CUDA graph, and writes no file. With --parts it shows the microseconds of our kernel with these
 numbers of parts of the keys, for `fa4_jax.splits.COST_BLOCKS`; --few-keys is for its LEAST_KEYS.
+--copies times `decode` for chunks of a prompt and for float8 pages, beside its default path and
+`attention` on the same keys side by side.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks import measure, shapes, torch_peer
 from benchmarks.peers import CUDNN, OURS, XLA
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol, Timing, interleave
-from fa4_jax import extents, ffi_call, launches, splits
+from fa4_jax import attention, decode, extents, ffi_call, launches, splits
 from fa4_jax.operands import Operands
 from fa4_jax.plan import Plan, make_plan, scalars
 from fa4_jax.problem import Problem, default_scale
@@ -156,6 +159,46 @@ def _microseconds(timing: Timing | Exception, chained: int) -> str:
     return measure.describe(timing)[:60]
 
 
+COPIES = (
+    # batch, rows, tokens, heads, head_dim, type of the pages
+    (1, 512, 32768, (32, 8), 128, "bfloat16"),
+    (4, 512, 32768, (32, 8), 128, "bfloat16"),
+    (1, 512, 32768, (64, 8), 64, "bfloat16"),
+    (8, 128, 8192, (32, 8), 128, "bfloat16"),
+    (8, 1, 8192, (32, 8), 128, "float8_e4m3fn"),
+    (64, 1, 4096, (64, 8), 128, "float8_e4m3fn"),
+)
+
+
+def show_copies(protocol: Protocol) -> None:
+    """Prints microseconds of calls for which pages are copied, and of their alternatives."""
+    for batch, rows, tokens, (heads, kv_heads), head_dim, dtype in COPIES:
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes_of = ((rows, heads), (tokens, kv_heads), (tokens, kv_heads))
+        q, k, v = (
+            jax.random.normal(key, (batch, *shape, head_dim), jnp.bfloat16)
+            for key, shape in zip(keys, shapes_of, strict=True)
+        )
+        count = batch * tokens // PAGE
+        pages = [x.astype(dtype).reshape(count, PAGE, kv_heads, head_dim) for x in (k, v)]
+        order = np.random.default_rng(0).permutation(count).reshape(batch, -1)
+        paged = (q, *pages, jnp.asarray(order, jnp.int32), jnp.full(batch, tokens))
+        whole = functools.partial(attention, is_causal=True, query_offset=tokens - rows)
+        functions = {
+            "pages": (functools.partial(decode, implementation="kernel"), paged),
+            "default path": (functools.partial(decode, implementation="xla"), paged),
+            "side by side": (whole, (q, k, v)),
+        }
+        calls = {
+            name: functools.partial(jax.jit(function).lower(*given).compile(), *given)
+            for name, (function, given) in functions.items()
+        }
+        found = interleave(calls, protocol)
+        cells = (f"{name}: {_microseconds(timing, 1)}" for name, timing in found.items())
+        size = f"{batch}, {rows}, {tokens}, {heads}/{kv_heads}, {head_dim}, {dtype}"
+        print(f"{size}: {', '.join(cells)}", flush=True)
+
+
 def flash_attn_4_cell(case: Case, protocol: Protocol) -> str:
     """Returns microseconds of a call of flash-attn-4, or why there are none."""
     try:
@@ -198,6 +241,7 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=5, help="bursts of each contender (5)")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--few-keys", action="store_true", help="ordinary and split forward")
+    parser.add_argument("--copies", action="store_true", help="calls for which pages are copied")
     parser.add_argument("--parts", type=int, nargs="+", help="numbers of parts of our kernel")
     options = parser.parse_args()
     torch_peer.load()  # before JAX starts its devices
@@ -205,11 +249,13 @@ def main() -> None:
     protocol = Protocol(options.loops, 0.03)
     for batch in (1, 8, 64) if options.few_keys else ():
         show_few_keys(batch, protocol)
+    if options.copies:
+        show_copies(protocol)
     cases = [case for case in shapes.DECODE if options.only in case.id]
     for case in cases if options.parts else ():
         show_parts(case, options.parts, protocol)
         jax.clear_caches()
-    if options.parts or options.few_keys:
+    if options.parts or options.few_keys or options.copies:
         return
     head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "ours, pages", torch_peer.FA4)
     head = (*head, "floor", "share", "differences")

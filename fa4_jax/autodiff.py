@@ -11,9 +11,9 @@ from __future__ import annotations
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from fa4_jax import derivatives
+from fa4_jax import batching, derivatives
 from fa4_jax.derivatives import Computation
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
 from fa4_jax.passes import Passes
 from fa4_jax.plan import Plan
 
@@ -49,6 +49,11 @@ def _backward(plan: Plan, passes: Passes, operands: Operands, cotangents: Cotang
     return passes.backward(plan, operands, cotangents)
 
 
+def _tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
+    return batching.tangent(plan)(operands, direction)
+
+
 def attend(plan: Plan, operands: Operands) -> Results:
     """The results of a plan, which knows all rows and keys."""
-    return run(Computation(plan, _forward, _backward), operands)
+    tangent = _tangent if plan.tangent else None
+    return run(Computation(plan, _forward, _backward, tangent), operands)

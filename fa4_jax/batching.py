@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fa4_jax import dispatch, mesh_types, xla
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
 from fa4_jax.plan import Kernel, Plan
 from fa4_jax.problem import Problem
 
@@ -217,6 +217,30 @@ def backward(plan: Plan) -> Callable[[Operands, Cotangents], Gradients]:
             out = _unfold(backward(folded)(own, _fold(cotangents, flags[1], size)), size)
         else:
             # Each instance has a gradient of its own for an operand that all of them share.
+            out = one_by_one(operation, flags, args)
+        return out, _all_true(out)
+
+    return operation
+
+
+@functools.lru_cache(maxsize=512)
+def tangent(plan: Plan) -> Callable[[Operands, Direction], Results]:
+    """Tangents of output and log-sum-exp, for one plan that has a launch for them."""
+    run = functools.partial(dispatch.tangent, plan)
+    operation = jax.custom_batching.custom_vmap(lambda *args: run(*args))
+
+    @operation.def_vmap
+    def rule(size: int, batched: list[Any], operands: Operands, direction: Direction) -> Any:
+        flags, args = tuple(batched), (operands, direction)
+        if size == 0:
+            out = _no_instances(Results(direction.output, direction.lse), args)
+        elif axes := _mapped_axes(flags, args):
+            out = _on_devices(operation, axes, flags, args)
+        elif _way(plan.problem, plan.tangent, flags[0], operands) == "fold":
+            folded = plan.resized(batch=size * plan.problem.batch)
+            own = _fold_operands(operands, flags[0], size)
+            out = _unfold(tangent(folded)(own, _fold(direction, flags[1], size)), size)
+        else:
             out = one_by_one(operation, flags, args)
         return out, _all_true(out)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax import sinks
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
 from fa4_jax.operations import Function, LinearMap
 from fa4_jax.passes import DIFFERENTIABLE, DISPATCHED, Passes
 
@@ -35,6 +35,7 @@ class Computation:
       work: what is static; the first argument of both functions.
       forward: takes work, passes and operands.
       backward: takes work, passes, operands without sinks, and cotangents.
+      tangent: computes tangents by kernels, from work, operands and a direction; or None.
       fence_backward: the backward begins after the forward has ended. Without a fence common
         subexpression elimination merges the transfers of both, and keeps what was received.
     """
@@ -42,6 +43,7 @@ class Computation:
     work: Any
     forward: Callable[[Any, Passes, Operands], Results]
     backward: Callable[[Any, Passes, Operands, Cotangents], Gradients]
+    tangent: Callable[[Any, Operands, Direction], Results] | None = None
     fence_backward: bool = False
 
 
@@ -115,17 +117,27 @@ def _operands(fixed: Fixed, point: Point) -> Point:
     return point
 
 
+def _moved(of: Computation, fixed: Fixed, point: Point, moved: Point) -> Moved:
+    """The tangent of the results where the point moves, by the default path."""
+    return jax.jvp(functools.partial(_default, of, fixed), (point,), (moved,))[1]
+
+
 @functools.lru_cache(maxsize=512)
 def pushforward(of: Computation) -> LinearMap:
     """Tangents of operands to those of results; its transpose is the backward."""
 
     def apply(fixed: Fixed, point: Point, moved: Point) -> Moved:
-        return jax.jvp(functools.partial(_default, of, fixed), (point,), (moved,))[1]
+        if of.tangent is None:
+            return _moved(of, fixed, point, moved)
+        direction = Direction(fixed.output, fixed.lse, moved.query, moved.key, moved.value)
+        found = of.tangent(of.work, fixed.operands(point), direction)
+        return Moved(found.output, found.lse)
 
     def derivative(fixed: Fixed, point: Point, other: Point, moved: Point) -> Moved:
         return _curvature(of)(fixed, (point, moved), other)
 
-    return LinearMap(apply, _results, lambda: pullback(of), derivative)
+    at_once = of.tangent is not None
+    return LinearMap(apply, _results, lambda: pullback(of), derivative, traced_at_once=at_once)
 
 
 @functools.lru_cache(maxsize=512)
@@ -170,8 +182,7 @@ def _curvature(of: Computation) -> LinearMap:
 
     def apply(fixed: Fixed, point: tuple[Point, Point], moved: Point) -> Moved:
         at, other = point
-        along = pushforward(of).apply
-        return jax.jvp(lambda at: along(fixed, at, other), (at,), (moved,))[1]
+        return jax.jvp(lambda at: _moved(of, fixed, at, other), (at,), (moved,))[1]
 
     def transposed(fixed: Fixed, point: tuple[Point, Point], bars: Moved) -> Point:
         at, other = point

@@ -17,12 +17,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from fa4_jax import log, xla
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
 from fa4_jax.plan import Plan, unsupported
 from fa4_jax.sharding import auto
 
-TANGENTS = "tangents and second derivatives"
-NO_TANGENTS = f"no kernel computes {TANGENTS}, only first gradients in reverse mode"
+SECOND_DERIVATIVES = "second derivatives"
+TANGENTS = f"tangents and {SECOND_DERIVATIVES}"
 
 _zero_lowering = mlir.lower_fun(lambda: jnp.zeros((), jnp.int32), multiple_results=False)
 
@@ -83,6 +83,12 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
     return choose(plan, functools.partial(auto.backward, plan), default, operands, cotangents)
 
 
+def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
+    """Tangents of output and log-sum-exp, of a plan that has a launch for them."""
+    default = functools.partial(xla.tangent, plan.problem)
+    return choose(plan, functools.partial(auto.tangent, plan), default, operands, direction)
+
+
 def choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
     """Runs `kernel` in programs lowered for one of the plan's platforms, elsewhere `default`."""
 
@@ -120,15 +126,24 @@ def left_out(message: str) -> jax.Array:
 
 
 def of_derivatives(plan: Plan, operands: Operands) -> Operands:
-    """The operands of tangents and second derivatives, which the default path computes.
+    """The operands of tangents and second derivatives that the default path computes.
 
     Lowering them says so in the log, and raises NotImplementedError if the caller insists on
     kernels.
     """
+    part = SECOND_DERIVATIVES if plan.tangent else TANGENTS
     if not plan.forward:
-        return _left_out(plan, TANGENTS, operands)
+        return _left_out(plan, part, operands)
+    reason = missing_derivatives(plan)
     if plan.insist:
-        zero = _refuse_p.bind(message=NO_TANGENTS)
+        zero = _refuse_p.bind(message=reason)
     else:
-        zero = left_out(f"attention uses the default path for its {TANGENTS}: {NO_TANGENTS}")
+        zero = left_out(f"attention uses the default path for its {part}: {reason}")
     return operands._replace(extents=operands.extents + zero)
+
+
+def missing_derivatives(plan: Plan) -> str:
+    """Why the default path computes what kernels of a plan's forward do not."""
+    if plan.tangent:
+        return f"no kernel computes {SECOND_DERIVATIVES}"
+    return plan.tangent_reason or f"no kernel computes {TANGENTS}"

@@ -15,12 +15,13 @@ class Pass(enum.StrEnum):
     """The kernels of one attention call. The backward runs its three in this order.
 
     The forward of a call with few query rows is two kernels: one for parts of the keys, and one
-    that joins their results.
+    that joins their results. Tangents follow a forward.
     """
 
     FORWARD = "fwd"
     FORWARD_SPLIT = "fwd_split"
     FORWARD_JOIN = "fwd_join"
+    TANGENT = "tangent"
     BACKWARD_PRE = "bwd_pre"
     BACKWARD = "bwd"
     BACKWARD_POST = "bwd_post"
@@ -37,6 +38,10 @@ POLYNOMIAL_EXP2_TILES = frozenset({("sm_100f", 64), ("sm_100f", 96), ("sm_100f",
 None on sm_90a, where it was measured not to pay: docs/hopper.md.
 None above 128, where the tensor core is busy for longer than the special-function unit.
 """
+
+
+TANGENT_HEAD_DIMS = frozenset({("sm_90a", 64), ("sm_90a", 96), ("sm_90a", 128)})
+"""(arch, head_dim) with a kernel for tangents: shared memory holds no wider tiles."""
 
 
 NARROW_VALUES = {

@@ -12,6 +12,7 @@ from fa4_jax.masks import bits as packed
 from fa4_jax.masks import order, table
 from fa4_jax.operands import (
     Cotangents,
+    Direction,
     Gradients,
     MaskBits,
     Operands,
@@ -162,6 +163,23 @@ def forward(plan: Plan, operands: Operands, page_table: jax.Array | None = None)
         return Results(results["o"], results["lse"], None)
     largest = results["max_logit"] if parts is None else results["row_max"].max(axis=-1)
     return Results(results["o"], results["lse"], largest)
+
+
+def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
+    """Tangents of output [B, T, N, H] and log-sum-exp [B, N, T], as `xla.tangent`."""
+    buffers = {
+        "q": operands.query,
+        "k": operands.key,
+        "v": operands.value,
+        "q_tangent": direction.query,
+        "k_tangent": direction.key,
+        "v_tangent": direction.value,
+        "extents": operands.extents,
+        "o": direction.output,
+        "lse": direction.lse,
+    }
+    results = _run(plan.tangent, plan.problem, buffers)
+    return Results(results["o_tangent"], results["lse_tangent"])
 
 
 def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dict[str, jax.Array]:

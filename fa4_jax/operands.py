@@ -96,6 +96,18 @@ class Cotangents(NamedTuple):
     lse_bar: Array
 
 
+class Direction(NamedTuple):
+    """What tangents get besides the operands: o [B, T, N, H] and lse [B, N, T] of the forward, and
+    tangents of query, key and value.
+    """
+
+    output: Array
+    lse: Array
+    query: Array
+    key: Array
+    value: Array
+
+
 class Gradients(NamedTuple):
     """Cotangents of the operands; None for what is no operand."""
 

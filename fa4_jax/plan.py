@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from fa4_jax import designs, splits, tail
 from fa4_jax.key import (
@@ -17,6 +18,7 @@ from fa4_jax.key import (
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
+    TANGENT_HEAD_DIMS,
     TICKETS_WITH_BANDS,
     KernelKey,
     Pass,
@@ -66,7 +68,8 @@ class Plan:
 
     Attributes:
       forward, backward: launches in order; empty where the default path runs.
-      forward_reason, backward_reason: why they are empty, else None.
+      tangent: the launch that follows a forward and computes tangents of output and log-sum-exp.
+      forward_reason, backward_reason, tangent_reason: why they are empty, else None.
       insist: implementation="kernel": nothing else may run.
       platforms: where kernels run; elsewhere the default path does.
       arch: of the kernels; None without a supported device.
@@ -78,6 +81,8 @@ class Plan:
     backward: tuple[Kernel, ...] = ()
     forward_reason: str | None = None
     backward_reason: str | None = None
+    tangent: tuple[Kernel, ...] = ()
+    tangent_reason: str | None = None
     insist: bool = False
     platforms: tuple[str, ...] = ("cuda",)
     arch: str | None = None
@@ -158,6 +163,31 @@ def kernel_keys(
         # Lengths make the tiles of a dense call unequal, too. Short tiles are built with a band.
         flags["band"] |= problem.has_lengths or short
     return (key(Pass.FORWARD, value_tile(Pass.FORWARD), **flags),), backward
+
+
+def tangent_key(problem: Problem, arch: str) -> KernelKey | None:
+    """Key of the launch that computes tangents, or None where head dims have none.
+
+    `no_tangent` says why another problem has none.
+    """
+    tile = head_dim_tile(max(problem.head_dims))
+    if tile is None or (arch, tile) not in TANGENT_HEAD_DIMS:
+        return None
+    band = problem.band or (problem.has_lengths and arch in TICKETS_WITH_BANDS)
+    return KernelKey(arch, Pass.TANGENT, problem.dtype, tile, band=band)
+
+
+def no_tangent(problem: Problem, arch: str) -> str | None:
+    """Why no kernel of an architecture computes tangents of a problem whose forward has one."""
+    if asked := in_memory(problem, Pass.FORWARD):
+        return f"{', '.join(asked)}: no kernel computes tangents with them"
+    if tangent_key(problem, arch) is None:
+        widest = max((tile for of, tile in TANGENT_HEAD_DIMS if of == arch), default=None)
+        most = "none" if widest is None else f"up to {widest}"
+        return (
+            f"head dims {problem.head_dims} on {arch}: no kernel computes their tangents ({most})"
+        )
+    return None
 
 
 def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
@@ -317,6 +347,12 @@ def _kernels(keys: tuple[KernelKey, ...], manifest: Manifest) -> tuple[Kernel, .
     return tuple(Kernel(key, manifest.cubins[key].launch) for key in keys)
 
 
+def _without_kernels(problem: Problem, reason: str | None, **facts: Any) -> Plan:
+    """A plan of the default path."""
+    reasons = ("forward_reason", "backward_reason", "tangent_reason")
+    return Plan(problem, **dict.fromkeys(reasons, reason), **facts)
+
+
 def make_plan(problem: Problem, target: Target, implementation: str | None) -> Plan:
     """The launches of a call.
 
@@ -329,14 +365,14 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     """
     if implementation == "xla":
         reason = "implementation='xla'"
-        return Plan(problem, forward_reason=reason, backward_reason=reason, declined=True)
+        return _without_kernels(problem, reason, declined=True)
     reason = unsupported(problem)
     if reason is None and (target.arch is None or target.manifest is None):
         reason = target.unavailable
     if reason is not None or target.arch is None or target.manifest is None:
         if implementation == "kernel":
             raise NotImplementedError(f"implementation='kernel': {reason}")
-        return Plan(problem, forward_reason=reason, backward_reason=reason, arch=target.arch)
+        return _without_kernels(problem, reason, arch=target.arch)
     forward, backward = kernel_keys(problem, target.arch, target.fast_exp2, target.design)
     forward_reason = unread_mask(problem, forward) or _missing(problem, forward, target.manifest)
     backward_reason = forward_reason or unread_mask(problem, backward)
@@ -344,8 +380,13 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     backward_reason = backward_reason or _traced_cap(problem)
     if forward_reason is not None and implementation == "kernel":
         raise NotImplementedError(f"implementation='kernel': {forward_reason}")
+    tangent = tuple(filter(None, (tangent_key(problem, target.arch),)))
+    tangent_reason = forward_reason or no_tangent(problem, target.arch)
+    tangent_reason = tangent_reason or _missing(problem, tangent, target.manifest)
     return Plan(
         problem,
+        tangent=() if tangent_reason else _kernels(tangent, target.manifest),
+        tangent_reason=tangent_reason,
         forward=() if forward_reason else _kernels(forward, target.manifest),
         backward=() if backward_reason else _kernels(backward, target.manifest),
         forward_reason=forward_reason,

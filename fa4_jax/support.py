@@ -93,8 +93,9 @@ class Explanation:
         each. Lengths, offsets and masks that are traced count as if there were no limit.
       forward_reason, backward_reason: why the default path runs, else None. `decode` has no
         backward.
-      tangent_reason: why the default path computes tangents and second derivatives, or why there
-        are none.
+      tangent: name of the kernel that computes tangents, after the forward's; empty for the default
+        path, which computes all second derivatives.
+      tangent_reason: why the default path computes tangents, or why there are none; else None.
     """
 
     forward: tuple[str, ...]
@@ -107,7 +108,8 @@ class Explanation:
     backward_flops: int
     forward_reason: str | None
     backward_reason: str | None
-    tangent_reason: str
+    tangent: tuple[str, ...]
+    tangent_reason: str | None
 
     def __str__(self) -> str:
         lines = []
@@ -117,12 +119,11 @@ class Explanation:
                 continue
             path = "kernels" if kernels else f"default path ({reason})"
             lines.append(f"{name}: {flops / 1e9:.3f} GFLOP, {path}")
-            lines += [
-                f"  {kernel}  {self.designs[kernel]}  "
-                + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
-                for kernel in kernels
-            ]
-        if self.backward_reason != _NO_BACKWARD:
+            lines += self._lines(kernels)
+        if self.tangent:
+            lines += ["tangents: kernels", *self._lines(self.tangent)]
+            lines.append(f"{dispatch.SECOND_DERIVATIVES}: default path")
+        elif self.backward_reason != _NO_BACKWARD:
             lines.append(f"{dispatch.TANGENTS}: default path ({self.tangent_reason})")
         if self.splits > 1:
             lines.append(f"keys: divided into {self.splits} parts")
@@ -131,6 +132,14 @@ class Explanation:
             for w in self.workspaces
         ]
         return "\n".join(lines)
+
+    def _lines(self, kernels: tuple[str, ...]) -> list[str]:
+        """A line for each kernel: its design and its tile."""
+        return [
+            f"  {kernel}  {self.designs[kernel]}  "
+            + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
+            for kernel in kernels
+        ]
 
 
 BitShape = tuple[int, ...] | None
@@ -250,14 +259,15 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitSha
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs if has_backward else 0,
         forward_reason=plan.forward_reason,
         backward_reason=plan.backward_reason,
+        tangent=tuple(kernel.key.name for kernel in plan.tangent),
         tangent_reason=_tangent_reason(plan),
     )
 
 
-def _tangent_reason(plan: Plan) -> str:
+def _tangent_reason(plan: Plan) -> str | None:
     if plan.backward_reason == _NO_BACKWARD:
         return _NO_BACKWARD
-    return plan.forward_reason or dispatch.NO_TANGENTS
+    return None if plan.tangent else plan.forward_reason or dispatch.missing_derivatives(plan)
 
 
 def _plan_of_decode(problem: PagedProblem, target: Target, implementation: Any) -> Plan:
@@ -266,7 +276,7 @@ def _plan_of_decode(problem: PagedProblem, target: Target, implementation: Any) 
     if found.kernels is None:
         reason = found.reason or "implementation='xla'"
         return Plan(problem.attention, forward_reason=reason, backward_reason=_NO_BACKWARD)
-    return dataclasses.replace(found.kernels, backward=(), backward_reason=_NO_BACKWARD)
+    return dataclasses.replace(found.kernels, backward=(), tangent=(), backward_reason=_NO_BACKWARD)
 
 
 def _pairs_of_decode(problem: Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -287,14 +297,15 @@ def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
     if manifest is None:
         return {}
     return {
-        kernel.key.name: manifest.cubins[kernel.key].tile for kernel in plan.forward + plan.backward
+        kernel.key.name: manifest.cubins[kernel.key].tile
+        for kernel in plan.forward + plan.backward + plan.tangent
     }
 
 
 def _designs(plan: Plan) -> dict[str, str]:
     return {
         kernel.key.name: designs.PAIR if kernel.launch.cluster[0] == 2 else designs.SINGLE
-        for kernel in plan.forward + plan.backward
+        for kernel in plan.forward + plan.backward + plan.tangent
     }
 
 
@@ -432,7 +443,8 @@ def _name_of_pass(key: KernelKey) -> str | None:
     """What the table calls a kernel's pass, or None of a kernel that only belongs to another."""
     if key.kernel is Pass.FORWARD_SPLIT:
         return _DECODE if key.paged else _SHORT
-    return {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}.get(key.kernel)
+    names = {Pass.FORWARD: "forward", Pass.TANGENT: "tangents", Pass.BACKWARD: "backward"}
+    return names.get(key.kernel)
 
 
 def _head_dims(key: KernelKey) -> tuple[int, int]:

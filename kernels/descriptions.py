@@ -7,6 +7,7 @@ from kernels.common import split_description
 from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
 from kernels.sm90 import forward_description as sm90_forward
+from kernels.sm90 import tangent_description as sm90_tangent
 from kernels.sm100 import backward_description as sm100_backward
 from kernels.sm100 import forward_description as sm100_forward
 
@@ -23,6 +24,8 @@ def describe(key: KernelKey) -> Description:
         return split_description.split(key.arch, key.head_dim, key.paged)
     if key.kernel is Pass.FORWARD_JOIN:
         return split_description.join(key.head_dim)
+    if key.kernel is Pass.TANGENT:
+        return sm90_tangent.of_key(key)
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.BACKWARD_PRE and hopper:
         return sm90_backward.pre(key)

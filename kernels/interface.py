@@ -319,6 +319,27 @@ class BackwardBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
+class TangentBuffers:
+    """Operands and results of the tangent kernel; o and lse are those of the forward.
+
+    A counter only if tiles are dealt by ticket.
+    """
+
+    q: Pointer
+    q_tangent: Pointer
+    k: Pointer
+    k_tangent: Pointer
+    v: Pointer
+    v_tangent: Pointer
+    extents: Pointer
+    o: Pointer
+    lse: Pointer
+    o_tangent: Pointer
+    lse_tangent: Pointer
+    tile_ticket: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
 class PreBuffers:
     """Operands and results of the kernel before the main backward kernel."""
 

@@ -11,6 +11,7 @@ _PLACES = {
     Pass.FORWARD: ("forward", "source"),
     Pass.FORWARD_SPLIT: ("forward_split", "source"),
     Pass.FORWARD_JOIN: ("forward_join", "source"),
+    Pass.TANGENT: ("tangent", "source"),
     Pass.BACKWARD_PRE: ("backward_ends", "pre_source"),
     Pass.BACKWARD: ("backward", "source"),
     Pass.BACKWARD_POST: ("backward_ends", "post_source"),

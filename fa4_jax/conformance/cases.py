@@ -9,7 +9,7 @@ import itertools
 from fa4_jax import bands, catalogue
 from fa4_jax.conformance.row_masks import KINDS
 from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
-from fa4_jax.plan import kernel_keys, unread_mask, unsupported
+from fa4_jax.plan import kernel_keys, no_tangent, unread_mask, unsupported
 from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
@@ -76,9 +76,11 @@ class Case:
         """
         if unsupported(self.problem) is not None or (self.masks and self.poison):
             return False
+        if kernel is Pass.TANGENT and no_tangent(self.problem, arch) is not None:
+            return False
         forward, backward = kernel_keys(self.problem, arch)
-        of_forward = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
-        needed = forward if kernel in of_forward else forward + backward
+        of_backward = (Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST)
+        needed = forward + backward if kernel in of_backward else forward
         return unread_mask(self.problem, needed) is None and set(needed) <= _built()
 
     @property

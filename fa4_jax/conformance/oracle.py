@@ -3,8 +3,10 @@
     s = cap(scale q k^T) + bias,  lse = log sum exp s,  p = exp(s - lse),  o = p v
     dv = p^T do,  ds = p (do v^T - rowsum(do o) + dlse),  dbias = ds
     dx = cap' ds,  dq = scale dx k,  dk = scale dx^T q
+    s' = cap' scale (q' k^T + q k'^T),  w = p s',  lse' = rowsum(w),  o' = p v' + w v - lse' o
 
-with cap(x) = c tanh(x / c) of a soft cap c; a sink is one more score of each row, its value is 0.
+with tangents q', k', v' of the operands where there are any,
+cap(x) = c tanh(x / c) of a soft cap c; a sink is one more score of each row, its value is 0.
 
 Both run this text. The oracle keeps float64 throughout; the ordinary computation works in float32
 and rounds to the storage type what a fused kernel does: the operands of products, and results.
@@ -41,7 +43,8 @@ class Inputs:
     """Arrays of a case, in storage types, with the cotangents of both results.
 
     query, output_bar [B, T, N, H]; key, value [B, S, K, H]; lse_bar [B, N, T] f32. Of value and
-    output_bar H is the case's value_dim. masks: arrays by the name of their kind; sinks [N].
+    output_bar H is the case's value_dim. masks: arrays by the name of their kind; sinks [N];
+    tangents: of query, key and value, or none.
     """
 
     query: np.ndarray
@@ -53,6 +56,7 @@ class Inputs:
     mask: np.ndarray | None = None
     masks: dict[str, Arrays] = dataclasses.field(default_factory=dict[str, Arrays])
     sinks: np.ndarray | None = None
+    tangents: tuple[np.ndarray, ...] = ()
 
 
 def make_inputs(case: Case, seed: int) -> Inputs:
@@ -80,6 +84,15 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         masks=masks,
         sinks=rng.normal(size=n).astype(storage) * 2 if case.sinks else None,
     )
+
+
+def with_tangents(case: Case, inputs: Inputs, seed: int) -> Inputs:
+    """The inputs with random tangents of query, key and value; what nobody may look at is NaN."""
+    rng = np.random.default_rng([seed, 1, *case.id.encode()])
+    operands = inputs.query, inputs.key, inputs.value
+    drawn = (rng.normal(size=x.shape).astype(x.dtype) for x in operands)
+    query, *keys = (np.where(np.isfinite(x), t, x) for x, t in zip(operands, drawn, strict=True))
+    return dataclasses.replace(inputs, tangents=(query, *keys))
 
 
 def _poison(case: Case, rows: list[Any], keys: list[Any], seen: np.ndarray | None) -> None:
@@ -189,6 +202,14 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
         "dk": rounded(by_key_head(rounded_score(dx).swapaxes(2, 3) @ q) * scale),
         "dv": rounded(by_key_head(rounded_score(p).swapaxes(2, 3) @ do)),
     }
+    if inputs.tangents:
+        q_dot = heads_first(inputs.tangents[0], seen.any(3))
+        k_dot, v_dot = (heads_first(x, seen.any(2)) for x in inputs.tangents[1:])
+        s_dot = (q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3)) * scale * slope
+        w = p * np.where(seen, s_dot, 0)
+        lse_dot = w.sum(-1, keepdims=True)
+        o_dot = rounded(rounded_score(p) @ v_dot + rounded_score(w) @ v - lse_dot * o)
+        results |= {"output_tangent": o_dot.transpose(0, 2, 1, 3), "lse_tangent": lse_dot[..., 0]}
     if case.max_logit:
         results["max_logit"] = max_logit
     if inputs.sinks is not None:
@@ -197,7 +218,8 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     if inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
         results["dbias"] = rounded(ds.sum(summed, keepdims=True))
-    return {name: results[name] for name in names(case)}
+    of_tangents = ("output_tangent", "lse_tangent") if inputs.tangents else ()
+    return {name: results[name] for name in (*names(case), *of_tangents)}
 
 
 def _sinks(case: Case, inputs: Inputs, work: Any) -> np.ndarray:

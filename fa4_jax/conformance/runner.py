@@ -19,6 +19,7 @@ from fa4_jax.conformance.oracle import (
     names,
     oracle,
     ordinary,
+    with_tangents,
 )
 from fa4_jax.group_split import group_split
 from fa4_jax.plan import Plan, make_plan
@@ -116,8 +117,30 @@ def run_case(
     inputs = make_inputs(case, seed)
     results = compute(case, inputs, implementation, gradients)
     plan = plan_of(case, inputs, implementation)
+    return judged(case, inputs, plan, results, group_split(plan).parts if gradients else 1)
+
+
+def run_tangents(case: Case, seed: int, implementation: Implementation = None) -> list[Verdict]:
+    """Verdicts on the tangents of output and log-sum-exp where query, key and value move."""
+    inputs = with_tangents(case, make_inputs(case, seed), seed)
+    options = arguments(case) | masking(inputs) | {"sinks": inputs.sinks, "bias": inputs.bias}
+
+    def forward(*operands: jax.Array) -> Any:
+        return attention(*operands, return_residual=True, implementation=implementation, **options)
+
+    primals = inputs.query, inputs.key, inputs.value
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(lambda primals, moved: jax.jvp(forward, primals, moved)[1])
+        output, lse = run(primals, inputs.tangents)
+    results = {"output_tangent": np.asarray(output), "lse_tangent": np.asarray(lse)}
+    return judged(case, inputs, plan_of(case, inputs, implementation), results)
+
+
+def judged(
+    case: Case, inputs: Inputs, plan: Plan, results: dict[str, np.ndarray], copies: int = 1
+) -> list[Verdict]:
+    """How what a plan computed compares with the oracle's; copies: as of `ordinary`."""
     polynomial = any(kernel.key.polynomial_exp2 for kernel in plan.forward)
-    copies = group_split(plan).parts if gradients else 1
     # Padding may hold Inf and NaN on purpose; the kernels' overflow is what the comparison shows.
     with np.errstate(all="ignore"):
         expected = oracle(case, inputs)

@@ -21,7 +21,15 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fa4_jax import launches, log
-from fa4_jax.operands import Cotangents, Gradients, MaskBits, Operands, Results, RowRanges
+from fa4_jax.operands import (
+    Cotangents,
+    Direction,
+    Gradients,
+    MaskBits,
+    Operands,
+    Results,
+    RowRanges,
+)
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 from fa4_jax.sharding.split import Axes, Split, local_plan, make_split, own_heads, shards
@@ -67,6 +75,24 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
     rule = f"{', '.join([q, k, k, 'b e', *rows, q, lse, q, lse])} -> {q}, {k}, {k}"
     sharing = _sharing(plan.problem, rule)
     return partitioned(local, sharing)(operands._replace(offset=None), cotangents)
+
+
+def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
+    """`launches.tangent`, partitioned by batch and heads on Auto mesh axes."""
+
+    def local(split: Split, operands: Operands, direction: Direction) -> Results:
+        key, value, *moved = (
+            own_heads(split, plan.problem, x)
+            for x in (operands.key, operands.value, direction.key, direction.value)
+        )
+        own = operands._replace(key=key, value=value)
+        direction = direction._replace(key=moved[0], value=moved[1])
+        return launches.tangent(local_plan(plan, split), own, direction)
+
+    q, k, lse = _factors(plan.problem)
+    rule = f"{', '.join([q, k, k, 'b e', q, lse, q, k, k])} -> {q}, {lse}"
+    sharing = _sharing(plan.problem, rule)
+    return partitioned(local, sharing)(operands._replace(offset=None), direction)
 
 
 def _factors(problem: Problem) -> tuple[str, str, str]:
@@ -115,7 +141,7 @@ class Sharing:
 
 
 def _sharing(problem: Problem, rule: str) -> Sharing:
-    """That of operands, or of operands and cotangents."""
+    """That of operands alone, or also of cotangents or tangents."""
 
     def split(mesh: Mesh, args: tuple[Any, ...]) -> Split:
         q, k = args[0].query, args[0].key
@@ -126,6 +152,9 @@ def _sharing(problem: Problem, rule: str) -> Sharing:
         own = split.operands(args[0])
         if len(args) == 1:
             return (own,), split.results(problem)
+        if isinstance(args[1], Direction):
+            moved = Direction(split.query, split.lse, split.query, split.key, split.key)  # type: ignore[arg-type]
+            return (own, moved), split.results(problem)
         cotangents = Cotangents(split.query, split.lse, split.query, split.lse)  # type: ignore[arg-type]
         return (own, cotangents), Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax import mesh_types
-from fa4_jax.operands import Cotangents, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
 from fa4_jax.problem import Problem
 from fa4_jax.xla import blockwise, dense
 
@@ -65,6 +65,19 @@ def forward(problem: Problem, operands: Operands) -> Results:
 def backward(problem: Problem, operands: Operands, cotangents: Cotangents) -> Gradients:
     """Gradients of query, key, value (in the storage type), bias, scale, soft cap (in theirs)."""
     return implementation(problem).backward(problem, operands, cotangents)
+
+
+def tangent(problem: Problem, operands: Operands, direction: Direction) -> Results:
+    """Tangents of output and log-sum-exp where query, key and value move."""
+
+    def results(*moved: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = forward(problem, operands._replace(query=moved[0], key=moved[1], value=moved[2]))
+        return found.output, found.lse
+
+    primals = operands.query, operands.key, operands.value
+    moved = direction.query, direction.key, direction.value
+    _, (output, lse) = jax.jvp(results, primals, moved)
+    return Results(output, lse)
 
 
 def nothing(problem: Problem, operands: Operands) -> Results:

@@ -34,7 +34,8 @@ class Capability:
 
 
 def _plain(key: KernelKey) -> bool:
-    return not (key.ranges or key.pair or key.short or key.polynomial_exp2 or _splits_keys(key))
+    special = key.ranges or key.pair or key.short or key.polynomial_exp2
+    return not (special or _splits_keys(key) or key.kernel is Pass.TANGENT)
 
 
 def _splits_keys(key: KernelKey) -> bool:
@@ -66,6 +67,12 @@ CAPABILITIES = (
         _splits_keys,
         "test_split.py, test_decode_end_to_end.py",
         '--only "*_fwd_split_*"',
+    ),
+    Capability(
+        "tangents (Hopper)",
+        lambda key: key.kernel is Pass.TANGENT,
+        "test_tangents.py: a cover",
+        '--only "*_tangent_*"',
     ),
     Capability(
         "soft caps (Hopper; Blackwell's kernels with masks take them)",

@@ -46,7 +46,7 @@ _COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "tail_parts", "pag
 _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
-        *("lse", "dlse", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
+        *("lse", "dlse", "lse_tangent", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
         *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max"),
     ),
     Float32,
@@ -56,6 +56,7 @@ PREFIXES = {
     Pass.FORWARD: "fa4_fwd",
     Pass.FORWARD_SPLIT: "fa4_fwd_split",
     Pass.FORWARD_JOIN: "fa4_fwd_join",
+    Pass.TANGENT: "fa4_tangent",
     Pass.BACKWARD_PRE: "fa4_bwd_pre",
     Pass.BACKWARD: "fa4_bwd",
     Pass.BACKWARD_POST: "fa4_bwd_post",

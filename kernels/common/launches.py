@@ -19,6 +19,7 @@ def launch(key: KernelKey, description: Description) -> Launch:
         Pass.FORWARD: _forward,
         Pass.FORWARD_SPLIT: _forward_split,
         Pass.FORWARD_JOIN: _forward_join,
+        Pass.TANGENT: _tangent,
         Pass.BACKWARD_PRE: _backward_pre,
         Pass.BACKWARD: _backward,
         Pass.BACKWARD_POST: _backward_post,
@@ -115,6 +116,31 @@ def _forward_join(key: KernelKey, description: Description) -> Launch:
         grid=(tuple(Factor(buffer="o_parts", axis=axis) for axis in (2, 3, 0)), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
+    )
+
+
+def _tangent(key: KernelKey, description: Description) -> Launch:
+    counters = ("tile_ticket",) if description.division.by_ticket else ()
+    operands = ("q", "k", "v")
+    tangents = tuple(f"{name}_tangent" for name in operands)
+    return Launch(
+        operands=(*operands, *tangents, "extents", "o", "lse"),
+        results=(
+            Result("o_tangent", key.dtype, _dims("o", (0, 1, 2, 3))),
+            Result("lse_tangent", "f32", _dims("q", (0, 2, 1))),
+            *(Result(name, "i32", (_ONE,), zeroed=True) for name in counters),
+        ),
+        params=(
+            *_maps(description),
+            *_pointers("extents", "lse", "lse_tangent"),
+            *interface.params(interface.Sizes),
+            *interface.params(interface.BackwardScalars),
+            *_pointers(*counters),
+        ),
+        grid=(_tiles("q", description.division.rows), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
+        persistent=True,
     )
 
 

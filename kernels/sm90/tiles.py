@@ -90,6 +90,35 @@ FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class TangentTile:
+    """Sizes of the tangent kernel.
+
+    Attributes:
+      m: query rows of a CTA, 64 for each MMA warpgroup.
+      n: keys of a block.
+      kv_stages: depth of the ring of K and its tangent, and of that of V.
+      span_bytes: swizzle span of all operand tiles.
+    """
+
+    m: int
+    n: int
+    kv_stages: int = 2
+    span_bytes: int = 128
+
+    @property
+    def mma_warpgroups(self) -> int:
+        return self.m // 64
+
+
+TANGENT_TILES: dict[int, TangentTile] = {
+    # head_dim
+    64: TangentTile(m=192, n=64),
+    96: TangentTile(m=128, n=96, span_bytes=64),
+    128: TangentTile(m=128, n=64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class BackwardTile:
     """Sizes of the backward kernel; it has two MMA warpgroups.
 

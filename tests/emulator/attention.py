@@ -18,7 +18,14 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import Inputs
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.masks import bits
-from fa4_jax.plan import Kernel, given_shapes, in_memory, kernel_keys, scalars
+from fa4_jax.plan import (
+    Kernel,
+    given_shapes,
+    in_memory,
+    kernel_keys,
+    scalars,
+    tangent_key,
+)
 from kernels import emulator
 from kernels.build import cache, compile
 from kernels.build.compile import Ptx
@@ -29,8 +36,8 @@ from kernels.emulator.driver import arguments
 
 MULTIPROCESSORS = 2
 """The number is small, so that the CTAs of a persistent kernel get several tiles each."""
-_SAME = ("lse", "max_logit", "dq", "dk", "dv", "dq_acc")
-_RESULTS = {"output": "o"} | {name: name for name in _SAME}
+_SAME = ("lse", "lse_tangent", "max_logit", "dq", "dk", "dv", "dq_acc")
+_RESULTS = {"output": "o", "output_tangent": "o_tangent"} | {name: name for name in _SAME}
 """The kernels' names of results, by the oracle's."""
 
 
@@ -143,8 +150,13 @@ def attention(
     arch: str = "sm_90a",
     design: str | None = None,
 ) -> Attention:
-    """The launches of a case, as `fa4_jax.attention` makes them; `design` as in `Target`."""
+    """The launches of a case, as `fa4_jax.attention` makes them; `design` as in `Target`.
+
+    Inputs that have tangents ask for theirs, not for gradients.
+    """
     forward, backward = kernel_keys(case.problem, arch, design=design)
+    if inputs.tangents:
+        return _with_tangent(attention(case, _at_rest(inputs), False, arch, design), case, inputs)
     if not case.has_kernels(arch, Pass.BACKWARD):
         backward = ()
     keys = forward + backward if gradients else forward
@@ -163,6 +175,19 @@ def attention(
         attributes=scalars(case.problem),
         keys=keys,
     )
+
+
+def _at_rest(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, tangents=())
+
+
+def _with_tangent(forward: Attention, case: Case, inputs: Inputs) -> Attention:
+    """The launches of a forward, and then that of its tangents."""
+    key = tangent_key(case.problem, forward.keys[0].arch)
+    assert key is not None, case.id
+    names = ("q_tangent", "k_tangent", "v_tangent")
+    arrays = forward.arrays | dict(zip(names, inputs.tangents, strict=True))
+    return dataclasses.replace(forward, arrays=arrays, keys=(*forward.keys, key))
 
 
 def _parts(case: Case, forward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:

@@ -36,9 +36,16 @@ from rich.progress import track
 from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import CASES, Case
 from fa4_jax.conformance.compare import Verdict, compare
-from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
+from fa4_jax.conformance.oracle import (
+    REFERENCE_SHIFTS,
+    Inputs,
+    make_inputs,
+    oracle,
+    ordinary,
+    with_tangents,
+)
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.plan import kernel_keys
+from fa4_jax.plan import kernel_keys, tangent_key
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import attention, mutation_score
@@ -50,6 +57,7 @@ PROCESSES = 2
 QUANTITIES = {
     Pass.FORWARD: ("output", "lse"),
     Pass.FORWARD_SPLIT: ("output", "lse"),
+    Pass.TANGENT: ("output_tangent", "lse_tangent"),
     Pass.BACKWARD: ("dq", "dk", "dv"),
 }
 """What comes of a kernel, and of those that it needs before and after it."""
@@ -68,7 +76,7 @@ START_ORDERS = ("index", "reversed", "random")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A forward, or a backward, of a case with the inputs of a seed."""
+    """A forward, tangents, or a backward, of a case with the inputs of a seed."""
 
     case: Case
     kernel: Pass
@@ -135,8 +143,10 @@ class Outcome:
 
 @functools.cache
 def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> KernelKey:
-    """The main kernel that a case runs: that of its backward, or the first of its forward."""
+    """The main kernel that a case runs: of a backward, of tangents, or the first of a forward."""
     forward, backward = kernel_keys(case.problem, arch, design=design)
+    if kernel is Pass.TANGENT and (key := tangent_key(case.problem, arch)) is not None:
+        return key
     if kernel is Pass.BACKWARD:
         return next(key for key in backward if key.kernel is kernel)
     return forward[0]
@@ -154,7 +164,7 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
     found = [
         (case, key)
         for arch in catalogue.ARCHITECTURES
-        for kernel in (Pass.FORWARD, Pass.BACKWARD)
+        for kernel in (Pass.FORWARD, Pass.TANGENT, Pass.BACKWARD)
         for case in fitting
         if case.has_kernels(arch, kernel)
         for key in {key_of(case, kernel, arch, design): None for design in designs.DESIGNS}
@@ -207,9 +217,9 @@ def _retyped(cases: Iterable[Case], key: KernelKey) -> Iterator[tuple[Case, Kern
 
 # Each is up to 70 MB, in every process.
 @functools.lru_cache(maxsize=16)
-def _expected(case: Case, seed: int) -> list[dict[str, np.ndarray]]:
+def _expected(case: Case, seed: int, kernel: Pass) -> list[dict[str, np.ndarray]]:
     """The oracle's results, then those of ordinary computations."""
-    inputs = inputs_of(case, seed)
+    inputs = inputs_of(case, seed, kernel)
     with np.errstate(all="ignore"):
         return [
             oracle(case, inputs),
@@ -217,9 +227,11 @@ def _expected(case: Case, seed: int) -> list[dict[str, np.ndarray]]:
         ]
 
 
-def inputs_of(case: Case, seed: int) -> Inputs:
+def inputs_of(case: Case, seed: int, kernel: Pass) -> Inputs:
     """Inputs; of growing cases, odd seeds have the largest scores where the kernel comes last."""
     inputs = make_inputs(case, seed)
+    if kernel is Pass.TANGENT:
+        inputs = with_tangents(case, inputs, seed)
     return attention.reversed_keys(case, inputs) if case.growing and seed % 2 else inputs
 
 
@@ -236,19 +248,19 @@ def verdicts(problem: Problem, policy: Policy, seed: int) -> list[Verdict]:
 def launches_of(problem: Problem) -> attention.Attention:
     """The launches of the forward, or those of the backward on what a forward has left."""
     gradients = problem.kernel is Pass.BACKWARD
-    inputs = inputs_of(problem.case, problem.inputs_seed)
+    inputs = inputs_of(problem.case, problem.inputs_seed, problem.kernel)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
     if problem.paged:
         launches = launch_in_pages(launches, problem.case)
     last = next(key for key in reversed(launches.keys) if key.kernel in FORWARDS)
-    return launches.after(last.kernel) if gradients else launches
+    return launches if problem.kernel in FORWARDS else launches.after(last.kernel)
 
 
 def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:
     """How results compare with the oracle's."""
     case = problem.case
     polynomial = key_of(case, Pass.FORWARD, problem.arch).polynomial_exp2
-    expected, *usual = _expected(case, problem.inputs_seed)
+    expected, *usual = _expected(case, problem.inputs_seed, problem.kernel)
     return [
         compare(
             name,
@@ -372,7 +384,7 @@ def main() -> int:
     ]
     for case, main_key in {(run.case, run.key) for run in chosen}:
         gradients, design = main_key.kernel is Pass.BACKWARD, designs.design_of(main_key)
-        inputs = make_inputs(case, 0)
+        inputs = inputs_of(case, 0, main_key.kernel)
         for key in attention.attention(case, inputs, gradients, main_key.arch, design).keys:
             attention.ptx(key)  # The processes inherit the texts.
     attention.close()

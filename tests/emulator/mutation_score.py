@@ -30,11 +30,11 @@ from rich.progress import track
 
 from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import Case
-from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.conformance.oracle import make_inputs, with_tangents
 from fa4_jax.key import SHORT_TILES, TICKETS_WITH_BANDS, KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import Policy
-from kernels.sm90.tiles import BACKWARD_TILES
+from kernels.sm90.tiles import BACKWARD_TILES, TANGENT_TILES
 from tests.emulator import attention
 from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
@@ -69,7 +69,7 @@ def policies(key: KernelKey) -> tuple[Policy, ...]:
         Policy(
             "random",
             "late",
-            global_races=key.kernel not in FORWARDS,
+            global_races=key.kernel not in (*FORWARDS, Pass.TANGENT),
             ordered_reductions=key.deterministic,
             most_steps=100_000,
         ),
@@ -89,6 +89,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
         common |= {"sinks": True, "max_logit": True}
     if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
         return _split_cases(key, common | {"growing": True})
+    if key.kernel == Pass.TANGENT:
+        return _tangent_cases(key, common)
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -104,6 +106,9 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
     Hopper has a loop of its own for blocks that the diagonal crosses after the first, so a band has
     a case for it there; two blocks come after those, so that their ring slots are used again.
+    Where tags are compared, every block is masked. With ranges one more case compares none, so that
+    it has the same blocks as a band's, and one has a mask of pairs.
+
     Blackwell packs the heads of a group into a tile. A tile of its pairs uses the slots of their
     ring again, which K and V of four or eight blocks fill, only if it has more blocks.
 
@@ -125,6 +130,16 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
     long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=more)
+    wide = Case(
+        **common,
+        batch=1,
+        heads=(1, 1),
+        query_length=2 * rows + 40,
+        key_length=2 * rows + 40 + 3 * block + far if key.band else 3 * block + 9,
+        window=(3 * block - 40 + far, None) if key.band else None,
+        query_offset=3 * block + far if key.band else 0,
+    )
+    others = ((), ("function",)) if key.ranges else ()
     return (
         *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
@@ -138,15 +153,8 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             poison=not key.ranges,
         ),
         *([long] if key.pair and not key.band else []),
-        Case(
-            **common,
-            batch=1,
-            heads=(1, 1),
-            query_length=2 * rows + 40,
-            key_length=2 * rows + 40 + 3 * block + far if key.band else 3 * block + 9,
-            window=(3 * block - 40 + far, None) if key.band else None,
-            query_offset=3 * block + far if key.band else 0,
-        ),
+        wide,
+        *(dataclasses.replace(wide, masks=masks) for masks in others),
     )
 
 
@@ -160,6 +168,21 @@ def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     return (
         Case(**common, batch=7, heads=(1, 1), query_length=rows - 20, key_length=98),
         Case(**common, batch=1, heads=(1, 1), query_length=552, key_length=4 * 128 + 9),
+    )
+
+
+def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
+    """Cases of tangents: tiles of no block, of one, and of so many that ring slots are used again.
+
+    Under a band there are padded keys, and blocks masked on either side, on both and on neither.
+    """
+    rows, keys = describe(key).division.rows, 6 * TANGENT_TILES[key.head_dim].n
+    lengths = {"key_lengths": (keys - 20, 0, 30, 70), "poison": True} if key.band else {}
+    several = {"batch": 4, "heads": (1, 1), "query_length": rows - 20, "key_length": keys}
+    window = {"window": (keys - 40, None), "query_offset": keys // 2} if key.band else {}
+    return (
+        Case(**common, **several, **lengths, query_offset=keys // 2 if key.band else 0),
+        Case(**common, **window, batch=1, heads=(2, 1), query_length=2 * rows, key_length=keys + 9),
     )
 
 
@@ -241,7 +264,9 @@ def problems(key: KernelKey) -> list[Attention]:
     made = []
     for case in cases(key):
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
-        backward = key.kernel not in FORWARDS
+        if key.kernel is Pass.TANGENT:
+            inputs = with_tangents(case, inputs, 0)
+        backward = key.kernel not in (*FORWARDS, Pass.TANGENT)
         launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))
         launch = launch_in_pages(launch, case) if key.paged else launch
         launch = launch.only(key.kernel)

@@ -192,6 +192,7 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     per_row = Array("f32", (p.batch, p.heads, p.query_length))
     shapes = {"q": (*rows, h), "dq": (*rows, h), "k": (*keys, h), "v": (*keys, value_dim)}
     shapes |= {"o": (*rows, value_dim), "do": (*rows, value_dim)}
+    shapes |= {f"{name}_tangent": shapes[name] for name in ("q", "k", "v")}
     arrays = {name: Array(key.dtype, shape) for name, shape in shapes.items()}
     arrays |= {"extents": Array("i32", (p.batch, 4)), "lse": per_row, "dlse": per_row}
     is_split = key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)

@@ -3,7 +3,8 @@ explained.
 
     python -m tests.gpu.racecheck [--only "sm_90a_bwd_bf16_d64*"]
 
-Each bf16 backward runs in a process of its own, after its forward, under racecheck. A report names
+Each bf16 backward and kernel for tangents runs in a process of its own, after its forward, under
+racecheck. A report names
 two machine instructions by kernel and address; the cubin tells which instructions these are. The
 command prints the classes that it finds, kernel by kernel. It returns 1 if one is not in EXPLAINED,
 or if there is none at all: then racecheck has not seen the kernels.
@@ -27,7 +28,7 @@ from rich.console import Console
 from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
-from fa4_jax.conformance.runner import compute
+from fa4_jax.conformance.runner import compute, run_tangents
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.plan import kernel_keys
 from fa4_jax.target import current_target
@@ -139,13 +140,14 @@ def hazard(pair: tuple[Access, Access], code: dict[str, list[tuple[int, int]]]) 
 def case_of(key: KernelKey) -> Case:
     """Returns a case with several steps of a CTA, so that every slot of its rings is used again.
 
-    Where CTAs split tiles, they do.
+    Where CTAs split tiles, they do. With ranges racecheck takes too long for more than this.
     """
+    rows = 600 if describe(key).division.splits_tail else 300
     return Case(
         batch=1,
-        heads=(2, 1),
-        query_length=600 if describe(key).division.splits_tail else 300,
-        key_length=300,
+        heads=(1, 1) if key.ranges else (2, 1),
+        query_length=200 if key.ranges else rows,
+        key_length=130 if key.ranges else 300,
         head_dim=key.head_dim,
         value_dim=key.value_dim,
         is_causal=key.band,
@@ -156,17 +158,17 @@ def case_of(key: KernelKey) -> Case:
 
 
 def kernels(key: KernelKey) -> tuple[KernelKey, ...]:
-    """Returns the kernels of the case of a backward, itself among them."""
+    """Returns the kernels of the case of a key, itself among them."""
     forward, backward = kernel_keys(case_of(key).problem, key.arch)
-    return forward + backward
+    return (*forward, key) if key.kernel is Pass.TANGENT else forward + backward
 
 
 def keys() -> list[KernelKey]:
-    """Returns the backward kernels that run."""
+    """Returns the backward kernels and those for tangents that run."""
     return [
         key
         for key in catalogue.keys("sm_90a")
-        if key.kernel is Pass.BACKWARD and key.dtype == "bf16"
+        if key.kernel in (Pass.BACKWARD, Pass.TANGENT) and key.dtype == "bf16"
     ]
 
 
@@ -176,8 +178,7 @@ def _code(folder: pathlib.Path, file: str, symbol: str) -> list[tuple[int, int]]
 
 
 def check(key: KernelKey) -> Counter[tuple[str, ...]]:
-    """Returns the classes that racecheck reports of a backward and the kernels around it, with
-    counts.
+    """Returns the classes, with counts, that racecheck reports of a key's kernel and those around.
 
     Raises:
       ValueError: the program failed or did not come to its end.
@@ -212,14 +213,17 @@ def of_kernel(key: KernelKey, kind: tuple[str, ...]) -> tuple[str, ...]:
 def main() -> int:
     """Returns 1 if racecheck reports what is not explained, or nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*", help="pattern of the backward kernels' names")
+    parser.add_argument("--only", default="*", help="pattern of the kernels' names")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         key = next(key for key in keys() if key.name == options.run)
         # racecheck prints what it found in a launch when another one follows, not at the end.
         for _ in range(2):
-            compute(case_of(key), make_inputs(case_of(key), 0), "kernel")
+            if key.kernel is Pass.TANGENT:
+                run_tangents(case_of(key), 0, "kernel")
+            else:
+                compute(case_of(key), make_inputs(case_of(key), 0), "kernel")
         return 0
     if shutil.which(_SANITIZER[0]) is None:
         raise SystemExit(f"{_SANITIZER[0]} is not on the path")

@@ -63,7 +63,7 @@ def test_a_program_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("key", racecheck.keys(), ids=lambda key: key.name)
-def test_each_backward_has_a_case_that_runs_it(key: KernelKey):
+def test_each_kernel_has_a_case_that_runs_it(key: KernelKey):
     used = racecheck.kernels(key)
     assert key in used and set(used) <= set(catalogue.keys(key.arch))
 
@@ -74,6 +74,8 @@ def test_every_report_is_explained(key: KernelKey):
         pytest.skip(current_target().unavailable or f"needs {key.arch}")
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not on the path")
-    # racecheck is known to report something of each of them, if it has seen the kernels.
     found = set(racecheck.check(key))
-    assert ("bwd", "UBLKCP", "LDS") in found and found <= set(racecheck.EXPLAINED)
+    assert found <= set(racecheck.EXPLAINED)
+    if key.kernel is Pass.BACKWARD:
+        # racecheck is known to report this of each of them, if it has seen the kernels.
+        assert ("bwd", "UBLKCP", "LDS") in found

@@ -1,0 +1,63 @@
+"""What test_tangents runs in the process whose GPU is emulated."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fa4_jax import attention
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import Verdict
+from fa4_jax.conformance.oracle import make_inputs, with_tangents
+from fa4_jax.conformance.runner import run_tangents
+from tests.emulator.emulated_gpu import settings
+
+Arrays = list[np.ndarray]
+
+
+def verdicts(case: Case, seed: int, how: str) -> list[Verdict]:
+    """Conformance of a case's tangents, by kernels alone."""
+    with settings(how):
+        return run_tangents(case, seed, "kernel")
+
+
+def _operands(case: Case, seed: int) -> tuple[Any, Any]:
+    """Query, key and value, and tangents of them."""
+    inputs = with_tangents(case, make_inputs(case, seed), seed)
+    return (inputs.query, inputs.key, inputs.value), inputs.tangents
+
+
+def vmapped_and_looped(case: Case, seed: int) -> tuple[Arrays, Arrays]:
+    """Tangents of two calls by vmap, of which keys are shared, and one by one by linearize."""
+    attend = functools.partial(attention, implementation="kernel", return_residual=True)
+    (query, *keys), moved = _operands(case, seed)
+    queries = np.stack([query, query[::-1]])
+
+    def tangent(query: jax.Array) -> Any:
+        return jax.jvp(attend, (query, *keys), moved)[1]
+
+    together = jax.jit(jax.vmap(tangent))(queries)
+    apart = [jax.linearize(attend, x, *keys)[1](*moved) for x in queries]
+    stacked = [np.stack(x) for x in zip(*apart, strict=True)]
+    return [np.asarray(x) for x in together], stacked
+
+
+def meanflow(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Gradients of the query by kernels and by the default path, and the kernels of the former."""
+    (query, *keys), moved = _operands(case, seed)
+
+    def loss(query: jax.Array, implementation: Any) -> jax.Array:
+        attend = functools.partial(attention, implementation=implementation)
+        output, tangent = jax.jvp(attend, (query, *keys), moved)
+        error = output - jax.lax.stop_gradient(tangent)
+        return (error.astype(jnp.float32) ** 2).mean()
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    found, expected = (np.asarray(gradient(query, way), np.float32) for way in ("kernel", "xla"))
+    text = gradient.lower(query, "kernel").compile().as_text()
+    return found, expected, re.findall(r'kernel = "([^"]*)"', text)

@@ -1,0 +1,106 @@
+"""Tangents on the emulator: the kernels alone under adversarial timing, and jax.jvp end to end.
+
+About a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.conformance.cases import Case
+from fa4_jax.key import KernelKey, Pass
+from kernels.emulator import Policy
+from tests import sampling
+from tests.emulator import emulated_tangents, mutation_score
+from tests.emulator.kernel_conformance import Problem, targets, verdicts
+from tests.emulator.processes import HOW, Gpu
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+POLICIES = (
+    Policy("random", "late", start_order="random", global_races=True),
+    Policy("starve", "random", start_order="reversed", global_races=True),
+    Policy("in_order", "early", resident_ctas=1),
+)
+KERNELS = [key for key in catalogue.keys("sm_90a") if key.kernel is Pass.TANGENT]
+TARGETS = [(case, key) for case, key in targets(least=1) if key.kernel is Pass.TANGENT]
+
+
+def _features(case: Case, key: KernelKey) -> Iterable[Hashable]:
+    return {*sampling.features(case), key}
+
+
+@pytest.mark.parametrize(("case", "key"), sampling.sampled(TARGETS, _features))
+def test_conforms(case: Case, key: KernelKey, seed: int) -> None:
+    problem = Problem(case, Pass.TANGENT, key.arch, seed % 2)
+    found = verdicts(problem, POLICIES[seed % len(POLICIES)], seed)
+    assert len(found) == 2
+    assert not [verdict for verdict in found if verdict.failure]
+
+
+def test_the_cases_reach_every_kernel() -> None:
+    assert {key for _, key in TARGETS} == set(KERNELS)
+
+
+@pytest.mark.parametrize("key", KERNELS, ids=lambda key: key.name)
+def test_ctas_start_in_any_order(key: KernelKey) -> None:
+    """Bit by bit the same results, whatever CTA starts first and however few there are."""
+    launch = mutation_score.problems(key)[1]
+    first, *others = (
+        dataclasses.replace(launch, multiprocessors=ctas).run(policy, 3)
+        for ctas, policy in zip((1, 2, 3), POLICIES, strict=True)
+    )
+    for other in others:
+        for name, array in first.items():
+            assert np.array_equal(other[name], array, True), name
+
+
+END_TO_END = (
+    Case(batch=2, heads=(2, 1), query_length=130, key_length=200),
+    Case(
+        dtype="fp16",
+        head_dim=72,
+        batch=2,
+        heads=(2, 2),
+        query_length=100,
+        key_length=190,
+        is_causal=True,
+        query_offset=(40, 90),
+        key_lengths=(150, 0),
+        poison=True,
+    ),
+    Case(head_dim=128, batch=1, heads=(2, 1), query_length=150, key_length=90, window=(60, 10)),
+)
+
+
+@pytest.mark.parametrize("case", END_TO_END, ids=lambda case: case.id)
+def test_jvp(gpu: Gpu, case: Case, seed: int) -> None:
+    found = gpu(emulated_tangents.verdicts, case, seed, HOW[seed % len(HOW)])
+    assert len(found) == 2
+    assert not [verdict for verdict in found if verdict.failure]
+
+
+def test_vmap_and_linearize(gpu: Gpu, seed: int) -> None:
+    together, apart = gpu(emulated_tangents.vmapped_and_looped, END_TO_END[0], seed)
+    for one, other in zip(together, apart, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_gradient_over_a_stopped_tangent(gpu: Gpu, seed: int) -> None:
+    """The launches are those of a forward, its tangents and a backward: no more."""
+    found, expected, launches = gpu(emulated_tangents.meanflow, END_TO_END[0], seed)
+    assert np.abs(found - expected).max() <= 0.03 * np.abs(expected).max()
+    assert launches == [
+        "sm_90a_fwd_bf16_d64",
+        "sm_90a_tangent_bf16_d64",
+        "sm_90a_bwd_pre_bf16_d64",
+        "sm_90a_bwd_bf16_d64",
+        "sm_90a_bwd_post_bf16_d64",
+    ]
