@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 16384])
     parser.add_argument("--second", type=int, nargs="*", default=[4096], help="lengths of table 2")
     parser.add_argument("--loops", type=int, default=7)
     parser.add_argument("--alone", action="store_true", help="time ours without the others")

@@ -17,10 +17,10 @@ p is 1 but for the rounding of LSE, which large scores would let through to all 
     stores.
 
 The five products bind: while P and W of a block are computed, those of the block before are
-multiplied, and the other warpgroups' products run. Masks, tickets and the publication of a tile's
-work are the forward's (forward.py, Notes [work] and [tickets]). Ranges in memory, sinks and soft
-caps are not supported. A row that sees no key has LSE = -inf, and tangents 0. (FlashAttention-2,
-section 2.3, computes P from LSE in the backward.)
+multiplied, and the other warpgroups' products run, issued in turn. Masks, turns, tickets and the
+publication of a tile's work are the forward's (forward.py, Notes [issue turns], [work] and
+[tickets]). Ranges in memory, sinks and soft caps are not supported. A row that sees no key has
+LSE = -inf, and tangents 0. (FlashAttention-2, section 2.3, computes P from LSE in the backward.)
 """
 
 import cutlass
@@ -61,7 +61,8 @@ class Tangent(TangentHost):
         self.head_dim, self.band = key.head_dim, key.band
         self.tile = TANGENT_TILES[key.head_dim]
         self.description = of_key(key)
-        self.epilogue = self.description.named_barrier("epilogue")
+        names = ("issue_turn", "epilogue")
+        self.issue_turn, self.epilogue = map(self.description.named_barrier, names)
         self.padding = self.description.named_barrier("padding") if key.band else None
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -195,7 +196,9 @@ class Tangent(TangentHost):
         scalars: BackwardScalars,
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
-        words = shared.work[None, 0]
+        words, group = shared.work[None, 0], self.group()
+        if group == self.tile.mma_warpgroups - 1:
+            self.pass_turn(group)
         tiles_done, blocks_done = Int32(0), Int32(0)
         shared.barriers.q_full.wait(tiles_done)
         more = is_tile(words)
@@ -208,6 +211,8 @@ class Tangent(TangentHost):
             blocks_done += work.blocks.end - work.blocks.begin
             shared.barriers.q_full.wait(tiles_done)
             more = is_tile(words)
+        if group == 0:
+            resources.meet(self.issue_turn, group)
         # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -266,9 +271,8 @@ class Tangent(TangentHost):
         """
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
-        mma = self.make_operands(shared, group)
+        mma = self.make_operands(shared, self.group())
         mma.acc.fill(0.0)
         first_row = work.first_row + (thread // 32) * 16 + lane // 4
         rows = make_rows(work, statistics[0], first_row, (lane % 4) * 2)
@@ -342,8 +346,11 @@ class Tangent(TangentHost):
         place: the block, and its use of the rings.
         """
         use, last = shared.barriers.k_full.use(place[1]), shared.barriers.v_full.use(place[1] - 1)
+        group = self.group()
+        resources.meet(self.issue_turn, group)
         self.issue_scores(shared, mma, use)
         self.issue_output(shared, mma, last)
+        self.pass_turn(group)
         warpgroup.wait_group(2)
         self.release(shared.barriers.k_empty.at(use))
         self.weigh(work, mma, rows, scalars, place[0])
@@ -382,8 +389,7 @@ class Tangent(TangentHost):
 
     def part(self, shared: Shared) -> tuple[cute.Tensor, Int32]:
         """Returns this warpgroup's 64 rows of O's shared memory, and which they are."""
-        thread, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
+        group = self.group()
         return cute.local_tile(shared.o, (64, self.head_dim), (group, 0)), group
 
     def copy(self, operation: type) -> tuple[cute.CopyAtom, cute.TiledCopy]:
@@ -441,6 +447,17 @@ class Tangent(TangentHost):
             tensors.tma_store(maps.o_tangent, target, place)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def group(self) -> Int32:
+        """Returns which of the MMA warpgroups this one is."""
+        thread, _, _ = cute.arch.thread_idx()
+        return cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
+
+    def pass_turn(self, group: Int32):
+        """Lets the next warpgroup issue its products; forward.py, Note [issue turns]."""
+        last = self.tile.mma_warpgroups - 1
+        following = Int32(cutlass.select_(group == last, Int32(0), group + 1))
+        resources.arrive(self.issue_turn, following)
 
     def release(self, empty: cute.Pointer):
         """Arrives, once per warp: this warp no longer reads the slot."""

@@ -26,7 +26,7 @@ from kernels.sm90.tiles import (
     TangentTile,
 )
 
-_FIRST_EPILOGUE, _PADDING = 1, 4
+_FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 4, 7
 
 
 @functools.cache
@@ -46,6 +46,14 @@ def of_key(key: KernelKey) -> Description:
         ),
         barriers=_barriers(tile),
         named_barriers=(
+            NamedBarrier(
+                "issue_turn",
+                first=_FIRST_TURN,
+                count=groups,
+                threads=2 * WARPGROUP,
+                roles=("mma",),
+                meaning="the warpgroup may issue a block's products; forward, Note [issue turns]",
+            ),
             NamedBarrier(
                 "epilogue",
                 first=_FIRST_EPILOGUE,

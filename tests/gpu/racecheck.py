@@ -70,7 +70,10 @@ EXPLAINED = {
         "accepts the kernels, and refuses the same program without the named barrier "
         "(tests/emulator/test_litmus.py, loads by all lanes and an arrival of one)."
     ),
-    ("fwd", "STS", "LDS"): _OF_A_SLOT.format(what="the next tile's work", **_WARP),
+    **{
+        (kernel, "STS", "LDS"): _OF_A_SLOT.format(what="the next tile's work", **_WARP)
+        for kernel in ("fwd", "tangent")
+    },
     ("bwd with ranges", "STS", "LDS"): _OF_A_SLOT.format(
         what="which query block a later step is", **_BY_SCORES_READY
     ),
@@ -143,10 +146,11 @@ def case_of(key: KernelKey) -> Case:
     Where CTAs split tiles, they do. With ranges racecheck takes too long for more than this.
     """
     rows = 600 if describe(key).division.splits_tail else 300
+    few_rows = 400 if describe(key).division.rows == 128 else 300
     return Case(
         batch=1,
         heads=(1, 1) if key.ranges else (2, 1),
-        query_length=200 if key.ranges else rows,
+        query_length=few_rows if key.ranges else rows,
         key_length=130 if key.ranges else 300,
         head_dim=key.head_dim,
         value_dim=key.value_dim,
