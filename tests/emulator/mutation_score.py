@@ -110,7 +110,8 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     it has the same blocks as a band's, and one has a mask of pairs.
 
     Blackwell packs the heads of a group into a tile. A tile of its pairs uses the slots of their
-    ring again, which K and V of four or eight blocks fill, only if it has more blocks.
+    ring again, which K and V of four or eight blocks fill, only if it has more blocks; and the load
+    warp can be a ring ahead when it begins a tile only if the tile before has more, too.
 
     Hopper's tall tiles of a band are for rows that see many keys.
     """
@@ -129,7 +130,14 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     )
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
-    long = Case(**common, batch=1, heads=(1, 1), query_length=rows, key_length=more)
+    long = Case(
+        **(common | ({"masks": ()} if key.ranges else {})),
+        batch=2,
+        heads=(1, 1),
+        query_length=rows,
+        key_length=more,
+        query_offset=more - rows if key.band else 0,
+    )
     wide = Case(
         **common,
         batch=1,
@@ -152,7 +160,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
             poison=not key.ranges,
         ),
-        *([long] if key.pair and not key.band else []),
+        *([long] if key.pair else []),
         wide,
         *(dataclasses.replace(wide, masks=masks) for masks in others),
     )
