@@ -12,7 +12,7 @@ from fa4_jax import catalogue
 from fa4_jax.bands import UNBOUNDED
 from fa4_jax.designs import DESIGNS
 from fa4_jax.key import KernelKey, Pass
-from fa4_jax.plan import Plan, Target, kernel_keys, make_plan
+from fa4_jax.plan import Plan, Target, kernel_keys, make_plan, no_tangent, tangent_key
 from fa4_jax.problem import Problem
 from tests.fakes import fake_target
 
@@ -168,6 +168,8 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
             for some in (problem, short, *([] if asks else [paged])):
                 forward, backward = kernel_keys(some, arch, design=design)
                 used.update(forward + backward)
+                if no_tangent(some, arch) is None:
+                    used.update(filter(None, (tangent_key(some, arch),)))
     assert used == set(catalogue.keys(arch))  # and no kernel is built in vain
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +68,35 @@ def test_explain_kernels(kernels_present: None):
             ("k_repeated", "v_repeated", "dk_parts", "dv_parts"), 2 * 500 * 4 * 128 * 2
         ),
     }
-    assert told.tangent_reason.startswith("no kernel computes tangents")
-    for text in (*told.forward, *told.backward, "dq_acc", "GFLOP", told.tangent_reason):
+    assert told.tangent == ("sm_90a_tangent_bf16_d128_band",) and told.tangent_reason is None
+    assert told.tiles[told.tangent[0]] == {"m": TILE}
+    for text in (*told.forward, *told.backward, *told.tangent, "dq_acc", "GFLOP", "tangents"):
         assert text in str(told)
     assert explain(Q, K, K, implementation="xla").forward_reason == "implementation='xla'"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"sinks": struct(4, dtype=jnp.float32)}, "sinks: no kernel computes tangents with them"),
+        ({"logits_soft_cap": 3.0}, "logits_soft_cap: no kernel computes tangents with them"),
+        (
+            {"segment_ids": (struct(2, 300, dtype=jnp.int32), struct(2, 500, dtype=jnp.int32))},
+            "mask",
+        ),
+    ],
+)
+def test_explain_why_the_default_path_computes_tangents(
+    kernels_present: None, options: dict[str, Any], reason: str
+):
+    told = explain(Q, K, K, **options)
+    assert told.forward and told.tangent == ()
+    assert told.tangent_reason is not None and reason in told.tangent_reason
+    assert f"tangents and second derivatives: default path ({told.tangent_reason})" in str(told)
+    wide = struct(2, 300, 2, 256)
+    assert explain(wide, wide, wide).tangent_reason == (
+        "head dims (256, 256) on sm_90a: no kernel computes their tangents (up to 128)"
+    )
 
 
 def test_explain_the_room_for_split_tiles(kernels_present: None):
@@ -124,7 +150,8 @@ def test_the_table_names_every_tile_of_the_key_list():
     for row in table.splitlines()[2:]:
         # Kernels of few rows read no masks of pairs; calls with one take the ordinary forward.
         few = " few rows " in row or " decode " in row
-        assert row.split().count("no") == few
+        # Those for tangents read no ranges, masks and caps.
+        assert row.split().count("no") == (3 if "| tangents |" in row else few)
 
 
 def installed(directory: pathlib.Path) -> Manifest:
