@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fa4_jax import attention, autodiff, xla
+from fa4_jax import attention, autodiff, log, xla
 from tests.derivative_checks import (
     DERIVATIVES,
     Call,
@@ -207,26 +208,73 @@ def test_a_training_step_is_what_a_custom_vjp_makes_of_it(
     assert sizes[0] <= sizes[1]
 
 
-def test_no_kernel_computes_tangents(
-    kernels_present: None, caplog: pytest.LogCaptureFixture
+def lowered(function: Callable[..., Any], *args: Any) -> str:
+    """A program for CUDA."""
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def self_attention(implementation: Any, **options: Any) -> Callable[[jax.Array], jax.Array]:
+    run = functools.partial(attention, implementation=implementation, **options)
+    return lambda q: run(q, q, q)
+
+
+@pytest.mark.parametrize("implementation", [None, "kernel"])
+def test_tangents_are_one_launch_more(
+    implementation: Any, kernels_present: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.warn_once.cache_clear()
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    run = self_attention(implementation)
+    assert lowered(lambda x: jax.jvp(run, (x,), (x,)), x).count("fa4_jax_launch") == 2
+    several = lowered(lambda x: jax.vmap(jax.linearize(run, x)[1])(jnp.stack([x, x])), x)
+    assert several.count("fa4_jax_launch") == 2
+    gradient = jax.grad(lambda q: run(q).astype(jnp.float32).sum())
+    assert lowered(gradient, x).count("fa4_jax_launch") == 4
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "reason"),
+    [
+        (256, {}, "head dims (256, 256) on sm_90a: no kernel computes their tangents"),
+        (64, {"sinks": np.zeros(2, np.float32)}, "sinks: no kernel computes tangents with them"),
+    ],
+)
+def test_no_kernel_computes_these_tangents(
+    head_dim: int,
+    options: dict[str, Any],
+    reason: str,
+    kernels_present: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The log says so where a program is lowered for a GPU; who insists on kernels is refused."""
+    x = jnp.ones((1, 64, 2, head_dim), jnp.bfloat16)
+
+    def tangent(implementation: Any) -> str:
+        run = self_attention(implementation, **options)
+        return lowered(lambda x: jax.jvp(run, (x,), (x,)), x)
+
+    assert tangent(None).count("fa4_jax_launch") == 1
+    assert f"tangents and second derivatives: {reason}" in caplog.text
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        tangent("kernel")
+
+
+def test_no_kernel_computes_second_derivatives(
+    kernels_present: None, caplog: pytest.LogCaptureFixture
+) -> None:
     x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
 
-    def lowered(implementation: Any) -> str:
-        run = functools.partial(attention, implementation=implementation)
-        tangent = jax.jit(lambda x: jax.jvp(lambda q: run(q, q, q), (x,), (x,)))
-        return tangent.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    def product(implementation: Any) -> str:
+        run = self_attention(implementation)
+        gradient = jax.grad(lambda q: run(q).astype(jnp.float32).sum())
+        return lowered(lambda x: jax.jvp(gradient, (x,), (x,)), x)
 
-    assert lowered(None).count("fa4_jax_launch") == 1
-    assert "tangents and second derivatives: no kernel computes" in caplog.text
-    with pytest.raises(NotImplementedError, match="only first gradients in reverse mode"):
-        lowered("kernel")
-    gradient = jax.jit(
-        jax.grad(lambda q: attention(q, q, q, implementation="kernel").astype(jnp.float32).sum())
-    )
-    program = gradient.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert program.count("fa4_jax_launch") == 4
+    product(None)
+    message = "second derivatives: no kernel computes second derivatives"
+    assert f"default path for its {message}" in caplog.text
+    with pytest.raises(NotImplementedError, match="no kernel computes second derivatives"):
+        product("kernel")
 
 
 def test_a_vjp_is_applied_in_a_program_of_its_own(kernels_present: None) -> None:
