@@ -71,6 +71,8 @@ SURVIVORS: dict[str, Counter[str]] = {
     ),
     "sm_90a_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3, _STORED: 1}),
     "sm_90a_fwd_bf16_d256_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3}) + _LAST_STORES,
+    "sm_90a_tangent_bf16_d64_band": _LAST_STORES
+    + Counter({_REGISTERS: 1, _PRODUCT_FENCE: 7, _PRODUCT_GROUP: 5, _MEETING: 1}),
     "sm_90a_bwd_bf16_d64_deterministic": _PRODUCTS
     + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1, _GLOBAL_FENCE: 4})
     + Counter({_MEETING: 1, "removed: bar.sync": 1}),
