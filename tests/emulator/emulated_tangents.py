@@ -60,4 +60,5 @@ def meanflow(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     found, expected = (np.asarray(gradient(query, way), np.float32) for way in ("kernel", "xla"))
     text = gradient.lower(query, "kernel").compile().as_text()
+    assert text is not None
     return found, expected, re.findall(r'kernel = "([^"]*)"', text)

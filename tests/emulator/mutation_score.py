@@ -130,8 +130,9 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     )
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
+    without_masks = common | {"masks": ()}
     long = Case(
-        **(common | ({"masks": ()} if key.ranges else {})),
+        **without_masks,
         batch=2,
         heads=(1, 1),
         query_length=rows,

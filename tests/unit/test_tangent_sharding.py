@@ -91,5 +91,6 @@ def run_on(mesh: Mesh, kind: AxisType, run: Any, operands: list[jax.Array]) -> A
     """Runs a function of operands that lie on a mesh; nothing of it gathers them."""
     with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
         compiled = jax.jit(run).lower(*operands).compile()
-        assert "all-gather" not in compiled.as_text()
+        text = compiled.as_text()
+        assert text is not None and "all-gather" not in text
         return compiled(*operands)
