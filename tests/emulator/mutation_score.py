@@ -130,7 +130,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     )
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
-    without_masks = common | {"masks": ()}
+    without_masks: dict[str, Any] = {**common, "masks": ()}
     long = Case(
         **without_masks,
         batch=2,
