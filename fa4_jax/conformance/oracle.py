@@ -5,8 +5,8 @@
     dx = cap' ds,  dq = scale dx k,  dk = scale dx^T q
     s' = cap' scale (q' k^T + q k'^T),  w = p s',  lse' = rowsum(w),  o' = p v' + w v - lse' o
 
-with tangents q', k', v' of the operands where there are any,
-cap(x) = c tanh(x / c) of a soft cap c; a sink is one more score of each row, its value is 0.
+with tangents q', k', v' of the operands where there are any, and cap(x) = c tanh(x / c) of a soft
+cap c; a sink is one more score of each row, its value is 0.
 
 Both run this text. The oracle keeps float64 throughout; the ordinary computation works in float32
 and rounds to the storage type what a fused kernel does: the operands of products, and results.
@@ -87,7 +87,10 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 
 
 def with_tangents(case: Case, inputs: Inputs, seed: int) -> Inputs:
-    """The inputs with random tangents of query, key and value; what nobody may look at is NaN."""
+    """The inputs with random tangents of query, key and value.
+
+    Where these hold Inf or NaN, because nobody may look there, their tangents do.
+    """
     rng = np.random.default_rng([seed, 1, *case.id.encode()])
     operands = inputs.query, inputs.key, inputs.value
     drawn = (rng.normal(size=x.shape).astype(x.dtype) for x in operands)

@@ -17,7 +17,7 @@ from jax import lax
 from fa4_jax import batching, dispatch
 from fa4_jax.bands import UNBOUNDED
 from fa4_jax.operands import Operands, Results
-from fa4_jax.paged.problem import PagedOperands, PagedProblem
+from fa4_jax.paged.problem import PagedOperands, PagedProblem, not_whole
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 
@@ -55,10 +55,8 @@ def shapes(problem: PagedProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def unsupported(problem: PagedProblem) -> str | None:
     """Why no kernel takes the copies, beside what `plan.unsupported` says, or None."""
-    if problem.axis is not None:
-        return f"pages dealt out over mesh axis {problem.axis!r}: the kernels take whole sequences"
-    if not problem.num_pages:
-        return "0 pages: the kernels take at least 1"
+    if (reason := not_whole(problem)) is not None:
+        return reason
     own = contiguous(problem)
     num_bytes = own.batch * own.key_length * own.kv_heads * sum(own.head_dims) * 2
     if num_bytes > MOST_BYTES:

@@ -14,7 +14,7 @@ from fa4_jax.batching import one_by_one
 from fa4_jax.key import SPLIT_ROWS
 from fa4_jax.operands import Results
 from fa4_jax.paged import auto
-from fa4_jax.paged.problem import PagedOperands, PagedProblem
+from fa4_jax.paged.problem import PagedOperands, PagedProblem, not_whole
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
 
@@ -24,10 +24,8 @@ def unsupported(problem: PagedProblem) -> str | None:
     attention = problem.attention
     if problem.is_fp8:
         return "float8_e4m3fn pages: the kernels take pages of query's dtype"
-    if problem.axis is not None:
-        return f"pages dealt out over mesh axis {problem.axis!r}: the kernels take whole sequences"
-    if not problem.num_pages:
-        return "0 pages: the kernels take at least 1"
+    if (reason := not_whole(problem)) is not None:
+        return reason
     rows = attention.query_length * attention.group
     if rows > SPLIT_ROWS:
         return f"T * N / K = {rows} rows: the kernels with pages take at most {SPLIT_ROWS}"

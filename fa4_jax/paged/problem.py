@@ -54,6 +54,13 @@ class PagedPlan:
     kernels: Plan | None = None
 
 
+def not_whole(problem: PagedProblem) -> str | None:
+    """Why a call's pages hold no whole sequences, which every kernel takes, or None."""
+    if problem.axis is not None:
+        return f"pages dealt out over mesh axis {problem.axis!r}: the kernels take whole sequences"
+    return None if problem.num_pages else "0 pages: the kernels take at least 1"
+
+
 class PagedOperands(NamedTuple):
     """Arrays of one call.
 

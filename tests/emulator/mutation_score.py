@@ -181,9 +181,10 @@ def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases of tangents: tiles of no block, of one, and of so many that ring slots are used again.
+    """Returns cases that take the tangents' kernel through its paths.
 
-    Under a band there are padded keys, and blocks masked on either side, on both and on neither.
+    Tiles have no block, one block, or so many that ring slots are used again. Under a band keys are
+    padded, and blocks are masked on the left, on the right, on both sides, or not at all.
     """
     rows, keys = describe(key).division.rows, 6 * TANGENT_TILES[key.head_dim].n
     lengths = {"key_lengths": (keys - 20, 0, 30, 70), "poison": True} if key.band else {}

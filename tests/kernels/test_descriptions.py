@@ -148,11 +148,11 @@ def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
 
 @EVERY
 def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -> None:
-    """The handler zeroes a forward's counter, the kernel before a backward zeroes that one's."""
+    """The handler zeroes the counter of a forward and of tangents, the kernel before a backward zeroes that one's."""
     division, launch = describe(key).division, launches.launch(key, describe(key))
-    is_forward = key.kernel in (Pass.FORWARD, Pass.TANGENT)
+    by_rows = key.kernel in (Pass.FORWARD, Pass.TANGENT)
     zeroed = [result.name for result in launch.results if result.zeroed]
-    assert zeroed == (["tile_ticket"] if division.by_ticket and is_forward else [])
+    assert zeroed == (["tile_ticket"] if division.by_ticket and by_rows else [])
     counts = "dq_ticket" in {result.name for result in launch.results}
     backwards = (Pass.BACKWARD_PRE, Pass.BACKWARD)
     assert counts == (key.kernel in backwards and (division.by_ticket or key.deterministic))
