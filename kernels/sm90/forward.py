@@ -70,9 +70,10 @@ from kernels.sm90.forward_schedule import (
 )
 from kernels.sm90.forward_visits import make_visits
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, TICKET_BLOCKS, WARPGROUP
+from kernels.sm90.turns import Turns
 
 
-class Forward(ForwardHost):
+class Forward(ForwardHost, Turns):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -472,22 +473,6 @@ class Forward(ForwardHost):
                 softmax.scale_rows(acc, factors)
         else:
             softmax.scale_rows(acc, factors)
-
-    def release(self, empty: cute.Pointer):
-        """Arrives, once per warp: this warp's wgmma no longer reads the slot."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty)
-
-    def await_turn(self, group: Int32):
-        """Waits until this warpgroup may issue its products; Note [issue turns]."""
-        resources.meet(self.issue_turn, group)
-
-    def pass_turn(self, group: Int32):
-        """Lets the next warpgroup issue its products; Note [issue turns]."""
-        following = Int32(
-            cutlass.select_(group == self.tile.mma_warpgroups - 1, Int32(0), group + 1)
-        )
-        resources.arrive(self.issue_turn, following)
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -51,9 +51,10 @@ from kernels.sm90.forward_schedule import (
 from kernels.sm90.tangent_data import Operands, Rows, Statistics, make_rows
 from kernels.sm90.tangent_description import of_key
 from kernels.sm90.tiles import L2_BUDGET_BYTES, TANGENT_TILES, TICKET_BLOCKS, WARPGROUP
+from kernels.sm90.turns import Turns
 
 
-class Tangent(TangentHost):
+class Tangent(TangentHost, Turns):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -212,7 +213,7 @@ class Tangent(TangentHost):
             shared.barriers.q_full.wait(tiles_done)
             more = is_tile(words)
         if group == 0:
-            resources.meet(self.issue_turn, group)
+            self.await_turn(group)
         # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -347,7 +348,7 @@ class Tangent(TangentHost):
         """
         use, last = shared.barriers.k_full.use(place[1]), shared.barriers.v_full.use(place[1] - 1)
         group = self.group()
-        resources.meet(self.issue_turn, group)
+        self.await_turn(group)
         self.issue_scores(shared, mma, use)
         self.issue_output(shared, mma, last)
         self.pass_turn(group)
@@ -452,17 +453,6 @@ class Tangent(TangentHost):
         """Returns which of the MMA warpgroups this one is."""
         thread, _, _ = cute.arch.thread_idx()
         return cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
-
-    def pass_turn(self, group: Int32):
-        """Lets the next warpgroup issue its products; forward.py, Note [issue turns]."""
-        last = self.tile.mma_warpgroups - 1
-        following = Int32(cutlass.select_(group == last, Int32(0), group + 1))
-        resources.arrive(self.issue_turn, following)
-
-    def release(self, empty: cute.Pointer):
-        """Arrives, once per warp: this warp no longer reads the slot."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty)
 
 
 @cute.jit
