@@ -122,16 +122,21 @@ def _moved(of: Computation, fixed: Fixed, point: Point, moved: Point) -> Moved:
     return jax.jvp(functools.partial(_default, of, fixed), (point,), (moved,))[1]
 
 
+def _tangents(of: Computation, fixed: Fixed, point: Point, moved: Point) -> Moved:
+    """The tangent of the results where the point moves, by kernels where they compute it."""
+    if of.tangent is None:
+        return _moved(of, fixed, point, moved)
+    direction = Direction(fixed.output, fixed.lse, moved.query, moved.key, moved.value)
+    found = of.tangent(of.work, fixed.operands(point), direction)
+    return Moved(found.output, found.lse)
+
+
 @functools.lru_cache(maxsize=512)
 def pushforward(of: Computation) -> LinearMap:
     """Tangents of operands to those of results; its transpose is the backward."""
 
     def apply(fixed: Fixed, point: Point, moved: Point) -> Moved:
-        if of.tangent is None:
-            return _moved(of, fixed, point, moved)
-        direction = Direction(fixed.output, fixed.lse, moved.query, moved.key, moved.value)
-        found = of.tangent(of.work, fixed.operands(point), direction)
-        return Moved(found.output, found.lse)
+        return _tangents(of, fixed, point, moved)
 
     def derivative(fixed: Fixed, point: Point, other: Point, moved: Point) -> Moved:
         return _curvature(of)(fixed, (point, moved), other)
@@ -157,13 +162,17 @@ def pullback(of: Computation) -> LinearMap:
 
 
 def _of_gradients(of: Computation, fixed: Fixed, point: Point, bars: Moved, moved: Point) -> Point:
-    """The tangent of the cotangents of the operands where the point moves."""
+    """The tangent of the cotangents of the operands where the point moves.
 
-    def gradients(point: Point) -> Point:
-        cotangents = Cotangents(*_default(of, fixed, point), *bars)
+    The backward takes the results as they are known, so that no forward is computed again.
+    """
+
+    def gradients(point: Point, results: Moved) -> Point:
+        cotangents = Cotangents(*results, *bars)
         return _gradients(of, DIFFERENTIABLE, fixed.operands(point), cotangents)
 
-    return jax.jvp(gradients, (point,), (moved,))[1]
+    at = point, Moved(fixed.output, fixed.lse)
+    return jax.jvp(gradients, at, (moved, _tangents(of, fixed, point, moved)))[1]
 
 
 @functools.lru_cache(maxsize=512)

@@ -23,7 +23,8 @@ def _forward(plan: Plan, operands: Operands) -> Results:
 
 
 def _backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    return xla.backward(plan.problem, operands, cotangents)
+    """Likewise."""
+    return xla.backward(plan.problem, dispatch.of_derivatives(plan, operands), cotangents)
 
 
 DISPATCHED = Passes(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import jax
 import pytest
@@ -13,6 +14,12 @@ from fa4_jax import xla
 from fa4_jax.xla import blockwise
 
 PATHS = ("dense", "blockwise")
+
+
+def blocks_of(size: int) -> Callable[[], blockwise.BlockSizes]:
+    """What stands in for `blockwise.block_sizes`: blocks of about one size."""
+    sizes = dataclasses.replace(blockwise.block_sizes(), least=size, most=size)
+    return lambda: sizes
 
 
 @contextlib.contextmanager
@@ -28,6 +35,6 @@ def forced(path: str, block: int | None = None) -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "SETTINGS", xla.Settings(dense_scores=scores))
         if block is not None:
-            patch.setattr(blockwise, "BLOCK_RANGE", (block, block))
+            patch.setattr(blockwise, "block_sizes", blocks_of(block))
         yield
     jax.clear_caches()

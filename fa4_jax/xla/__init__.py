@@ -35,10 +35,10 @@ class Settings:
 
     Attributes:
       dense_scores: most scores, over batch and heads, that one dense block holds. They are as many
-        as blocks have in flight, so that longer calls take no less memory.
+        as a CPU's blocks have in flight, so that longer calls take no less memory.
     """
 
-    dense_scores: int = blockwise.SCORES_PER_BLOCK
+    dense_scores: int = blockwise.BLOCK_SIZES["cpu"].scores
 
 
 SETTINGS = Settings()

@@ -28,10 +28,24 @@ from fa4_jax.xla.tile import Call, Products, Softmax, Tile
 
 Array = jax.Array
 
-SCORES_PER_BLOCK = 2**20
-"""Scores in flight, over batch and heads: 4 MB, measured best on 2 CPU cores (256 kB..16 MB)."""
 
-BLOCK_RANGE = (64, 512)
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """How long and wide blocks are.
+
+    Attributes:
+      scores: in flight, over batch and heads.
+      least, most: rows or keys of a block.
+    """
+
+    scores: int
+    least: int
+    most: int
+
+
+BLOCK_SIZES = {"cpu": BlockSizes(2**20, 64, 512), "gpu": BlockSizes(2**26, 64, 4096)}
+"""By backend. CPU: 4 MB of scores, measured best on two cores (256 kB to 16 MB). GPU: 256 MB, since
+smaller products do not fill it (docs/hopper.md, "Second derivatives")."""
 
 LIBRARY_ELEMENTS = 4096
 """Least number of elements of which XLA's CPU leaves a maximum to its library (jaxlib 0.10)."""
@@ -45,6 +59,11 @@ class Tiling:
     keys: Side
 
 
+def block_sizes() -> BlockSizes:
+    """Returns those of JAX's default backend."""
+    return BLOCK_SIZES.get(jax.default_backend(), BLOCK_SIZES["cpu"])
+
+
 def _side(length: Any, target: int) -> Side:
     size = block_size(length, target) if isinstance(length, int) else target // 8 * 8
     return Side(size, -(-length // size), length // size)
@@ -52,11 +71,11 @@ def _side(length: Any, target: int) -> Side:
 
 def square(problem: Problem) -> Tiling:
     """Blocks of both sides, about as long as wide."""
-    low, high = BLOCK_RANGE
-    target = low  # of a symbolic batch, which may be large
+    sizes = block_sizes()
+    target = sizes.least  # of a symbolic batch, which may be large
     if isinstance(problem.batch, int):
         heads = max(1, problem.batch * problem.query_heads)
-        target = min(high, max(low, isqrt(SCORES_PER_BLOCK // heads)))
+        target = min(sizes.most, max(sizes.least, isqrt(sizes.scores // heads)))
     return Tiling(_side(problem.query_length, target), _side(problem.key_length, target))
 
 

@@ -395,10 +395,11 @@ def main() -> int:
     failures, end = 0, time.monotonic() + 60 * options.minutes
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.processes, context) as pool, options.record.open("a") as file:
-        for first in track(range(0, len(left), 8), "runs", console=console):
+        together = 4 * options.processes
+        for first in track(range(0, len(left), together), "runs", console=console):
             if time.monotonic() > end:
                 break
-            for outcome in pool.map(perform, left[first : first + 8]):
+            for outcome in pool.map(perform, left[first : first + together]):
                 print(json.dumps(dataclasses.asdict(outcome)), file=file, flush=True)
                 failures += bool(outcome.failure)
                 if outcome.failure:

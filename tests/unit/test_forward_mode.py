@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fa4_jax import attention, autodiff, log, xla
+from tests import default_paths
 from tests.derivative_checks import (
     DERIVATIVES,
     Call,
@@ -78,7 +79,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Either implementation of the default path; `blockwise` has several blocks a side."""
     if request.param == "blockwise":
         monkeypatch.setattr(xla, "SETTINGS", dataclasses.replace(xla.SETTINGS, dense_scores=0))
-        monkeypatch.setattr(xla.blockwise, "BLOCK_RANGE", (8, 8))
+        monkeypatch.setattr(xla.blockwise, "block_sizes", default_paths.blocks_of(8))
     jax.clear_caches()
     return request.param
 

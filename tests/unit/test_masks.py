@@ -17,7 +17,7 @@ from fa4_jax.api import Call, canonicalise
 from fa4_jax.masks import table
 from fa4_jax.operands import RowRanges
 from fa4_jax.xla import blockwise
-from tests.default_paths import PATHS, forced
+from tests.default_paths import PATHS, blocks_of, forced
 from tests.mask_cases import Meant, meanings
 
 B, N, K, H = 2, 4, 2, 8
@@ -145,7 +145,7 @@ def test_every_block_that_holds_a_seen_pair_is_visited(
     meant = meanings(rng, B, t, s)[name]
     operand = jnp.zeros((B, t, 1, 8)), *(jnp.zeros((B, s, 1, 8)),) * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK_RANGE", (16, 16))
+        patch.setattr(blockwise, "block_sizes", blocks_of(16))
         found, problem = canonicalise(Call(*operand, **meant.arguments))
         grid = blockwise.make_grid(problem, found)
     rows, keys = grid.tiling.rows, grid.tiling.keys
