@@ -1,6 +1,6 @@
-"""Estimates what the Blackwell forward takes, and its roofline.
+"""Estimates what the Blackwell forward and tangents take, and their roofline.
 
-    python -m kernels.build --only "sm_100f_fwd_bf16_*"
+    python -m kernels.build --only "sm_100f_[ft]*_bf16_*"
     python -m benchmarks.blackwell_estimates    # prints the table; writes timelines
 
 Only documented rates are Blackwell's own; the rest of `rates.BLACKWELL` is assumed to be Hopper's
@@ -22,6 +22,8 @@ from kernels.emulator.timing.timeline import chrome_trace, plot
 
 HEAD_DIMS = (64, 128, 192, 256)
 LENGTH = 8192
+_PRODUCTS = {Pass.FORWARD: 2, Pass.TANGENT: 5}
+"""Products of a block; the first half of them, rounded up, reads queries from shared memory."""
 _FEW, _MANY = 4, 16
 _UNITS = ("tensor core", "special", "shared", "issue", "TMA load")
 
@@ -65,7 +67,8 @@ def teraflops(code: Code, step: Step) -> float:
     tiles = LENGTH // m
     blocks = [-(-(tile + 1) * m // n) if code.key.band else LENGTH // n for tile in range(tiles)]
     cycles = sum(step.tile + step.cycles * count for count in blocks)
-    flops = 4 * LENGTH**2 * code.key.head_dim / (2 if code.key.band else 1)
+    products = _PRODUCTS[code.key.kernel]
+    flops = 2 * products * LENGTH**2 * code.key.head_dim / (2 if code.key.band else 1)
     takers = BLACKWELL.multiprocessors / code.launch.cluster[0]
     return flops / cycles * takers * BLACKWELL.clock_ghz / 1e3
 
@@ -76,11 +79,14 @@ def row(key: KernelKey) -> str:
     step, m, n, d = step_of(code), code.tile["m"], code.tile["n"], key.head_dim
     ctas = code.launch.cluster[0]
     rows, keys = m // ctas, n // ctas
-    products = 4 * rows * n * d / BLACKWELL.mma_flops
+    count = _PRODUCTS[key.kernel]
+    products = 2 * count * rows * n * d / BLACKWELL.mma_flops
     exponentials = rows * n / 16
-    operands = rows // 128 * (128 + 2 * keys) * d * 2 / BLACKWELL.shared_bytes
+    loads = -(-count // 2) * 128 + count * keys
+    operands = rows // 128 * loads * d * 2 / BLACKWELL.shared_bytes
     mask = "causal" if key.band else "dense"
-    design = ", polynomial" if key.polynomial_exp2 else ""
+    design = ", tangents" if key.kernel is Pass.TANGENT else ""
+    design += ", polynomial" if key.polynomial_exp2 else ""
     design += ", pair" if ctas == 2 else ""
     roofline = f"{products:.0f}, {exponentials:.0f}, {operands:.0f}"
     shares = " | ".join(f"{100 * step.busy[unit] / step.cycles:.0f} %" for unit in _UNITS)
@@ -100,13 +106,21 @@ def main() -> None:
     folder: pathlib.Path = parser.parse_args().output
     print("| d, mask | tile x block | T_mma, T_exp, T_smem | cycles | beside | ", end="")
     print(" | ".join(_UNITS) + " | TFLOP/s |\n" + "|---" * (6 + len(_UNITS)) + "|")
-    forwards = [key for key in catalogue.keys("sm_100f") if key.kernel == Pass.FORWARD]
-    plain = [key for key in forwards if not key.ranges]
+    keys = [key for key in catalogue.keys("sm_100f") if key.kernel in _PRODUCTS]
+    plain = [key for key in keys if not key.ranges]
     chosen = [key for key in plain if key.dtype == "bf16" and key.head_dim in HEAD_DIMS]
-    for key in sorted(chosen, key=lambda key: (key.head_dim, key.pair, key.polynomial_exp2)):
+    order = {kernel: place for place, kernel in enumerate(_PRODUCTS)}
+    for key in sorted(
+        chosen, key=lambda key: (order[key.kernel], key.head_dim, key.pair, key.polynomial_exp2)
+    ):
         print(row(key), flush=True)
     for key in chosen:
-        if key.head_dim == 128 and not key.band and key.polynomial_exp2:
+        if (
+            key.kernel is Pass.FORWARD
+            and key.head_dim == 128
+            and not key.band
+            and key.polynomial_exp2
+        ):
             name = "b200-forward-d128-" + ("pair-" if key.pair else "") + "timeline"
             timing = timing_of(built(key), 1, 8)
             plot(timing, folder / f"{name}.png")

@@ -10,6 +10,7 @@ from kernels.sm90 import forward_description as sm90_forward
 from kernels.sm90 import tangent_description as sm90_tangent
 from kernels.sm100 import backward_description as sm100_backward
 from kernels.sm100 import forward_description as sm100_forward
+from kernels.sm100 import tangent_description as sm100_tangent
 
 
 def describe(key: KernelKey) -> Description:
@@ -24,9 +25,9 @@ def describe(key: KernelKey) -> Description:
         return split_description.split(key.arch, key.head_dim, key.paged)
     if key.kernel is Pass.FORWARD_JOIN:
         return split_description.join(key.head_dim)
-    if key.kernel is Pass.TANGENT:
-        return sm90_tangent.of_key(key)
     hopper = key.arch == "sm_90a"
+    if key.kernel is Pass.TANGENT:
+        return sm90_tangent.of_key(key) if hopper else sm100_tangent.description(key.head_dim)
     if key.kernel is Pass.BACKWARD_PRE and hopper:
         return sm90_backward.pre(key)
     if key.kernel is Pass.BACKWARD_PRE:

@@ -77,6 +77,7 @@ SHOWN = (
     Shown("Hopper backward, a pair of CTAs", _key("sm_90a", Pass.BACKWARD, 256, 256, True)),
     Shown("Blackwell forward, two query tiles", _key("sm_100f", Pass.FORWARD, 128, 128, False)),
     Shown("Blackwell forward, a pair of CTAs", _key("sm_100f", Pass.FORWARD, 256, 256, False)),
+    Shown("Blackwell tangents", _key("sm_100f", Pass.TANGENT, 128, 128, False)),
     Shown("Blackwell backward", _key("sm_100f", Pass.BACKWARD, 128, 128, True)),
     Shown("Blackwell backward, query tiles of 64", _key("sm_100f", Pass.BACKWARD, 192, 128, True)),
     Shown("Blackwell backward, a pair of CTAs", _key("sm_100f", Pass.BACKWARD, 256, 256, True)),

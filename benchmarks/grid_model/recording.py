@@ -128,6 +128,8 @@ def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.nda
     }
     extents = [[problem.query_length, problem.key_length, sizes.offset, 0]] * problem.batch
     arrays["extents"] = np.array(extents, np.int32)
+    for name in ("q", "k", "v"):
+        arrays[f"{name}_tangent"] = rng.normal(size=shapes[name]).astype(DTYPES[problem.dtype])
     arrays |= {name: np.zeros(shapes[name], np.float32) for name in ("lse", "dlse")}
     design = designs.design_of(key)
     forward, backward = (

@@ -50,9 +50,8 @@ from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
 from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
-from kernels.sm100 import ptx
-from kernels.sm100.forward_data import Config, pop_work
-from kernels.sm100.forward_description import UNIT
+from kernels.sm100 import ptx, row_tiles
+from kernels.sm100.forward_data import Config, pop_work, push_work
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_rows import Call, RowRoles
 from kernels.sm100.forward_schedule import (
@@ -61,7 +60,6 @@ from kernels.sm100.forward_schedule import (
     by_table,
     make_schedule,
     of_cta,
-    to_words,
 )
 from kernels.sm100.forward_visits import by_mask, publish, published, visits_of
 
@@ -161,12 +159,7 @@ class Forward(ForwardHost):
                 work = by_table(work, ranges, schedule.sizes, self.config.shape)
                 work = by_mask(work, ranges, schedule.sizes, self.config.shape)
             work = of_cta(work, schedule, self.config.shape)
-            use = shared.barriers.work_empty.use(round_index)
-            shared.barriers.work_empty.wait_free(use)
-            with cute.arch.elect_one():
-                for i, word in enumerate(to_words(work, self.ranges)):
-                    shared.work[i, use.slot] = word
-                cute.arch.mbarrier_arrive(shared.barriers.work_full.at(use))
+            push_work(self.config, shared, round_index, work)
 
     @cute.jit
     def load(self, maps: Maps, shared: Shared, rounds: Int32, call: Call):
@@ -199,7 +192,6 @@ class Forward(ForwardHost):
     ):
         """Loads one tile that has blocks, after `loads_done` loads into the ring."""
         tile, d = self.config.tile, self.config.head_dim
-        units = tile.rows // UNIT
         last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
         prefetch = tile.buffers_per_tile
         walk = make_walk(visits)
@@ -212,14 +204,7 @@ class Forward(ForwardHost):
             shared.barriers.q_empty[t].wait_free(tiles_done)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
-            if work.pack == 1:
-                source = self.coordinates(work, t * units, (tile.rows, d))
-                tensors.tma_load(maps.q_rows, source, shared.q[None, None, t], full)
-            else:
-                for unit in cutlass.range(units, unroll=1):
-                    source = self.coordinates(work, t * units + unit, (UNIT, d))
-                    target = cute.local_tile(shared.q[None, None, t], (UNIT, d), (unit, 0))
-                    tensors.tma_load(maps.q, source, target, full)
+            row_tiles.load((maps.q, maps.q_rows), shared.q[None, None, t], work, t, full)
         for i in cutlass.range_constexpr(1, prefetch):
             if i < count:
                 block = self.block_of_k(shared, own, last, Int32(i))
@@ -250,17 +235,6 @@ class Forward(ForwardHost):
             return last - step
         block, _ = published(shared.visits, own[2] + step)
         return cute.arch.make_warp_uniform(block)
-
-    def coordinates(
-        self, work: Work, unit: Int32, shape: tuple[int, int], column: Int32 | int = 0
-    ) -> cute.Tensor:
-        """Returns the TMA coordinates of a (rows, columns) shape from a unit of the tile on.
-
-        column: the place along head_dim, in widths of the shape.
-        """
-        query, head = work.unit(unit)
-        tensor = tensors.bthd_coordinates()[None, None, head, work.batch]
-        return cute.local_tile(cute.domain_offset((query, 0), tensor), shape, (0, column))
 
     @cute.jit
     def load_block(
@@ -305,20 +279,12 @@ class Forward(ForwardHost):
     ):
         """Stores output tile t of the CTA, after `stored` others, span by span."""
         tile = self.config.tile
-        units = tile.rows // UNIT
         for span in cutlass.range(self.config.head_dim // tile.span, unroll=1):
             shared.barriers.out_full[span].wait(stored)
             # One thread stores, since the group that it waits for is its own.
             with cute.arch.elect_one():
                 o = cute.local_tile(shared.o, (tile.rows, tile.span), (0, span))
-                if work.pack == 1:
-                    target = self.coordinates(work, t * units, (tile.rows, tile.span), span)
-                    tensors.tma_store(maps.o_rows, o, target)
-                else:
-                    for unit in cutlass.range(units, unroll=1):
-                        target = self.coordinates(work, t * units + unit, (UNIT, tile.span), span)
-                        rows = cute.local_tile(o, (UNIT, tile.span), (unit, 0))
-                        tensors.tma_store(maps.o, rows, target)
+                row_tiles.store((maps.o, maps.o_rows), o, work, t, span)
                 cute.arch.cp_async_bulk_commit_group()
                 # It waits after the last tile, too: shared memory must outlive the stores' reads.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,5 +1,6 @@
 """Data of the Blackwell forward: its constants, its operands, the work of a tile."""
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax.key import KernelKey
@@ -10,7 +11,7 @@ from kernels.common.schedule import ForwardShape
 from kernels.interface import Window
 from kernels.sm100 import products
 from kernels.sm100.forward_description import RANGE_WORDS, WORK_WORDS, description
-from kernels.sm100.forward_schedule import Work, from_words
+from kernels.sm100.forward_schedule import Work, from_words, to_words
 from kernels.sm100.tiles import (
     BUFFERS,
     FORWARD_TILES,
@@ -56,6 +57,16 @@ class Config:
             return barriers.p_early
         later = len(self.tile.p_splits) - 1
         return Ring(barriers.p_late.first + (part - 1), BUFFERS, later)
+
+
+def push_work(config: Config, shared: Shared, round_index: Int32, work: Work):
+    """Schedule warp: says what this CTA's tile in a round is, once the slot is free."""
+    use = shared.barriers.work_empty.use(round_index)
+    shared.barriers.work_empty.wait_free(use)
+    with cute.arch.elect_one():
+        for i, word in enumerate(to_words(work, config.ranges)):
+            shared.work[i, use.slot] = word
+        cute.arch.mbarrier_arrive(shared.barriers.work_full.at(use))
 
 
 def peek_work(

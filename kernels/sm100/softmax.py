@@ -54,12 +54,16 @@ def near_tanh_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     return packed.mul_packed_f32x2(factor, x)
 
 
-def mask(scores: list[Float32], first_key: Int32, low: Int32, high: Int32) -> list[Float32]:
-    """Scores of keys outside [low, high) become -inf; scores[i] is key first_key + i."""
+def mask(
+    scores: list[Float32],
+    first_key: Int32,
+    low: Int32,
+    high: Int32,
+    fill: Float32 = -Float32.inf,
+) -> list[Float32]:
+    """Scores of keys outside [low, high) become `fill`; scores[i] is key first_key + i."""
     first, last = low - first_key, high - first_key
-    return [
-        select((i >= first) & (i < last), score, -Float32.inf) for i, score in enumerate(scores)
-    ]
+    return [select((i >= first) & (i < last), score, fill) for i, score in enumerate(scores)]
 
 
 def mask_bits(scores: list[Float32], bits: list[Uint32]) -> list[Float32]:
@@ -169,7 +173,12 @@ def total(sums: list[tuple]) -> Float32:
 
 def multiply(values: list[Float32], factor: Float32) -> list[Float32]:
     """Multiplies an even number of values by a factor."""
-    products = []
-    for pair in zip(values[::2], values[1::2], strict=True):
-        products += cute.arch.mul_packed_f32x2(pair, (factor, factor))
-    return products
+    return products(values, [factor] * len(values))
+
+
+def products(values: list[Float32], others: list[Float32]) -> list[Float32]:
+    """Multiplies an even number of values by as many others, one by one."""
+    found = []
+    for i in range(0, len(values), 2):
+        found += cute.arch.mul_packed_f32x2(tuple(values[i : i + 2]), tuple(others[i : i + 2]))
+    return found

@@ -128,6 +128,38 @@ FORWARD_TILES: dict[tuple[int, bool], ForwardTile] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class TangentTile:
+    """Sizes of the tangent kernel.
+
+    Attributes:
+      n: keys of a block. S and S' of both query tiles, and both O', fill tensor memory at d = 128.
+      kv_stages: depth of the ring of K with its tangent and V with its tangent.
+      span_bytes: swizzle span of all operand tiles.
+    """
+
+    n: int
+    kv_stages: int
+    span_bytes: int = 128
+
+    rows = 128  # of a query tile: one per lane of tensor memory
+    query_tiles = 2
+    ctas = 1
+
+    @property
+    def m(self) -> int:
+        """The number of query rows of a CTA."""
+        return self.rows * self.query_tiles
+
+
+TANGENT_TILES: dict[int, TangentTile] = {
+    # head_dim
+    64: TangentTile(n=64, kv_stages=8),
+    96: TangentTile(n=64, kv_stages=5, span_bytes=64),
+    128: TangentTile(n=64, kv_stages=3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class BackwardRegisters:
     """Registers per thread after setmaxnreg, multiples of 8.
 

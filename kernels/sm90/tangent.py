@@ -35,6 +35,7 @@ from kernels.common.ring import Use
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import exp2, select
 from kernels.common.tangent_host import TangentHost, tangent_source
+from kernels.common.tangent_statistics import Statistics
 from kernels.description import NamedBarrier
 from kernels.interface import BackwardScalars, Sizes
 from kernels.kernel_source import KernelSource
@@ -48,7 +49,7 @@ from kernels.sm90.forward_schedule import (
     publish_end,
     published,
 )
-from kernels.sm90.tangent_data import Operands, Rows, Statistics, make_rows
+from kernels.sm90.tangent_data import Operands, Rows, make_rows
 from kernels.sm90.tangent_description import of_key
 from kernels.sm90.tiles import L2_BUDGET_BYTES, TANGENT_TILES, TICKET_BLOCKS, WARPGROUP
 from kernels.sm90.turns import Turns
@@ -206,7 +207,7 @@ class Tangent(TangentHost, Turns):
         while more:
             work = published(words, schedule.window if self.band else None)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
-            own = statistics.of_head(work, schedule.sizes)
+            own = statistics.of_head(work.batch, work.head, schedule.sizes)
             self.mma_tile(maps, shared, work, own, scalars, (tiles_done, blocks_done))
             tiles_done += 1
             blocks_done += work.blocks.end - work.blocks.begin

@@ -4,30 +4,13 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import tensors
-from kernels.common.softmax import LOG2_E, select
-from kernels.interface import Sizes
+from kernels.common.tangent_statistics import lse_log2 as in_log2
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_schedule import Work
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Where the LSE of all rows is, and where its tangent goes: [batch, heads, query_length]."""
-
-    lse: cute.Pointer
-    tangent: cute.Pointer
-
-    def of_head(self, work: Work, sizes: Sizes) -> tuple[cute.Tensor, cute.Tensor]:
-        """Returns both of a tile's head, [query_length]."""
-        first = (Int64(work.batch) * sizes.heads + work.head) * sizes.query_length
-        rows = cute.make_layout(sizes.query_length)
-        own = (cute.make_tensor(x + first, rows) for x in (self.lse, self.tangent))
-        lse, tangent = own
-        return lse, tangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +71,5 @@ def make_rows(work: Work, lse: cute.Tensor, first_row: Int32, first_column: Int3
         low[row], high[row] = bands.row_limits(work.band, query, tensors.INT32)
         lse_log2[row] = Float32.inf
         if query < work.band.query_length:
-            own = lse[query] * LOG2_E
-            lse_log2[row] = select(own == -Float32.inf, Float32.inf, own)
+            lse_log2[row] = in_log2(lse[query])
     return Rows(low, high, lse_log2, total, weighted, first_column)

@@ -34,7 +34,8 @@ from fa4_jax.conformance.oracle import make_inputs, with_tangents
 from fa4_jax.key import SHORT_TILES, TICKETS_WITH_BANDS, KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import Policy
-from kernels.sm90.tiles import BACKWARD_TILES, TANGENT_TILES
+from kernels.sm90 import tiles as sm90_tiles
+from kernels.sm100 import tiles as sm100_tiles
 from tests.emulator import attention
 from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
@@ -183,12 +184,17 @@ def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take the tangents' kernel through its paths.
 
-    Tiles have no block, one block, or so many that ring slots are used again. Under a band keys are
-    padded, and blocks are masked on the left, on the right, on both sides, or not at all.
+    Tiles have no block, one block, or so many that ring slots are used again. Keys are padded, but
+    for Hopper's dense kernels, which get no lengths; under a band blocks are masked on the left, on
+    the right, on both sides, or not at all. Blackwell's heads share a tile in the first.
     """
-    rows, keys = describe(key).division.rows, 6 * TANGENT_TILES[key.head_dim].n
-    lengths = {"key_lengths": (keys - 20, 0, 30, 70), "poison": True} if key.band else {}
-    several = {"batch": 4, "heads": (1, 1), "query_length": rows - 20, "key_length": keys}
+    tiles = {"sm_90a": sm90_tiles, "sm_100f": sm100_tiles}[key.arch].TANGENT_TILES
+    rows, keys = describe(key).division.rows, 6 * tiles[key.head_dim].n
+    heads = 2 if key.arch == "sm_100f" else 1
+    padded = key.band or key.arch not in TICKETS_WITH_BANDS
+    lengths = {"key_lengths": (keys - 20, 0, 30, 70), "poison": True} if padded else {}
+    several = {"batch": 4, "heads": (heads, 1), "key_length": keys}
+    several["query_length"] = (rows - 20) // heads
     window = {"window": (keys - 40, None), "query_offset": keys // 2} if key.band else {}
     return (
         Case(**common, **several, **lengths, query_offset=keys // 2 if key.band else 0),
@@ -239,7 +245,7 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     many_turns = []
     if key.arch == "sm_90a" and key.kernel == Pass.BACKWARD:
         parts = 2 if describe(key).division.splits_tail else 1
-        length = 23 * parts * BACKWARD_TILES[key.head_dim, key.value_dim].m
+        length = 23 * parts * sm90_tiles.BACKWARD_TILES[key.head_dim, key.value_dim].m
         many_turns = [Case(**common, batch=1, heads=(1, 1), query_length=length, key_length=100)]
     return (
         Case(

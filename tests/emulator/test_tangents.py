@@ -29,7 +29,7 @@ POLICIES = (
     Policy("starve", "random", start_order="reversed", global_races=True),
     Policy("in_order", "early", resident_ctas=1),
 )
-KERNELS = [key for key in catalogue.keys("sm_90a") if key.kernel is Pass.TANGENT]
+KERNELS = [key for key in catalogue.all_keys() if key.kernel is Pass.TANGENT]
 TARGETS = [(case, key) for case, key in targets(least=1) if key.kernel is Pass.TANGENT]
 
 
@@ -80,27 +80,37 @@ END_TO_END = (
 )
 
 
+@pytest.fixture(params=["gpu", "blackwell"])
+def device(request: pytest.FixtureRequest) -> Gpu:
+    """Calls functions in a process whose GPU is an emulated Hopper, or Blackwell."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize("case", END_TO_END, ids=lambda case: case.id)
-def test_jvp(gpu: Gpu, case: Case, seed: int) -> None:
-    found = gpu(emulated_tangents.verdicts, case, seed, HOW[seed % len(HOW)])
+def test_jvp(device: Gpu, case: Case, seed: int) -> None:
+    found = device(emulated_tangents.verdicts, case, seed, HOW[seed % len(HOW)])
     assert len(found) == 2
     assert not [verdict for verdict in found if verdict.failure]
 
 
-def test_vmap_and_linearize(gpu: Gpu, seed: int) -> None:
-    together, apart = gpu(emulated_tangents.vmapped_and_looped, END_TO_END[0], seed)
+def test_vmap_and_linearize(device: Gpu, seed: int) -> None:
+    together, apart = device(emulated_tangents.vmapped_and_looped, END_TO_END[0], seed)
     for one, other in zip(together, apart, strict=True):
         assert np.array_equal(one, other)
 
 
-def test_a_gradient_over_a_stopped_tangent(gpu: Gpu, seed: int) -> None:
+def test_a_gradient_over_a_stopped_tangent(
+    device: Gpu, request: pytest.FixtureRequest, seed: int
+) -> None:
     """The launches are those of a forward, its tangents and a backward: no more."""
-    found, expected, launches = gpu(emulated_tangents.meanflow, END_TO_END[0], seed)
+    found, expected, launches = device(emulated_tangents.meanflow, END_TO_END[0], seed)
     assert np.abs(found - expected).max() <= 0.03 * np.abs(expected).max()
+    blackwell = "blackwell" in request.node.callspec.id
+    arch, forward = ("sm_100f", "d64_polynomial_exp2") if blackwell else ("sm_90a", "d64")
     assert launches == [
-        "sm_90a_fwd_bf16_d64",
-        "sm_90a_tangent_bf16_d64",
-        "sm_90a_bwd_pre_bf16_d64",
-        "sm_90a_bwd_bf16_d64",
-        "sm_90a_bwd_post_bf16_d64",
+        f"{arch}_fwd_bf16_{forward}",
+        f"{arch}_tangent_bf16_d64",
+        f"{arch}_bwd_pre_bf16_d64",
+        f"{arch}_bwd_bf16_d64",
+        f"{arch}_bwd_post_bf16_d64",
     ]

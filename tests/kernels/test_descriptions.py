@@ -21,7 +21,11 @@ from kernels.descriptions import describe, warps_of_roles
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 KEYS = [key for key in catalogue.all_keys() if key.dtype == "bf16"]
-TENSOR_MEMORY = {Pass.FORWARD: ("softmax", "correction"), Pass.BACKWARD: ("reduce", "compute")}
+TENSOR_MEMORY = {
+    Pass.FORWARD: ("softmax", "correction"),
+    Pass.TANGENT: ("softmax",),
+    Pass.BACKWARD: ("reduce", "compute"),
+}
 """The roles that reach tensor memory."""
 EVERY = pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 
