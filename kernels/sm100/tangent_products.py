@@ -38,7 +38,7 @@ class ProductRole:
                 if count > 0:
                     self.mma_scores(shared, t, k, count == 1)
                 else:  # No product that a commit could stand for has read Q.
-                    products.arrive(shared.barriers.q_empty[t].first)
+                    products.signal(shared.barriers.q_empty[t].first)
             if count > 0:
                 products.commit(shared.barriers.kv_empty.at(k))
                 self.finish_tile(shared, work, count, blocks_done)

@@ -98,8 +98,8 @@ class RowRole:
         ptx.fence_after_sync()
         totals, weights = [], []
         for start in cutlass.range_constexpr(0, n, CHUNK):
-            scores = ptx.tmem_load(at + start, CHUNK)
-            tangents = ptx.tmem_load(at + (w.first - s.first) + start, CHUNK)
+            both = ptx.tmem_load_runs(at + start, PAIR, CHUNK, w.first - s.first)
+            scores, tangents = both[:CHUNK], both[CHUNK:]
             if cutlass.const_expr(masked):
                 bounds = first_key + start, row.low, row.high
                 scores = softmax.mask(scores, *bounds)
@@ -160,6 +160,5 @@ class RowRole:
             for i in cutlass.range_constexpr(CHUNK // 2):
                 pairs[i] = words[i]
             cute.autovec_copy(output, place)
-        ptx.fence_before_sync()
         cute.arch.fence_proxy("async.shared", space="cta")
         products.arrive(shared.barriers.out_full[t].first)

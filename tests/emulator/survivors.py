@@ -36,15 +36,18 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_fwd_bf16_d128": _MASKED_FACTOR + Counter({_REGISTERS: 1, _MEETING: 2}),
     "sm_100f_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _MEETING: 2}),
     "sm_100f_fwd_bf16_d128_band_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
+    "sm_100f_fwd_bf16_d128_band_ranges_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
     "sm_100f_fwd_bf16_d128_pair": _MASKED_FACTOR
     + _OF_PAIR
     + _PADDING_FENCES
     + Counter({_MEETING: 6}),
     "sm_100f_fwd_bf16_d64_band_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
+    "sm_100f_fwd_bf16_d64_band_ranges_pair": _OF_PAIR + _PADDING_FENCES + Counter({_MEETING: 6}),
     "sm_100f_fwd_bf16_d64_pair": _MASKED_FACTOR
     + _OF_PAIR
     + _PADDING_FENCES
     + Counter({_MEETING: 6}),
+    "sm_100f_tangent_bf16_d64_band": Counter({_WAIT: 1}),
     "sm_100f_fwd_bf16_d256": _MASKED_FACTOR + _OF_PAIR + Counter({_MEETING: 4}),
     "sm_100f_fwd_bf16_d256_band": _OF_PAIR + Counter({_MEETING: 4}),
     "sm_100f_bwd_bf16_d64": Counter({_REGISTERS: 2}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -87,3 +89,12 @@ def test_block_size(length: int, target: int):
     assert size % 8 == 0 and size <= target + 8
     blocks = -(-length // size)
     assert blocks * size - length < 8 * blocks
+
+
+@pytest.mark.parametrize(("backend", "size"), [("cpu", 96), ("gpu", 688), ("tpu", 96)])
+def test_a_gpu_has_larger_blocks(backend: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 heads of 4096 rows: 2^20 scores in flight, or 2^26."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    problem = Problem(8, 4096, 4096, 16, 16, 128, "bf16", 1.0)
+    tiling = blockwise.square(problem)
+    assert (tiling.rows.size, tiling.keys.size) == (size, size)
