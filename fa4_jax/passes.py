@@ -23,7 +23,7 @@ def _forward(plan: Plan, operands: Operands) -> Results:
 
 
 def _backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """Likewise."""
+    """By the default path; the log says so where the plan has kernels."""
     return xla.backward(plan.problem, dispatch.of_derivatives(plan, operands), cotangents)
 
 

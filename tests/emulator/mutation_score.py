@@ -184,9 +184,10 @@ def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take the tangents' kernel through its paths.
 
-    Tiles have no block, one block, or so many that ring slots are used again. Keys are padded, but
-    for Hopper's dense kernels, which get no lengths; under a band blocks are masked on the left, on
-    the right, on both sides, or not at all. Blackwell's heads share a tile in the first.
+    Tiles have no block, one block, or so many that ring slots are used again. All kernels but
+    Hopper's dense ones, which get no lengths, have padded keys. Under a band blocks are masked on
+    the left, on the right, on both sides, or not at all. On Blackwell two heads share a tile in
+    the first case.
     """
     tiles = {"sm_90a": sm90_tiles, "sm_100f": sm100_tiles}[key.arch].TANGENT_TILES
     rows, keys = describe(key).division.rows, 6 * tiles[key.head_dim].n

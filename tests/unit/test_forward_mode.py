@@ -278,6 +278,16 @@ def test_no_kernel_computes_second_derivatives(
         product("kernel")
 
 
+def test_second_derivatives_compute_no_forward_again(kernels_present: None) -> None:
+    """A Hessian-vector product takes the results' tangents from a kernel."""
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    run = self_attention(None)
+    gradient = jax.grad(lambda q: run(q).astype(jnp.float32).sum())
+    program = lowered(lambda x: jax.jvp(gradient, (x,), (x,))[1], x)
+    launches = re.findall(r"sm_90a_\w+_bf16_d64", program)
+    assert launches == ["sm_90a_fwd_bf16_d64", "sm_90a_tangent_bf16_d64"]
+
+
 def test_a_vjp_is_applied_in_a_program_of_its_own(kernels_present: None) -> None:
     """The backward alone, without the forward that made its residuals."""
     x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
