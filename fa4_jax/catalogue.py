@@ -14,6 +14,8 @@ from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
+    HESSIAN_HEAD_DIMS,
+    HESSIAN_PASSES,
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
@@ -44,6 +46,9 @@ def keys(arch: str) -> Iterator[KernelKey]:
         yield KernelKey(arch, Pass.FORWARD_JOIN, dtype, head_dim)
         for band in (False, True) if (arch, head_dim) in TANGENT_HEAD_DIMS else ():
             yield KernelKey(arch, Pass.TANGENT, dtype, head_dim, band=band)
+        for band in (False, True) if (arch, head_dim) in HESSIAN_HEAD_DIMS else ():
+            for kernel in HESSIAN_PASSES:
+                yield KernelKey(arch, kernel, dtype, head_dim, band=band)
         yield from _backward(arch, dtype, head_dim, head_dim)
         if (narrow := NARROW_VALUES.get((arch, Pass.BACKWARD, head_dim))) is not None:
             yield from _backward(arch, dtype, head_dim, narrow)

@@ -15,13 +15,16 @@ class Pass(enum.StrEnum):
     """The kernels of one attention call. The backward runs its three in this order.
 
     The forward of a call with few query rows is two kernels: one for parts of the keys, and one
-    that joins their results. Tangents follow a forward.
+    that joins their results. Tangents follow a forward; Hessian-vector products, of queries and of
+    keys and values, follow tangents.
     """
 
     FORWARD = "fwd"
     FORWARD_SPLIT = "fwd_split"
     FORWARD_JOIN = "fwd_join"
     TANGENT = "tangent"
+    HESSIAN_QUERY = "hessian_q"
+    HESSIAN_KEY = "hessian_kv"
     BACKWARD_PRE = "bwd_pre"
     BACKWARD = "bwd"
     BACKWARD_POST = "bwd_post"
@@ -42,6 +45,13 @@ None above 128, where the tensor core is busy for longer than the special-functi
 
 TANGENT_HEAD_DIMS = frozenset((arch, d) for arch in ("sm_90a", "sm_100f") for d in (64, 96, 128))
 """(arch, head_dim) with a kernel for tangents: shared memory holds no wider tiles."""
+
+
+HESSIAN_PASSES = (Pass.HESSIAN_QUERY, Pass.HESSIAN_KEY)
+"""The kernels of a Hessian-vector product."""
+
+HESSIAN_HEAD_DIMS = frozenset(("sm_90a", d) for d in (64, 96, 128))
+"""(arch, head_dim) with kernels for Hessian-vector products, where there is one for tangents."""
 
 
 NARROW_VALUES = {

@@ -15,6 +15,8 @@ from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
+    HESSIAN_HEAD_DIMS,
+    HESSIAN_PASSES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
@@ -69,7 +71,9 @@ class Plan:
     Attributes:
       forward, backward: launches in order; empty where the default path runs.
       tangent: the launch that follows a forward and computes tangents of output and log-sum-exp.
-      forward_reason, backward_reason, tangent_reason: why they are empty, else None.
+      hessian: the launches that follow it and compute how gradients move with the operands.
+      forward_reason, backward_reason, tangent_reason, hessian_reason: why they are empty, else
+        None.
       insist: implementation="kernel": nothing else may run.
       platforms: where kernels run; elsewhere the default path does.
       arch: of the kernels; None without a supported device.
@@ -83,6 +87,8 @@ class Plan:
     backward_reason: str | None = None
     tangent: tuple[Kernel, ...] = ()
     tangent_reason: str | None = None
+    hessian: tuple[Kernel, ...] = ()
+    hessian_reason: str | None = None
     insist: bool = False
     platforms: tuple[str, ...] = ("cuda",)
     arch: str | None = None
@@ -188,6 +194,21 @@ def no_tangent(problem: Problem, arch: str) -> str | None:
             f"head dims {problem.head_dims} on {arch}: no kernel computes their tangents ({most})"
         )
     return None
+
+
+def hessian_keys(problem: Problem, arch: str) -> tuple[KernelKey, ...]:
+    """Keys of the launches that compute Hessian-vector products, of a problem with a tangent's."""
+    tangent = tangent_key(problem, arch)
+    if tangent is None or (arch, tangent.head_dim) not in HESSIAN_HEAD_DIMS:
+        return ()
+    return tuple(dataclasses.replace(tangent, kernel=kernel) for kernel in HESSIAN_PASSES)
+
+
+def no_hessian(problem: Problem, arch: str) -> str | None:
+    """Why no kernels compute Hessian-vector products where one computes tangents, or None."""
+    if hessian_keys(problem, arch):
+        return None
+    return f"head dims {problem.head_dims} on {arch}: no kernel computes second derivatives"
 
 
 def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
@@ -349,7 +370,7 @@ def _kernels(keys: tuple[KernelKey, ...], manifest: Manifest) -> tuple[Kernel, .
 
 def _without_kernels(problem: Problem, reason: str | None, **facts: Any) -> Plan:
     """A plan of the default path."""
-    reasons = ("forward_reason", "backward_reason", "tangent_reason")
+    reasons = ("forward_reason", "backward_reason", "tangent_reason", "hessian_reason")
     return Plan(problem, **dict.fromkeys(reasons, reason), **facts)
 
 
@@ -383,10 +404,15 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     tangent = tuple(filter(None, (tangent_key(problem, target.arch),)))
     tangent_reason = forward_reason or no_tangent(problem, target.arch)
     tangent_reason = tangent_reason or _missing(problem, tangent, target.manifest)
+    hessian = hessian_keys(problem, target.arch)
+    hessian_reason = tangent_reason or no_hessian(problem, target.arch)
+    hessian_reason = hessian_reason or _missing(problem, hessian, target.manifest)
     return Plan(
         problem,
         tangent=() if tangent_reason else _kernels(tangent, target.manifest),
         tangent_reason=tangent_reason,
+        hessian=() if hessian_reason else _kernels(hessian, target.manifest),
+        hessian_reason=hessian_reason,
         forward=() if forward_reason else _kernels(forward, target.manifest),
         backward=() if backward_reason else _kernels(backward, target.manifest),
         forward_reason=forward_reason,

@@ -47,7 +47,7 @@ _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
         *("lse", "dlse", "lse_tangent", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
-        *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max"),
+        *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max", "row_statistics"),
     ),
     Float32,
 )
@@ -57,6 +57,8 @@ PREFIXES = {
     Pass.FORWARD_SPLIT: "fa4_fwd_split",
     Pass.FORWARD_JOIN: "fa4_fwd_join",
     Pass.TANGENT: "fa4_tangent",
+    Pass.HESSIAN_QUERY: "fa4_hessian_q",
+    Pass.HESSIAN_KEY: "fa4_hessian_kv",
     Pass.BACKWARD_PRE: "fa4_bwd_pre",
     Pass.BACKWARD: "fa4_bwd",
     Pass.BACKWARD_POST: "fa4_bwd_post",

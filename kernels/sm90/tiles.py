@@ -119,6 +119,45 @@ TANGENT_TILES: dict[int, TangentTile] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class HessianTile:
+    """Sizes of a kernel of Hessian-vector products.
+
+    Attributes:
+      m: rows of a CTA, of queries or of keys, 64 for each MMA warpgroup.
+      n: columns of a block, keys or queries. A thread holds n / 2 registers each of S, S', dP, dP'.
+      stages: depth of the ring of blocks.
+      span_bytes: swizzle span of all operand tiles.
+      late_sums: a block's sums run on in the next block's step, for which registers hold the
+        operands of both.
+    """
+
+    m: int
+    n: int
+    stages: int
+    span_bytes: int = 128
+    late_sums: bool = True
+
+    @property
+    def mma_warpgroups(self) -> int:
+        return self.m // 64
+
+
+HESSIAN_QUERY_TILES: dict[int, HessianTile] = {
+    # head_dim; rows are queries
+    64: HessianTile(m=128, n=64, stages=3),
+    96: HessianTile(m=128, n=64, stages=2, span_bytes=64),
+    128: HessianTile(m=128, n=48, stages=2),
+}
+
+HESSIAN_KEY_TILES: dict[int, HessianTile] = {
+    # head_dim; rows are keys, and n divides interface.STATISTICS_ROWS
+    64: HessianTile(m=128, n=32, stages=4),
+    96: HessianTile(m=128, n=32, stages=4, span_bytes=64),
+    128: HessianTile(m=128, n=32, stages=3, late_sums=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class BackwardTile:
     """Sizes of the backward kernel; it has two MMA warpgroups.
 
