@@ -36,8 +36,6 @@ def row_statistics(
     columns = [numpy.where(sees, lse * numpy.float32(math.log2(math.e)), numpy.inf)]
     columns += [numpy.where(sees, x, 0.0) for x in others]
     found = numpy.stack(columns, -1).astype(numpy.float32)
-    rest = -lse.shape[2] % ROWS
-    past = numpy.zeros((*lse.shape[:2], rest, 4), numpy.float32) + numpy.asarray(
-        [numpy.inf, 0, 0, 0], numpy.float32
-    )
-    return numpy.concatenate([found, past], 2)
+    shape = (*lse.shape[:2], -lse.shape[2] % ROWS)
+    rest = [numpy.full(shape, x, numpy.float32) for x in (numpy.inf, 0, 0, 0)]
+    return numpy.concatenate([found, numpy.stack(rest, -1)], 2)

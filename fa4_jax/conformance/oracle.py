@@ -221,7 +221,7 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
         s_dot = (q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3)) * scale * slope
         s_dot = np.where(seen, s_dot, 0)
         w = p * s_dot
-        lse_dot = w.sum(-1, keepdims=True)
+        lse_dot = (e * s_dot).sum(-1, keepdims=True) / safe  # As fused kernels do: normalised last.
         o_dot = rounded(rounded_score(p) @ v_dot + rounded_score(w) @ v - lse_dot * o)
         p_dot = p * (s_dot - lse_dot)
         ds_dot = p_dot * dp + p * (do @ v_dot.swapaxes(2, 3) - (do * o_dot).sum(-1, keepdims=True))
