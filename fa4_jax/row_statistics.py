@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-ROWS = 64
-"""A head's rows are padded to a multiple of this: `kernels.interface.STATISTICS_ROWS`."""
+from fa4_jax.key import STATISTICS_ROWS
 
 
 def row_statistics(
     numpy: Any, results: tuple[Any, Any], bars: tuple[Any, Any], moved: tuple[Any, Any]
 ) -> Any:
     """f32 [B, N, rows, 4]: LSE in units of log2, LSE', delta and delta' of each query row.
+
+    The rows are T, padded to a multiple of STATISTICS_ROWS.
 
     delta is rowsum(dO * O) - dLSE, delta' is rowsum(dO * O'). A row that sees no key and a row of
     padding have inf and zeros: their P is 0.
@@ -36,6 +37,6 @@ def row_statistics(
     columns = [numpy.where(sees, lse * numpy.float32(math.log2(math.e)), numpy.inf)]
     columns += [numpy.where(sees, x, 0.0) for x in others]
     found = numpy.stack(columns, -1).astype(numpy.float32)
-    shape = (*lse.shape[:2], -lse.shape[2] % ROWS)
+    shape = (*lse.shape[:2], -lse.shape[2] % STATISTICS_ROWS)
     rest = [numpy.full(shape, x, numpy.float32) for x in (numpy.inf, 0, 0, 0)]
     return numpy.concatenate([found, numpy.stack(rest, -1)], 2)

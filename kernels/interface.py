@@ -339,16 +339,11 @@ class TangentBuffers:
     tile_ticket: Pointer
 
 
-STATISTICS_ROWS = 64
-"""Of `row_statistics`, a head's rows are a multiple of this."""
-
-
 @dataclasses.dataclass(frozen=True)
 class HessianBuffers:
     """Operands and results of the kernels of Hessian-vector products.
 
-    row_statistics: f32 [batch, heads, ceil(query_length / STATISTICS_ROWS) STATISTICS_ROWS, 4]: of
-    each query row its LSE in units of log2, or inf, so that its P is 0; LSE'; delta; delta'.
+    row_statistics: of `fa4_jax.row_statistics`.
     One kernel stores dq_tangent, the other one dk_tangent and dv_tangent.
     """
 

@@ -218,12 +218,14 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     if inputs.tangents:
         q_dot = heads_first(inputs.tangents[0], seen.any(3))
         k_dot, v_dot = (heads_first(x, seen.any(2)) for x in inputs.tangents[1:])
-        s_dot = (q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3)) * scale * slope
-        s_dot = np.where(seen, s_dot, 0)
+        x_dot = np.where(seen, q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3), 0)
+        s_dot = x_dot * scale * slope
         w = p * s_dot
         lse_dot = (e * s_dot).sum(-1, keepdims=True) / safe  # As fused kernels do: normalised last.
         o_dot = rounded(rounded_score(p) @ v_dot + rounded_score(w) @ v - lse_dot * o)
-        p_dot = p * (s_dot - lse_dot)
+        # A kernel subtracts from the unrounded product (FMA).
+        exact = x_dot.astype(np.float64) * (scale * slope) - lse_dot
+        p_dot = p * exact.astype(work)
         ds_dot = p_dot * dp + p * (do @ v_dot.swapaxes(2, 3) - (do * o_dot).sum(-1, keepdims=True))
         dx, dx_dot = map(rounded_score, (dx, ds_dot * slope + ds * bend * s_dot))
         dk_dot = dx_dot.swapaxes(2, 3) @ q + dx.swapaxes(2, 3) @ q_dot

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 
 from fa4_jax import catalogue
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
 from kernels.build import cache
 
 
@@ -35,7 +35,8 @@ class Capability:
 
 def _plain(key: KernelKey) -> bool:
     special = key.ranges or key.pair or key.short or key.polynomial_exp2
-    return not (special or _splits_keys(key) or key.kernel is Pass.TANGENT)
+    derivative = key.kernel in (Pass.TANGENT, *HESSIAN_PASSES)
+    return not (special or _splits_keys(key) or derivative)
 
 
 def _splits_keys(key: KernelKey) -> bool:
@@ -69,10 +70,16 @@ CAPABILITIES = (
         '--only "*_fwd_split_*"',
     ),
     Capability(
-        "tangents (Hopper)",
+        "tangents",
         lambda key: key.kernel is Pass.TANGENT,
         "test_tangents.py: a cover",
         '--only "*_tangent_*"',
+    ),
+    Capability(
+        "Hessian-vector products (Hopper)",
+        lambda key: key.kernel in HESSIAN_PASSES,
+        "test_hessian.py: a cover",
+        '--only "*_hessian_*"',
     ),
     Capability(
         "soft caps (Hopper; Blackwell's kernels with masks take them)",

@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax import bands
+from fa4_jax.key import STATISTICS_ROWS
 from kernels.common import tensors
 from kernels.common.schedule import batch_band, nth_tile
-from kernels.interface import STATISTICS_ROWS, Sizes, Window
+from kernels.interface import Sizes, Window
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.hessian_description import STATISTICS
 from kernels.sm90.tiles import L2_BUDGET_BYTES, HessianTile

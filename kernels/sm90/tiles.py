@@ -150,7 +150,7 @@ HESSIAN_QUERY_TILES: dict[int, HessianTile] = {
 }
 
 HESSIAN_KEY_TILES: dict[int, HessianTile] = {
-    # head_dim; rows are keys, and n divides interface.STATISTICS_ROWS
+    # head_dim; rows are keys, and n divides STATISTICS_ROWS
     64: HessianTile(m=128, n=32, stages=4),
     96: HessianTile(m=128, n=32, stages=4, span_bytes=64),
     128: HessianTile(m=128, n=32, stages=3, late_sums=False),
