@@ -18,6 +18,7 @@ from fa4_jax.key import (
     HESSIAN_PASSES,
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
+    READS_PAGES,
     SHORT_TILES,
     TANGENT_HEAD_DIMS,
     KernelKey,
@@ -82,6 +83,8 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
         )
     for ranges in (False, True) if short else ():
         yield key(band=True, ranges=ranges, short=True)
+    if arch in READS_PAGES and value_dim == head_dim:
+        yield key(band=True, short=short is not None, paged=True)
 
 
 def _caps(arch: str) -> tuple[bool, ...]:

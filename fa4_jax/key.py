@@ -117,6 +117,10 @@ SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 """CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
 
 
+READS_PAGES = frozenset({"sm_90a"})
+"""Architectures whose forwards of many rows read pages; elsewhere those of few rows alone do."""
+
+
 STATISTICS_ROWS = 64
 """Of what kernels of Hessian-vector products read of query rows (`row_statistics`), a head's rows
 are padded to a multiple of this.
@@ -165,7 +169,7 @@ class KernelKey:
       soft_cap: scores are capped, by a number in memory; only with ranges, and on CAPPED_APART.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
-      paged: K and V lie in pages, which a table names (split forward only).
+      paged: K and V lie in pages, which a table names (forward and split forward).
     """
 
     arch: str

@@ -19,6 +19,7 @@ from fa4_jax.key import (
     HESSIAN_PASSES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
+    READS_PAGES,
     SHORT_TILES,
     TANGENT_HEAD_DIMS,
     TICKETS_WITH_BANDS,
@@ -161,6 +162,9 @@ def kernel_keys(
         key(Pass.BACKWARD_POST, of_gradient),
     )
     paged = problem.page_length is not None
+    if paged and arch in READS_PAGES and not splits.has_few_rows(problem):
+        has_short = (arch, tile) in SHORT_TILES
+        return (key(Pass.FORWARD, band=True, short=has_short, paged=True),), backward
     if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = _takes_short_tile(problem, arch, tile)

@@ -32,7 +32,7 @@ def launch(key: KernelKey, description: Description) -> Launch:
 def _forward(key: KernelKey, description: Description) -> Launch:
     whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
     counters = ("tile_ticket",) if description.division.by_ticket else ()
-    extra = _ranges(key)
+    extra = interface.params(interface.PageBuffers) if key.paged else _ranges(key)
     if key.ranges:
         skipped = () if key.reads_cap else ("soft_cap",)
         logits = interface.params(interface.LogitBuffers)

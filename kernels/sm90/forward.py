@@ -38,6 +38,8 @@ when few blocks of a tile are left, whose loads hide the latency. No CTA waits f
 may start in any order.
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -51,13 +53,21 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
 from kernels.common.state import Scales, make_scales
-from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
+from kernels.interface import ForwardScalars, LogitBuffers, PageBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, TileRanges, make_rows, ranges_of
 from kernels.sm90.forward_description import of_key
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
+from kernels.sm90.forward_pages import (
+    Pages,
+    keys_of_copies,
+    load_block,
+    look_up,
+    pages_of,
+    whole_sizes,
+)
 from kernels.sm90.forward_schedule import (
     Work,
     assign,
@@ -82,6 +92,7 @@ class Forward(ForwardHost, Turns):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
+        self.paged = key.paged
         self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         self.description = of_key(key)
         names = ("issue_turn", "epilogue")
@@ -109,6 +120,7 @@ class Forward(ForwardHost, Turns):
         tile_ticket: cute.Pointer | None = None,
         ranges: RangeBuffers | None = None,
         logits: LogitBuffers | None = None,
+        pages: PageBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -119,12 +131,15 @@ class Forward(ForwardHost, Turns):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        page_length = sizes.key_length
+        if cutlass.const_expr(self.paged):
+            sizes = whole_sizes(sizes, pages)
         schedule = make_schedule(extents, sizes, scalars.window, self.tile.m)
         load, mma = self.description.role("load"), self.description.role("mma")
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, schedule, tile_ticket, ranges)
+                self.load(maps, shared, schedule, tile_ticket, ranges, (pages, page_length))
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             self.mma(maps, shared, schedule, RowResults(lse, logits), scalars, ranges)
@@ -137,6 +152,7 @@ class Forward(ForwardHost, Turns):
         schedule: Schedule,
         tile_ticket: cute.Pointer | None,
         ranges: RangeBuffers | None,
+        pages: tuple[PageBuffers | None, Int32],
     ):
         """Load warp: finds a tile's work, loads Q, then K and V of each block, last block first."""
         ctas, _, _ = cute.arch.grid_dim()
@@ -149,12 +165,20 @@ class Forward(ForwardHost, Turns):
                 work = by_table(work, ranges, schedule.sizes, self.shape)
             if cutlass.const_expr(self.reads_mask):
                 visits, work = make_visits(work, ranges, schedule.sizes, self.shape)
+            if cutlass.const_expr(self.paged):
+                # What lies past the last key in its page, or past the table, is padding.
+                padded = work.blocks.end * self.tile.n > work.band.key_length
+                work = dataclasses.replace(work, padded_keys=padded)
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, self.words(shared, tiles_done))
             self.load_query(maps, shared, work, tiles_done)
             done = (tiles_done, blocks_done)
-            ticket = self.load_blocks(maps, shared, work, visits, tile_ticket, done)
+            ticket = Int32(0)
+            if cutlass.const_expr(self.paged):
+                ticket = self.load_pages(maps, shared, work, tile_ticket, done, pages)
+            else:
+                ticket = self.load_blocks(maps, shared, work, visits, tile_ticket, done)
             tiles_done += 1
             blocks_done += work.blocks.end - work.blocks.begin
             if cutlass.const_expr(self.by_ticket):
@@ -227,6 +251,66 @@ class Forward(ForwardHost, Turns):
                     target[None, None, use.slot],
                     full,
                 )
+        return ticket
+
+    @cute.jit
+    def load_pages(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        tile_ticket: cute.Pointer,
+        done: tuple[Int32, Int32],
+        of_call: tuple[PageBuffers, Int32],
+    ) -> Int32:
+        """Does what `load_blocks` does with keys in pages; of_call: these, and their length."""
+        buffers, page_length = of_call
+        pages, ticket = pages_of(buffers, page_length, work), Int32(0)
+        longest, *others = keys_of_copies(self.tile)
+        if cutlass.const_expr(not others):
+            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, longest)
+        elif page_length % longest == 0:
+            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, longest)
+        else:
+            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, others[0])
+        return ticket
+
+    @cute.jit
+    def load_copies(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        tile_ticket: cute.Pointer,
+        done: tuple[Int32, Int32],
+        pages: Pages,
+        rows: cutlass.Constexpr[int],
+    ) -> Int32:
+        """Loads a tile's blocks by copies of `rows` keys; returns the next tile's ticket."""
+        tile, (tiles_done, blocks_done), barriers = self.tile, done, shared.barriers
+        count, ticket = work.blocks.end - work.blocks.begin, Int32(0)
+        if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
+            ticket = ptx.take_ticket(tile_ticket)
+        place = (Int32(0), Int32(0))
+        if count > 0:
+            place = look_up(pages, work.blocks.end - 1, tile.n, rows)
+        for step in cutlass.range(count, unroll=1):
+            if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
+                ticket = ptx.take_ticket(tile_ticket)
+            use = barriers.k_full.use(blocks_done + step)
+            for operand in cutlass.range_constexpr(2):
+                columns = (self.head_dim, self.value_dim)[operand]
+                full = (barriers.k_full, barriers.v_full)[operand].at(use)
+                (barriers.k_empty, barriers.v_empty)[operand].wait_free(use)
+                if cutlass.const_expr(operand == 1 and not tile.own_output):
+                    if step == 0:
+                        barriers.o_empty.wait_free(tiles_done)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.n * columns * 2)
+                copies = (operand, columns, rows)
+                load_block(maps, shared, place, pages, tile, copies, use.slot, full)
+            if step + 1 < count:
+                place = look_up(pages, work.blocks.end - 2 - step, tile.n, rows)
         return ticket
 
     @cute.jit

@@ -40,6 +40,9 @@ class RegisterBudget:
 REGISTER_BUDGETS = {2: RegisterBudget(24, 240), 3: RegisterBudget(32, 160)}
 """By number of MMA warpgroups; multiples of 8 that sum to at most the register file."""
 
+PAGED_REGISTERS = RegisterBudget(40, 232)
+"""Of a forward with two MMA warpgroups whose load warp looks up pages."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
