@@ -34,7 +34,7 @@ class Capability:
 
 
 def _plain(key: KernelKey) -> bool:
-    special = key.ranges or key.pair or key.short or key.polynomial_exp2
+    special = key.ranges or key.pair or key.short or key.paged or key.polynomial_exp2
     derivative = key.kernel in (Pass.TANGENT, *HESSIAN_PASSES)
     return not (special or _splits_keys(key) or derivative)
 
@@ -65,8 +65,8 @@ CAPABILITIES = (
     ),
     Capability(
         "few query rows and pages",
-        _splits_keys,
-        "test_split.py, test_decode_end_to_end.py",
+        lambda key: _splits_keys(key) or key.paged,
+        "test_split.py, test_pages.py, test_decode_end_to_end.py",
         '--only "*_fwd_split_*"',
     ),
     Capability(
@@ -89,7 +89,7 @@ CAPABILITIES = (
     ),
     Capability(
         "a short tile at d = 64 (Hopper)",
-        lambda key: key.short,
+        lambda key: key.short and not key.paged,
         "test_kernels.py: tickets; short cases of test_end_to_end.py",
         '--only "*short"',
     ),

@@ -57,8 +57,8 @@ def test_key_list() -> None:
         Pass.BACKWARD_POST: 2 * 6,
     }
     # Dense, a band, ranges, ranges with a cap; at d = 64 and 96 a short tile for a band and for
-    # ranges, which have no tall one at 96.
-    forward = 2 * (6 * 4 + 2 * 2 - 1)
+    # ranges, which have no tall one at 96; pages.
+    forward = 2 * (6 * 4 + 2 * 2 - 1 + 5)
     backward = 2 * 6 * 4 * 2
     hessian = dict.fromkeys(HESSIAN_PASSES, 2 * 3 * 2)
     own = {Pass.FORWARD: forward, Pass.BACKWARD: backward, **hessian}

@@ -173,7 +173,8 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
             )
             short = dataclasses.replace(problem, query_length=1)
             paged = dataclasses.replace(problem, page_length=64)
-            for some in (problem, short, *([] if asks else [paged])):
+            in_pages = (paged, dataclasses.replace(paged, query_length=1))
+            for some in (problem, short, *(() if asks else in_pages)):
                 forward, backward = kernel_keys(some, arch, design=design)
                 used.update(forward + backward)
                 if no_tangent(some, arch) is None:
