@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.resources import Maps, Shared
-from kernels.common.ring import Use
+from kernels.common.ring import Ring, Use
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import exp2, select
 from kernels.common.tangent_host import TangentHost, tangent_source
@@ -118,7 +118,10 @@ class Tangent(TangentHost, Turns):
             rows = tensors.bthd_coordinates()[None, None, work.head, work.batch]
             rows = cute.domain_offset((work.first_row, 0), rows)
             query_tile = cute.local_tile(rows, (tile.m, d), (0, 0))
-            shared.barriers.q_empty.wait_free(tiles_done)
+            if cutlass.const_expr(tile.own_output):
+                shared.barriers.q_empty.wait_free(tiles_done)
+            else:
+                shared.barriers.o_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, shared.work[None, 0])
                 cute.arch.mbarrier_arrive_and_expect_tx(
@@ -127,7 +130,10 @@ class Tangent(TangentHost, Turns):
             for source, target in ((maps.q, shared.q), (maps.q_tangent, shared.q_tangent)):
                 tensors.tma_load(source, query_tile, target, shared.barriers.q_full.first)
             ticket = self.load_blocks(maps, shared, work, tile_ticket, blocks_done)
-            shared.barriers.o_empty.wait_free(tiles_done)
+            if cutlass.const_expr(tile.own_output):
+                shared.barriers.o_empty.wait_free(tiles_done)
+            else:
+                shared.barriers.q_empty.wait(tiles_done)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(
                     shared.barriers.o_full.first, tile.m * d * 2
@@ -139,7 +145,8 @@ class Tangent(TangentHost, Turns):
                 index = ctas + cute.arch.make_warp_uniform(ticket)
             else:
                 index = schedule.tile(tiles_done)
-        shared.barriers.q_empty.wait_free(tiles_done)
+        if cutlass.const_expr(tile.own_output):
+            shared.barriers.q_empty.wait_free(tiles_done)
         with cute.arch.elect_one():
             publish_end(shared.work[None, 0])
             cute.arch.mbarrier_arrive(shared.barriers.q_full.first)
@@ -160,7 +167,14 @@ class Tangent(TangentHost, Turns):
         tile, barriers = self.tile, shared.barriers
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         kv_tiles = cute.local_tile(kv, (tile.n, self.head_dim), (None, 0))
+        k_rings, v_rings = (barriers.k_full, barriers.k_empty), (barriers.v_full, barriers.v_empty)
+        k_pair = (maps.k, shared.k), (maps.k_tangent, shared.k_tangent)
+        v_pair = (maps.v, shared.v), (maps.v_tangent, shared.v_tangent)
         count, ticket = work.blocks.end - work.blocks.begin, Int32(0)
+        if cutlass.const_expr(tile.keys_ahead):
+            if count > 0:
+                first = work.blocks.end - 1, blocks_done
+                self.load_pair(k_pair, k_rings, kv_tiles, first)
         if cutlass.const_expr(self.band):
             if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                 ticket = ptx.take_ticket(tile_ticket)
@@ -168,25 +182,35 @@ class Tangent(TangentHost, Turns):
             if cutlass.const_expr(self.band):
                 if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                     ticket = ptx.take_ticket(tile_ticket)
-            block, use = work.blocks.end - 1 - step, barriers.k_full.use(blocks_done + step)
-            for full, empty, pair in (
-                (
-                    *(barriers.k_full, barriers.k_empty),
-                    ((maps.k, shared.k), (maps.k_tangent, shared.k_tangent)),
-                ),
-                (
-                    *(barriers.v_full, barriers.v_empty),
-                    ((maps.v, shared.v), (maps.v_tangent, shared.v_tangent)),
-                ),
-            ):
-                empty.wait_free(use)
-                with cute.arch.elect_one():
-                    num_bytes = 2 * tile.n * self.head_dim * 2
-                    cute.arch.mbarrier_arrive_and_expect_tx(full.at(use), num_bytes)
-                for source, target in pair:
-                    memory = target[None, None, use.slot]
-                    tensors.tma_load(source, kv_tiles[None, None, block], memory, full.at(use))
+            block, ordinal = work.blocks.end - 1 - step, blocks_done + step
+            if cutlass.const_expr(not tile.keys_ahead):
+                self.load_pair(k_pair, k_rings, kv_tiles, (block, ordinal))
+            elif step + 1 < count:
+                self.load_pair(k_pair, k_rings, kv_tiles, (block - 1, ordinal + 1))
+            self.load_pair(v_pair, v_rings, kv_tiles, (block, ordinal))
         return ticket
+
+    def load_pair(
+        self,
+        pair: tuple[tuple[cute.CopyAtom, cute.Tensor], ...],
+        rings: tuple[Ring, Ring],
+        kv_tiles: cute.Tensor,
+        place: tuple[Int32, Int32],
+    ):
+        """Loads a block of an operand and of its tangent.
+
+        pair: a copy and the memory of each; rings: full and empty; kv_tiles: coordinates, by block
+        last; place: the block, and its use of the rings.
+        """
+        (full, empty), (block, ordinal) = rings, place
+        use = full.use(ordinal)
+        empty.wait_free(use)
+        with cute.arch.elect_one():
+            num_bytes = 2 * self.tile.n * self.head_dim * 2
+            cute.arch.mbarrier_arrive_and_expect_tx(full.at(use), num_bytes)
+        for source, target in pair:
+            memory = target[None, None, use.slot]
+            tensors.tma_load(source, kv_tiles[None, None, block], memory, full.at(use))
 
     @cute.jit
     def mma(
@@ -296,9 +320,16 @@ class Tangent(TangentHost, Turns):
         self.release(shared.barriers.o_empty.first)
 
     def issue_scores(self, shared: Shared, mma: Operands, use: Use):
-        """Waits for a block of K and issues S and S', three groups of products."""
+        """Waits for a block of K and issues S and S'."""
         now, product = (None, None, None, use.slot), mma.scores_product
         shared.barriers.k_full.wait(use)
+        if self.tile.by_slices:
+            product.issue_by_slices(
+                (mma.scores, mma.q, mma.k[now], False),
+                (mma.tangents, mma.q_tangent, mma.k[now], False),
+                (mma.tangents, mma.q, mma.k_tangent[now], True),
+            )
+            return
         product.issue(mma.scores, mma.q, mma.k[now], accumulate=False)
         product.issue(mma.tangents, mma.q_tangent, mma.k[now], accumulate=False)
         product.issue(mma.tangents, mma.q, mma.k_tangent[now], accumulate=True)
@@ -329,6 +360,7 @@ class Tangent(TangentHost, Turns):
         self.round(mma)
         if cutlass.const_expr(self.padding is not None):
             if work.padded_keys:
+                use = shared.barriers.v_full.use(blocks_done)
                 shared.barriers.v_full.wait(use)
                 first_row = work.band.key_length - block * self.tile.n
                 clear_padding(shared, use.slot, first_row, self.padding)
@@ -473,4 +505,4 @@ def source(key: KernelKey) -> KernelSource:
     """Returns the tangent kernel of a key, with its launch."""
     kernel = Tangent(key)
     tile = kernel.tile
-    return tangent_source(kernel, key, {"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages})
+    return tangent_source(kernel, key, {"m": tile.m, "n": tile.n, "k_stages": tile.k_stages, "v_stages": tile.v_stages})
