@@ -40,9 +40,7 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
-TANGENT_HEAD_DIMS = frozenset(
-    [("sm_90a", d) for d in HEAD_DIM_TILES] + [("sm_100f", d) for d in (64, 96, 128)]
-)
+TANGENT_HEAD_DIMS = frozenset((arch, d) for arch in ("sm_90a", "sm_100f") for d in HEAD_DIM_TILES)
 """(arch, head_dim) with a kernel for tangents."""
 
 

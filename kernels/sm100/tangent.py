@@ -50,6 +50,7 @@ from kernels.sm100.tangent_data import Config
 from kernels.sm100.tangent_description import PAIR
 from kernels.sm100.tangent_products import ProductRole
 from kernels.sm100.tangent_rows import RowRole
+from kernels.sm100.tangent_single import SingleProductRole
 
 
 class Tangent(TangentHost):
@@ -58,7 +59,10 @@ class Tangent(TangentHost):
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        self.rows, self.products = RowRole(self.config), ProductRole(self.config)
+        self.rows = RowRole(self.config)
+        single = self.config.tile.query_tiles == 1
+        self.products = SingleProductRole(self.config) if single else ProductRole(self.config)
+        self.slots = PAIR // self.config.tile.slot_operands  # of the ring, for a block and tangent
 
     @cute.kernel
     def kernel(
@@ -123,16 +127,22 @@ class Tangent(TangentHost):
                 self.load_queries(maps, shared, work, t)
             for step in cutlass.range(count, unroll=1):
                 block, load = last - step, loads_done + 2 * step + 1
-                self.load_block(maps, "v", shared, work, block, load)
-                if step + 1 < count:
-                    self.load_block(maps, "k", shared, work, block - 1, load + 1)
+                if cutlass.const_expr(self.config.tile.query_tiles == 1):
+                    if step + 1 < count:
+                        self.load_block(maps, "k", shared, work, block - 1, load)
+                        load += 1
+                    self.load_block(maps, "v", shared, work, block, load)
+                else:
+                    self.load_block(maps, "v", shared, work, block, load)
+                    if step + 1 < count:
+                        self.load_block(maps, "k", shared, work, block - 1, load + 1)
             loads_done += 2 * count
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
                 barriers.q_empty[t].wait(round_index)
                 self.load_output(maps, shared, work, t)
         # Shared memory must outlive every commit's arrival.
         for i in cutlass.range_constexpr(self.config.tile.kv_stages):
-            barriers.kv_empty.wait_free(loads_done + i)
+            barriers.kv_empty.wait_free(self.slots * loads_done + i)
 
     @cute.jit
     def load_queries(self, maps: Maps, shared: Shared, work: Work, t: cutlass.Constexpr[int]):
@@ -167,19 +177,22 @@ class Tangent(TangentHost):
         loads: Int32,
     ):
         """Loads a block of K or V and its tangent into the ring, after `loads` others."""
-        tile, d = self.config.tile, self.config.head_dim
-        use = shared.barriers.kv_full.use(loads)
-        full = shared.barriers.kv_full.at(use)
-        shared.barriers.kv_empty.wait_free(use)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, PAIR * tile.n * d * 2)
-        of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        source = cute.local_tile(of_head, (tile.n, d), (block, 0))
+        tile, d, barriers = self.config.tile, self.config.head_dim, shared.barriers
         is_key = operand == "k"
         atoms = (maps.k, maps.k_tangent) if is_key else (maps.v, maps.v_tangent)
         memory = shared.k if is_key else shared.v
-        for i in cutlass.range_constexpr(PAIR):
-            tensors.tma_load(atoms[i], source, memory[None, None, PAIR * use.slot + i], full)
+        operands = tile.slot_operands
+        for slot in cutlass.range_constexpr(self.slots):
+            use = barriers.kv_full.use(self.slots * loads + slot)
+            full = barriers.kv_full.at(use)
+            barriers.kv_empty.wait_free(use)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, operands * tile.n * d * 2)
+            of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+            source = cute.local_tile(of_head, (tile.n, d), (block, 0))
+            for i in cutlass.range_constexpr(operands):
+                target = memory[None, None, operands * use.slot + i]
+                tensors.tma_load(atoms[slot + i], source, target, full)
 
     @cute.jit
     def store(self, maps: Maps, shared: Shared, rounds: Int32):
