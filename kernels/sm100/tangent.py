@@ -8,7 +8,7 @@ With LSE from the forward, dots for tangents, and S in units of the scores,
 p is 1 but for the rounding of LSE, which large scores would let through to all of a row.
 
     schedule warp     finds which tile comes next, one round ahead of all other roles
-    load warp         loads by TMA: Q and Q' of both tiles, K with K' and V with V' of each block
+    load warp         loads by TMA: Q and Q' of each tile, K with K' and V with V' of each block
                       into one ring, last block first, and O in place of Q
     MMA warp          issues S_t(i), S'_t(i)                three products, from shared memory
                       and    O'_t += P_t V'(i) + W_t V(i)   P and W from tensor memory
@@ -17,11 +17,13 @@ p is 1 but for the rounding of LSE, which large scores would let through to all 
     store warp        stores tiles of O' by TMA
 
 S_0(0) S_1(0), then for every block i: O'_0 S_0(i+1) O'_1 S_1(i+1): while one tile's softmax works,
-the tensor core computes the other's products. P follows from LSE without any maximum, so nothing
-is rescaled. Tiles, packed heads and masks are the forward's (forward.py, forward_schedule.py).
+the tensor core computes the other's products. Above d = 128 there is one tile, one softmax group
+and two buffers of scores: S(i+1) is issued before O'(i) (tangent_single.py). P follows from LSE
+without any maximum, so nothing is rescaled. Tiles, packed heads and masks are the forward's
+(forward.py, forward_schedule.py).
 
-Note [what needs no barrier]: a tile's next S and S' overwrite its P and W; the MMA warp issues them
-after the products that read these. The next tile's first product overwrites O'_t after its own
+Note [what needs no barrier]: the next S and S' of a buffer overwrite its P and W; the MMA warp
+issues them after the products that read these. The next tile's first product overwrites O'_t after its own
 p_full, at which softmax group t arrives when it has read O'_t. O takes the memory of Q and Q' once
 all scores are complete (q_empty), and gives it back when O' has been stored (out_empty).
 
@@ -54,7 +56,11 @@ from kernels.sm100.tangent_single import SingleProductRole
 
 
 class Tangent(TangentHost):
-    """The kernel of one key; attributes are compile-time constants."""
+    """The kernel of one key; attributes are compile-time constants.
+
+    Attributes:
+      slots: how many slots of the ring a block and its tangent take.
+    """
 
     def __init__(self, key: KernelKey):
         self.config = Config(key)
@@ -62,7 +68,7 @@ class Tangent(TangentHost):
         self.rows = RowRole(self.config)
         single = self.config.tile.query_tiles == 1
         self.products = SingleProductRole(self.config) if single else ProductRole(self.config)
-        self.slots = PAIR // self.config.tile.slot_operands  # of the ring, for a block and tangent
+        self.slots = PAIR // self.config.tile.slot_operands
 
     @cute.kernel
     def kernel(

@@ -76,9 +76,7 @@ class SingleProductRole(ProductRole):
             products.commit(barriers.q_empty[0].first)
 
     @cute.jit
-    def issue_output(
-        self, shared: Shared, work: Work, load: Int32, ordinal: Int32, first: Boolean
-    ):
+    def issue_output(self, shared: Shared, work: Work, load: Int32, ordinal: Int32, first: Boolean):
         """Waits for V, P and W of the CTA's ordinal-th block and issues what they add to O'.
 
         first: it is the first that the tile visits, the last of its keys.

@@ -96,13 +96,13 @@ class TangentTile:
     Attributes:
       m: query rows of a CTA, 64 for each MMA warpgroup.
       n: keys of a block.
-      k_stages, v_stages: depth of the ring of K and its tangent, and of that of V. Where V's is the
-        shallower one, each block of K is loaded before V of the block before.
+      k_stages, v_stages: depth of the ring of K and its tangent, and of that of V. Where V's is
+        the shallower one, each block of K is loaded before V of the block before.
       span_bytes: swizzle span of all operand tiles.
       own_output: the output tile has memory of its own; otherwise it takes Q's once the tile's
         scores are complete, and the next Q is loaded when its tangent has been stored.
-      by_slices: the three products of scores are issued slice by slice. One after another they would
-        keep descriptors of all slices in registers.
+      by_slices: the three products of scores are issued slice by slice. One after another they
+        would keep descriptors of all slices in registers, and spill others.
     """
 
     m: int
