@@ -23,9 +23,9 @@ without any maximum, so nothing is rescaled. Tiles, packed heads and masks are t
 (forward.py, forward_schedule.py).
 
 Note [what needs no barrier]: the next S and S' of a buffer overwrite its P and W; the MMA warp
-issues them after the products that read these. The next tile's first product overwrites O'_t after its own
-p_full, at which softmax group t arrives when it has read O'_t. O takes the memory of Q and Q' once
-all scores are complete (q_empty), and gives it back when O' has been stored (out_empty).
+issues them after the products that read these. The next tile's first product overwrites O'_t after
+its own p_full, at which softmax group t arrives when it has read O'_t. O takes the memory of Q and
+Q' once all scores are complete (q_empty), and gives it back when O' has been stored (out_empty).
 
 Ranges in memory, sinks and soft caps are not supported. A row that sees no key has LSE = -inf, and
 tangents 0. (FlashAttention-2, section 2.3, computes P from LSE in the backward; FlashAttention-4:
