@@ -17,7 +17,6 @@ from fa4_jax.key import (
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
-    TANGENT_HEAD_DIMS,
     KernelKey,
     Pass,
 )
@@ -42,7 +41,7 @@ def keys(arch: str) -> Iterator[KernelKey]:
         for paged in (False, True):
             yield KernelKey(arch, Pass.FORWARD_SPLIT, dtype, head_dim, paged=paged)
         yield KernelKey(arch, Pass.FORWARD_JOIN, dtype, head_dim)
-        for band in (False, True) if (arch, head_dim) in TANGENT_HEAD_DIMS else ():
+        for band in (False, True):
             yield KernelKey(arch, Pass.TANGENT, dtype, head_dim, band=band)
         yield from _backward(arch, dtype, head_dim, head_dim)
         if (narrow := NARROW_VALUES.get((arch, Pass.BACKWARD, head_dim))) is not None:

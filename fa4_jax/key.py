@@ -40,10 +40,6 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
-TANGENT_HEAD_DIMS = frozenset((arch, d) for arch in ("sm_90a", "sm_100f") for d in HEAD_DIM_TILES)
-"""(arch, head_dim) with a kernel for tangents."""
-
-
 NARROW_VALUES = {
     ("sm_90a", Pass.FORWARD, 192): 128,
     ("sm_90a", Pass.BACKWARD, 192): 128,

@@ -76,7 +76,7 @@ class Case:
         """
         if unsupported(self.problem) is not None or (self.masks and self.poison):
             return False
-        if kernel is Pass.TANGENT and no_tangent(self.problem, arch) is not None:
+        if kernel is Pass.TANGENT and no_tangent(self.problem) is not None:
             return False
         forward, backward = kernel_keys(self.problem, arch)
         of_backward = (Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST)

@@ -184,7 +184,6 @@ def _at_rest(inputs: Inputs) -> Inputs:
 def _with_tangent(forward: Attention, case: Case, inputs: Inputs) -> Attention:
     """The launches of a forward, and then that of its tangents."""
     key = tangent_key(case.problem, forward.keys[0].arch)
-    assert key is not None, case.id
     names = ("q_tangent", "k_tangent", "v_tangent")
     arrays = forward.arrays | dict(zip(names, inputs.tangents, strict=True))
     return dataclasses.replace(forward, arrays=arrays, keys=(*forward.keys, key))

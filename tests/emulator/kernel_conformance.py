@@ -145,8 +145,8 @@ class Outcome:
 def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> KernelKey:
     """The main kernel that a case runs: of a backward, of tangents, or the first of a forward."""
     forward, backward = kernel_keys(case.problem, arch, design=design)
-    if kernel is Pass.TANGENT and (key := tangent_key(case.problem, arch)) is not None:
-        return key
+    if kernel is Pass.TANGENT:
+        return tangent_key(case.problem, arch)
     if kernel is Pass.BACKWARD:
         return next(key for key in backward if key.kernel is kernel)
     return forward[0]
