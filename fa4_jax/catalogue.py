@@ -20,7 +20,6 @@ from fa4_jax.key import (
     POLYNOMIAL_EXP2_TILES,
     READS_PAGES,
     SHORT_TILES,
-    TANGENT_HEAD_DIMS,
     KernelKey,
     Pass,
 )
@@ -45,7 +44,7 @@ def keys(arch: str) -> Iterator[KernelKey]:
         for paged in (False, True):
             yield KernelKey(arch, Pass.FORWARD_SPLIT, dtype, head_dim, paged=paged)
         yield KernelKey(arch, Pass.FORWARD_JOIN, dtype, head_dim)
-        for band in (False, True) if (arch, head_dim) in TANGENT_HEAD_DIMS else ():
+        for band in (False, True):
             yield KernelKey(arch, Pass.TANGENT, dtype, head_dim, band=band)
         for band in (False, True) if (arch, head_dim) in HESSIAN_HEAD_DIMS else ():
             for kernel in HESSIAN_PASSES:

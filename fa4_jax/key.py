@@ -43,10 +43,6 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
-TANGENT_HEAD_DIMS = frozenset((arch, d) for arch in ("sm_90a", "sm_100f") for d in (64, 96, 128))
-"""(arch, head_dim) with a kernel for tangents: shared memory holds no wider tiles."""
-
-
 HESSIAN_PASSES = (Pass.HESSIAN_QUERY, Pass.HESSIAN_KEY)
 """The kernels of a Hessian-vector product."""
 

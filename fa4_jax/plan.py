@@ -21,7 +21,6 @@ from fa4_jax.key import (
     POLYNOMIAL_EXP2_TILES,
     READS_PAGES,
     SHORT_TILES,
-    TANGENT_HEAD_DIMS,
     TICKETS_WITH_BANDS,
     KernelKey,
     Pass,
@@ -126,11 +125,7 @@ def kernel_keys(
     Raises:
       KeyError: the head dim has no tile (`unsupported` says so in words).
     """
-    # The tile is as wide as the wider one. TMA fills the narrower one with zeros when it loads, and
-    # clips it when it stores.
-    tile = head_dim_tile(max(problem.head_dims))
-    if tile is None:
-        raise KeyError(problem.head_dims)
+    tile = _head_dim_tile(problem)
 
     def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
         pair = designs.is_pair(arch, kernel, (tile, value_dim), design)
@@ -175,35 +170,36 @@ def kernel_keys(
     return (key(Pass.FORWARD, value_tile(Pass.FORWARD), **flags),), backward
 
 
-def tangent_key(problem: Problem, arch: str) -> KernelKey | None:
-    """Key of the launch that computes tangents, or None where head dims have none.
+def tangent_key(problem: Problem, arch: str) -> KernelKey:
+    """Key of the launch that computes tangents; `no_tangent` says where none does.
 
-    `no_tangent` says why another problem has none.
+    Raises:
+      KeyError: the head dim has no tile (`unsupported` says so in words).
     """
-    tile = head_dim_tile(max(problem.head_dims))
-    if tile is None or (arch, tile) not in TANGENT_HEAD_DIMS:
-        return None
     band = problem.band or (problem.has_lengths and arch in TICKETS_WITH_BANDS)
-    return KernelKey(arch, Pass.TANGENT, problem.dtype, tile, band=band)
+    return KernelKey(arch, Pass.TANGENT, problem.dtype, _head_dim_tile(problem), band=band)
 
 
-def no_tangent(problem: Problem, arch: str) -> str | None:
-    """Why no kernel of an architecture computes tangents of a problem whose forward has one."""
+def _head_dim_tile(problem: Problem) -> int:
+    # The tile is as wide as the wider one. TMA fills the narrower one with zeros when it loads, and
+    # clips it when it stores.
+    tile = head_dim_tile(max(problem.head_dims))
+    if tile is None:
+        raise KeyError(problem.head_dims)
+    return tile
+
+
+def no_tangent(problem: Problem) -> str | None:
+    """Why no kernel computes tangents of a problem whose forward has one."""
     if asked := in_memory(problem, Pass.FORWARD):
         return f"{', '.join(asked)}: no kernel computes tangents with them"
-    if tangent_key(problem, arch) is None:
-        widest = max((tile for of, tile in TANGENT_HEAD_DIMS if of == arch), default=None)
-        most = "none" if widest is None else f"up to {widest}"
-        return (
-            f"head dims {problem.head_dims} on {arch}: no kernel computes their tangents ({most})"
-        )
     return None
 
 
 def hessian_keys(problem: Problem, arch: str) -> tuple[KernelKey, ...]:
     """Keys of the launches that compute Hessian-vector products, of a problem with a tangent's."""
     tangent = tangent_key(problem, arch)
-    if tangent is None or (arch, tangent.head_dim) not in HESSIAN_HEAD_DIMS:
+    if (arch, tangent.head_dim) not in HESSIAN_HEAD_DIMS:
         return ()
     return tuple(dataclasses.replace(tangent, kernel=kernel) for kernel in HESSIAN_PASSES)
 
@@ -405,8 +401,8 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     backward_reason = backward_reason or _traced_cap(problem)
     if forward_reason is not None and implementation == "kernel":
         raise NotImplementedError(f"implementation='kernel': {forward_reason}")
-    tangent = tuple(filter(None, (tangent_key(problem, target.arch),)))
-    tangent_reason = forward_reason or no_tangent(problem, target.arch)
+    tangent = (tangent_key(problem, target.arch),)
+    tangent_reason = forward_reason or no_tangent(problem)
     tangent_reason = tangent_reason or _missing(problem, tangent, target.manifest)
     hessian = hessian_keys(problem, target.arch)
     hessian_reason = tangent_reason or no_hessian(problem, target.arch)

@@ -77,7 +77,7 @@ class Case:
         if unsupported(self.problem) is not None or (self.masks and self.poison):
             return False
         of_derivatives = (Pass.TANGENT, *HESSIAN_PASSES)
-        if kernel in of_derivatives and no_tangent(self.problem, arch) is not None:
+        if kernel in of_derivatives and no_tangent(self.problem) is not None:
             return False
         if kernel in HESSIAN_PASSES and no_hessian(self.problem, arch) is not None:
             return False

@@ -45,7 +45,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from fa4_jax.key import KernelKey
+from fa4_jax.key import PAGE_KEYS, KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
@@ -57,12 +57,11 @@ from kernels.interface import ForwardScalars, LogitBuffers, PageBuffers, RangeBu
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, TileRanges, make_rows, ranges_of
-from kernels.sm90.forward_description import of_key
+from kernels.sm90.forward_description import LONG_COPY, has_long_copies, of_key
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_pages import (
     Pages,
-    keys_of_copies,
     load_block,
     look_up,
     pages_of,
@@ -266,13 +265,13 @@ class Forward(ForwardHost, Turns):
         """Does what `load_blocks` does with keys in pages; of_call: these, and their length."""
         buffers, page_length = of_call
         pages, ticket = pages_of(buffers, page_length, work), Int32(0)
-        longest, *others = keys_of_copies(self.tile)
-        if cutlass.const_expr(not others):
-            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, longest)
-        elif page_length % longest == 0:
-            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, longest)
+        if cutlass.const_expr(has_long_copies(self.tile)):
+            if page_length % LONG_COPY == 0:
+                ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, LONG_COPY)
+            else:
+                ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, PAGE_KEYS)
         else:
-            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, others[0])
+            ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, PAGE_KEYS)
         return ticket
 
     @cute.jit

@@ -84,12 +84,17 @@ def of_key(key: KernelKey) -> Description:
     )
 
 
+def has_long_copies(tile: ForwardTile) -> bool:
+    """Whether copies of LONG_COPY keys fill a block."""
+    return tile.n % LONG_COPY == 0
+
+
 def _maps_of_keys(tile: ForwardTile, dims: tuple[int, int], paged: bool) -> tuple[TensorMap, ...]:
     """Lists the maps of K and V; those of pages have boxes that fit into a page."""
     span, operands = tile.span_bytes, list(zip(("k", "v"), dims, strict=True))
     if not paged:
         return tuple(TensorMap(name, name, tile.n, columns, span) for name, columns in operands)
-    long = [] if tile.n % LONG_COPY else operands
+    long = operands if has_long_copies(tile) else []
     return (
         *(TensorMap(name, name, LONG_COPY, columns, span) for name, columns in long),
         *(TensorMap(f"{name}_short", name, PAGE_KEYS, span // 2, span) for name, _ in operands),

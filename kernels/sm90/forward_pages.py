@@ -11,7 +11,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from fa4_jax.key import PAGE_KEYS
 from kernels.common import tensors
 from kernels.common.resources import Maps, Shared
 from kernels.interface import PageBuffers, Sizes
@@ -87,8 +86,3 @@ def load_block(
                 cute.local_tile(target, (rows, width), (copy, column)),
                 full,
             )
-
-
-def keys_of_copies(tile: ForwardTile) -> tuple[int, ...]:
-    """Returns how many keys a copy may have, the most first."""
-    return (LONG_COPY, PAGE_KEYS) if tile.n % LONG_COPY == 0 else (PAGE_KEYS,)

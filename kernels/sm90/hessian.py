@@ -178,18 +178,14 @@ class Hessian(HessianHost):
                 for name in self.column_names
             },
             summed={
-                name: of_sums.make_fragment_B(
-                    sums_part.partition_B(getattr(shared, f"{name}_t"))
-                )
+                name: of_sums.make_fragment_B(sums_part.partition_B(getattr(shared, f"{name}_t")))
                 for name in summed(self.by_key)
             },
             scores=scores,
             tangents=tangents,
             gradients=gradients,
             gradient_tangents=gradient_tangents,
-            rounded=tuple(
-                cute.make_rmem_tensor(rounded, self.dtype) for _ in summed(self.by_key)
-            ),
+            rounded=tuple(cute.make_rmem_tensor(rounded, self.dtype) for _ in summed(self.by_key)),
             acc=tuple(cute.make_rmem_tensor(output, Float32) for _ in results(self.by_key)),
         )
 

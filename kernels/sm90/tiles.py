@@ -99,18 +99,31 @@ class TangentTile:
     Attributes:
       m: query rows of a CTA, 64 for each MMA warpgroup.
       n: keys of a block.
-      kv_stages: depth of the ring of K and its tangent, and of that of V.
+      k_stages, v_stages: depth of the ring of K and its tangent, and of that of V. Where V's is
+        the shallower one, each block of K is loaded before V of the block before.
       span_bytes: swizzle span of all operand tiles.
+      own_output: the output tile has memory of its own; otherwise it takes Q's once the tile's
+        scores are complete, and the next Q is loaded when its tangent has been stored.
+      by_slices: the three products of scores are issued slice by slice. One after another they
+        would keep descriptors of all slices in registers, and spill others.
     """
 
     m: int
     n: int
-    kv_stages: int = 2
+    k_stages: int = 2
+    v_stages: int = 2
     span_bytes: int = 128
+    own_output: bool = True
+    by_slices: bool = False
 
     @property
     def mma_warpgroups(self) -> int:
         return self.m // 64
+
+    @property
+    def keys_ahead(self) -> bool:
+        """Whether each block of K is loaded before V of the block before."""
+        return self.v_stages < self.k_stages
 
 
 TANGENT_TILES: dict[int, TangentTile] = {
@@ -118,6 +131,8 @@ TANGENT_TILES: dict[int, TangentTile] = {
     64: TangentTile(m=192, n=64),
     96: TangentTile(m=128, n=96, span_bytes=64),
     128: TangentTile(m=128, n=64),
+    192: TangentTile(m=128, n=48, v_stages=1, own_output=False),
+    256: TangentTile(m=128, n=32, v_stages=1, own_output=False, by_slices=True),
 }
 
 

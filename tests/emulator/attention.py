@@ -194,7 +194,6 @@ def _with_tangent(
 ) -> Attention:
     """The launches of a forward, then that of its tangents, and those of gradients."""
     key = tangent_key(case.problem, forward.keys[0].arch)
-    assert key is not None, case.id
     names = ("q_tangent", "k_tangent", "v_tangent")
     arrays = forward.arrays | dict(zip(names, inputs.tangents, strict=True))
     return dataclasses.replace(forward, arrays=arrays, keys=(*forward.keys, key, *hessian))

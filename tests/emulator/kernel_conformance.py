@@ -148,8 +148,8 @@ class Outcome:
 def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> KernelKey:
     """The main kernel that a case runs: of a backward, of tangents, or the first of a forward."""
     forward, backward = kernel_keys(case.problem, arch, design=design)
-    if kernel is Pass.TANGENT and (key := tangent_key(case.problem, arch)) is not None:
-        return key
+    if kernel is Pass.TANGENT:
+        return tangent_key(case.problem, arch)
     if kernel in HESSIAN_PASSES:
         return next(key for key in hessian_keys(case.problem, arch) if key.kernel is kernel)
     if kernel is Pass.BACKWARD:
@@ -258,7 +258,9 @@ def launches_of(problem: Problem) -> attention.Attention:
     if problem.paged:
         launches = launch_in_pages(launches, problem.case)
     if problem.kernel in HESSIAN_PASSES:
-        own = [key for key in launches.keys if key.kernel not in {*HESSIAN_PASSES} - {problem.kernel}]
+        own = [
+            key for key in launches.keys if key.kernel not in {*HESSIAN_PASSES} - {problem.kernel}
+        ]
         return dataclasses.replace(launches, keys=tuple(own)).only(problem.kernel)
     last = next(key for key in reversed(launches.keys) if key.kernel in FORWARDS)
     return launches if problem.kernel in FORWARDS else launches.after(last.kernel)

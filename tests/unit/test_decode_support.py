@@ -122,9 +122,7 @@ def test_chunks_of_prompts_are_read_in_pages(
             "sinks and T * N / K = 80 rows: with those the kernels with pages take at most 64",
         ),
         (
-            PagedCase(
-                dtype="bf16", rows=40, head_dim=128, window=10, table_pages=9, soft_cap=3.0
-            ),
+            PagedCase(dtype="bf16", rows=40, head_dim=128, window=10, table_pages=9, soft_cap=3.0),
             ["sm_90a_fwd_bf16_d128_band_ranges_soft_cap"],
             80,  # The rows see 50 tokens together, which may begin at the end of a page.
             "logits_soft_cap and T * N / K = 80 rows: with those the kernels with pages take",

@@ -98,10 +98,6 @@ def test_explain_why_the_default_path_computes_tangents(
     assert told.tangent_reason is not None and reason in told.tangent_reason
     assert told.hessian == () and told.hessian_reason == told.tangent_reason
     assert f"tangents and second derivatives: default path ({told.tangent_reason})" in str(told)
-    wide = struct(2, 300, 2, 256)
-    assert explain(wide, wide, wide).tangent_reason == (
-        "head dims (256, 256) on sm_90a: no kernel computes their tangents (up to 128)"
-    )
 
 
 def test_explain_the_room_for_split_tiles(kernels_present: None):
