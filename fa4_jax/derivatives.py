@@ -177,7 +177,7 @@ def _of_gradients(of: Computation, fixed: Fixed, point: Point, bars: Moved, move
     tangents = _tangents(of, fixed, point, moved)
     if of.hessian is not None:
         cotangents = Cotangents(fixed.output, fixed.lse, *bars)
-        moving = Tangents(moved.query, moved.key, moved.value, *tangents)
+        moving = Tangents(moved.query, moved.key, moved.value, tangents.output, tangents.lse)
         return Point(*of.hessian(of.work, fixed.operands(point), cotangents, moving), sinks=None)
     at = point, Moved(fixed.output, fixed.lse)
     return jax.jvp(gradients, at, (moved, tangents))[1]
@@ -187,7 +187,8 @@ def _recomputed(of: Computation, fixed: Fixed, point: Point, bars: Moved, moved:
     """What `_of_gradients` returns, as a function of the point alone: results follow from it."""
 
     def gradients(point: Point) -> Point:
-        cotangents = Cotangents(*_default(of, fixed, point), *bars)
+        results = _default(of, fixed, point)
+        cotangents = Cotangents(results.output, results.lse, bars.output, bars.lse)
         return _gradients(of, DIFFERENTIABLE, fixed.operands(point), cotangents)
 
     return jax.jvp(gradients, (point,), (moved,))[1]
@@ -203,7 +204,9 @@ def _hessian(of: Computation) -> LinearMap:
     def derivative(
         fixed: Fixed, point: tuple[Point, Moved], other: tuple[Point, Moved], moved: Point
     ) -> Point:
-        return jax.jvp(lambda at: _recomputed(of, fixed, *at, moved), (point,), (other,))[1]
+        return jax.jvp(lambda at: _recomputed(of, fixed, at[0], at[1], moved), (point,), (other,))[
+            1
+        ]
 
     at_once = of.hessian is not None
     return LinearMap(

@@ -154,7 +154,9 @@ def run_hessian(case: Case, seed: int, implementation: Implementation = None) ->
     with jax.default_matmul_precision("highest"):
         run = jax.jit(lambda primals, moved: jax.jvp(gradients, primals, moved)[1])
         found = run(primals, inputs.tangents)
-    results = dict(zip(HESSIAN_PRODUCTS, map(np.asarray, found), strict=True))
+    results: dict[str, np.ndarray] = {
+        name: np.asarray(x) for name, x in zip(HESSIAN_PRODUCTS, found, strict=True)
+    }
     return judged(case, inputs, plan_of(case, inputs, implementation), results)
 
 

@@ -93,7 +93,8 @@ def hessian(
 
     operands_there = operands.query, operands.key, operands.value
     at = Tangents(*operands_there, cotangents.output, cotangents.lse)
-    return Gradients(*jax.jvp(gradients, (at,), (tangents,))[1], None)
+    query, key, value = jax.jvp(gradients, (at,), (tangents,))[1]
+    return Gradients(query, key, value, None)
 
 
 def nothing(problem: Problem, operands: Operands) -> Results:

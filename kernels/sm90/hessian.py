@@ -39,6 +39,7 @@ from kernels.common.hessian_host import HessianHost, hessian_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.softmax import exp2, select
+from kernels.description import NamedBarrier
 from kernels.interface import BackwardScalars, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
@@ -232,7 +233,8 @@ class Hessian(HessianHost):
         barriers.block_full.wait(use)
         if cutlass.const_expr(self.padding is not None):
             if work.padded_columns & (block == work.blocks.end - 1):
-                self.clear_padding(shared, use.slot, work.band.key_length - block * self.tile.n)
+                past = work.band.key_length - block * self.tile.n
+                self.clear_padding(shared, use.slot, past, self.padding)
         self.issue_scores(mma, use)
         warpgroup.wait_group(2)  # The sums of the step before are complete, and so are S and S'.
         if cutlass.const_expr(self.tile.late_sums):
@@ -295,11 +297,11 @@ class Hessian(HessianHost):
                 of_columns.append(values)
             for row, column in itertools.product(range(softmax.ROWS), range(2)):
                 index = softmax.fragment_index(pair, row, column)
-                if self.by_key:
+                own = rows.statistics
+                if own is None:
                     values = of_columns[column]
                     found.append((index, values[0], values[1]))
                 else:
-                    own = rows.statistics
                     found.append((index, own[first, row], own[first + 1, row]))
         return found
 
@@ -327,14 +329,20 @@ class Hessian(HessianHost):
         wgmma.round_fragment(mma.gradient_tangents, mma.rounded[1])
 
     @cute.jit
-    def clear_padding(self, shared: Shared, slot: Int32, first_row: Int32):
+    def clear_padding(
+        self,
+        shared: Shared,
+        slot: Int32,
+        first_row: Int32,
+        padding: cutlass.Constexpr[NamedBarrier],
+    ):
         """Writes 0 to columns past their length, which may hold anything."""
         thread, _, _ = cute.arch.thread_idx()
         for name in self.column_names:
             tile = getattr(shared, name)[None, None, slot]
-            tensors.zero_vectors(tile, first_row, thread - WARPGROUP, self.padding.threads)
+            tensors.zero_vectors(tile, first_row, thread - WARPGROUP, padding.threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        resources.meet(self.padding)
+        resources.meet(padding)
 
     @cute.jit
     def finish(

@@ -101,25 +101,33 @@ class Rows:
     first_column: Int32
 
 
-@cute.jit
 def make_rows(
     work: Work, statistics: cute.Pointer, first_row: Int32, first_column: Int32, by_key: bool
 ) -> Rows:
     """Makes rows first_row, first_row + 8, ... of a tile; statistics: of the query head."""
     low, high = (cute.make_rmem_tensor((softmax.ROWS,), Int32) for _ in range(2))
-    own = None if by_key else cute.make_rmem_tensor((STATISTICS, softmax.ROWS), Float32)
-    for row in cutlass.range_constexpr(softmax.ROWS):
+    for row in range(softmax.ROWS):
         place = first_row + 8 * row
         low[row], high[row] = bands.row_limits(work.band, place, tensors.INT32)
-        if cutlass.const_expr(own is not None):
-            for i in cutlass.range_constexpr(STATISTICS):
-                own[i, row] = Float32.inf if i == 0 else Float32(0.0)
-            if place < work.band.query_length:
-                source = cute.make_tensor(
-                    (statistics + place * STATISTICS).align(16), cute.make_layout(STATISTICS)
-                )
-                cute.autovec_copy(source, own[None, row])
-    return Rows(low, high, own, first_column)
+    if by_key:
+        return Rows(low, high, None, first_column)
+    return Rows(low, high, load_statistics(work, statistics, first_row), first_column)
+
+
+@cute.jit
+def load_statistics(work: Work, statistics: cute.Pointer, first_row: Int32) -> cute.Tensor:
+    """Loads those of query rows first_row, first_row + 8, ..., as `Rows` has them."""
+    own = cute.make_rmem_tensor((STATISTICS, softmax.ROWS), Float32)
+    for row in cutlass.range_constexpr(softmax.ROWS):
+        place = first_row + 8 * row
+        for i in cutlass.range_constexpr(STATISTICS):
+            own[i, row] = Float32.inf if i == 0 else Float32(0.0)
+        if place < work.band.query_length:
+            source = cute.make_tensor(
+                (statistics + place * STATISTICS).align(16), cute.make_layout(STATISTICS)
+            )
+            cute.autovec_copy(source, own[None, row])
+    return own
 
 
 @dataclasses.dataclass(frozen=True)

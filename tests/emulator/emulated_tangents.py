@@ -51,7 +51,7 @@ def hessians_by_vmap(case: Case, seed: int) -> tuple[Arrays, Arrays]:
 
     def inner(query: jax.Array) -> jax.Array:
         terms = zip(gradients(query), moved, strict=True)
-        return sum((g.astype(jnp.float32) * m).sum() for g, m in terms)
+        return sum(((g.astype(jnp.float32) * m).sum() for g, m in terms), jnp.zeros(()))
 
     together = jax.jit(jax.vmap(jax.grad(inner)))(queries)
     apart = np.stack([np.asarray(jax.grad(inner)(x)) for x in queries])
