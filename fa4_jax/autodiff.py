@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fa4_jax import batching, derivatives
 from fa4_jax.derivatives import Computation
-from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results, Tangents
 from fa4_jax.passes import Passes
 from fa4_jax.plan import Plan
 
@@ -53,7 +53,14 @@ def _tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
     return batching.tangent(plan)(operands, direction)
 
 
+def _hessian(
+    plan: Plan, operands: Operands, cotangents: Cotangents, tangents: Tangents
+) -> Gradients:
+    return batching.hessian(plan)(operands, cotangents, tangents)
+
+
 def attend(plan: Plan, operands: Operands) -> Results:
     """The results of a plan, which knows all rows and keys."""
     tangent = _tangent if plan.tangent else None
-    return run(Computation(plan, _forward, _backward, tangent), operands)
+    hessian = _hessian if plan.hessian else None
+    return run(Computation(plan, _forward, _backward, tangent, hessian), operands)

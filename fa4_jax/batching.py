@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fa4_jax import dispatch, mesh_types, xla
-from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results, Tangents
 from fa4_jax.plan import Kernel, Plan
 from fa4_jax.problem import Problem
 
@@ -240,6 +240,37 @@ def tangent(plan: Plan) -> Callable[[Operands, Direction], Results]:
             folded = plan.resized(batch=size * plan.problem.batch)
             own = _fold_operands(operands, flags[0], size)
             out = _unfold(tangent(folded)(own, _fold(direction, flags[1], size)), size)
+        else:
+            out = one_by_one(operation, flags, args)
+        return out, _all_true(out)
+
+    return operation
+
+
+@functools.lru_cache(maxsize=512)
+def hessian(plan: Plan) -> Callable[[Operands, Cotangents, Tangents], Gradients]:
+    """How gradients of query, key and value move, for one plan that has launches for it."""
+    run = functools.partial(dispatch.hessian, plan)
+    operation = jax.custom_batching.custom_vmap(lambda *args: run(*args))
+
+    @operation.def_vmap
+    def rule(
+        size: int,
+        batched: list[Any],
+        operands: Operands,
+        cotangents: Cotangents,
+        tangents: Tangents,
+    ) -> Any:
+        flags, args = tuple(batched), (operands, cotangents, tangents)
+        if size == 0:
+            out = _no_gradients(flags[0], operands)
+        elif axes := _mapped_axes(flags, args):
+            out = _on_devices(operation, axes, flags, args)
+        elif _way(plan.problem, plan.hessian, flags[0], operands) == "fold":
+            folded = plan.resized(batch=size * plan.problem.batch)
+            own = _fold_operands(operands, flags[0], size)
+            others = (_fold(x, flag, size) for x, flag in zip(args[1:], flags[1:], strict=True))
+            out = _unfold(hessian(folded)(own, *others), size)
         else:
             out = one_by_one(operation, flags, args)
         return out, _all_true(out)

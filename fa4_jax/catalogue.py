@@ -14,10 +14,12 @@ from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
+    HESSIAN_HEAD_DIMS,
+    HESSIAN_PASSES,
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
+    READS_PAGES,
     SHORT_TILES,
-    TANGENT_HEAD_DIMS,
     KernelKey,
     Pass,
 )
@@ -42,8 +44,11 @@ def keys(arch: str) -> Iterator[KernelKey]:
         for paged in (False, True):
             yield KernelKey(arch, Pass.FORWARD_SPLIT, dtype, head_dim, paged=paged)
         yield KernelKey(arch, Pass.FORWARD_JOIN, dtype, head_dim)
-        for band in (False, True) if (arch, head_dim) in TANGENT_HEAD_DIMS else ():
+        for band in (False, True):
             yield KernelKey(arch, Pass.TANGENT, dtype, head_dim, band=band)
+        for band in (False, True) if (arch, head_dim) in HESSIAN_HEAD_DIMS else ():
+            for kernel in HESSIAN_PASSES:
+                yield KernelKey(arch, kernel, dtype, head_dim, band=band)
         yield from _backward(arch, dtype, head_dim, head_dim)
         if (narrow := NARROW_VALUES.get((arch, Pass.BACKWARD, head_dim))) is not None:
             yield from _backward(arch, dtype, head_dim, narrow)
@@ -77,6 +82,8 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
         )
     for ranges in (False, True) if short else ():
         yield key(band=True, ranges=ranges, short=True)
+    if arch in READS_PAGES and value_dim == head_dim:
+        yield key(band=True, short=short is not None, paged=True)
 
 
 def _caps(arch: str) -> tuple[bool, ...]:

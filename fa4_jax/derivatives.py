@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax import sinks
-from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results, Tangents
 from fa4_jax.operations import Function, LinearMap
 from fa4_jax.passes import DIFFERENTIABLE, DISPATCHED, Passes
 
@@ -36,6 +36,8 @@ class Computation:
       forward: takes work, passes and operands.
       backward: takes work, passes, operands without sinks, and cotangents.
       tangent: computes tangents by kernels, from work, operands and a direction; or None.
+      hessian: computes how gradients of query, key and value move, by kernels, from work, operands,
+        cotangents and tangents; or None. Nothing else has a gradient then.
       fence_backward: the backward begins after the forward has ended. Without a fence common
         subexpression elimination merges the transfers of both, and keeps what was received.
     """
@@ -44,6 +46,7 @@ class Computation:
     forward: Callable[[Any, Passes, Operands], Results]
     backward: Callable[[Any, Passes, Operands, Cotangents], Gradients]
     tangent: Callable[[Any, Operands, Direction], Results] | None = None
+    hessian: Callable[[Any, Operands, Cotangents, Tangents], Gradients] | None = None
     fence_backward: bool = False
 
 
@@ -171,8 +174,24 @@ def _of_gradients(of: Computation, fixed: Fixed, point: Point, bars: Moved, move
         cotangents = Cotangents(*results, *bars)
         return _gradients(of, DIFFERENTIABLE, fixed.operands(point), cotangents)
 
+    tangents = _tangents(of, fixed, point, moved)
+    if of.hessian is not None:
+        cotangents = Cotangents(fixed.output, fixed.lse, *bars)
+        moving = Tangents(moved.query, moved.key, moved.value, tangents.output, tangents.lse)
+        return Point(*of.hessian(of.work, fixed.operands(point), cotangents, moving), sinks=None)
     at = point, Moved(fixed.output, fixed.lse)
-    return jax.jvp(gradients, at, (moved, _tangents(of, fixed, point, moved)))[1]
+    return jax.jvp(gradients, at, (moved, tangents))[1]
+
+
+def _recomputed(of: Computation, fixed: Fixed, point: Point, bars: Moved, moved: Point) -> Point:
+    """What `_of_gradients` returns, as a function of the point alone: results follow from it."""
+
+    def gradients(point: Point) -> Point:
+        results = _default(of, fixed, point)
+        cotangents = Cotangents(results.output, results.lse, bars.output, bars.lse)
+        return _gradients(of, DIFFERENTIABLE, fixed.operands(point), cotangents)
+
+    return jax.jvp(gradients, (point,), (moved,))[1]
 
 
 @functools.lru_cache(maxsize=512)
@@ -182,7 +201,17 @@ def _hessian(of: Computation) -> LinearMap:
     def apply(fixed: Fixed, point: tuple[Point, Moved], moved: Point) -> Point:
         return _of_gradients(of, fixed, *point, moved)
 
-    return LinearMap(apply, lambda _, point: point[0], lambda: _hessian(of))
+    def derivative(
+        fixed: Fixed, point: tuple[Point, Moved], other: tuple[Point, Moved], moved: Point
+    ) -> Point:
+        return jax.jvp(lambda at: _recomputed(of, fixed, at[0], at[1], moved), (point,), (other,))[
+            1
+        ]
+
+    at_once = of.hessian is not None
+    return LinearMap(
+        apply, lambda _, point: point[0], lambda: _hessian(of), derivative, traced_at_once=at_once
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -197,9 +226,20 @@ def _curvature(of: Computation) -> LinearMap:
         at, other = point
         return _of_gradients(of, fixed, at, bars, other)
 
+    def derivative(
+        fixed: Fixed, point: tuple[Point, Point], other: tuple[Point, Point], bars: Moved
+    ) -> Point:
+        def again(at: tuple[Point, Point]) -> Point:
+            return _recomputed(of, fixed, at[0], bars, at[1])
+
+        return jax.jvp(again, (point,), (other,))[1]
+
     def back() -> LinearMap:
         # <bars, D2(u, v)> = <u, Hessian of <bars, results> times v>.
-        return LinearMap(transposed, lambda _, point: point[0], lambda: _curvature(of))
+        return LinearMap(
+            *(transposed, lambda _, point: point[0], lambda: _curvature(of), derivative),
+            traced_at_once=of.hessian is not None,
+        )
 
     return LinearMap(apply, lambda fixed, _: Moved(fixed.output, fixed.lse), back)
 

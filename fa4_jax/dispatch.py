@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from fa4_jax import log, xla
-from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results, Tangents
 from fa4_jax.plan import Plan, unsupported
 from fa4_jax.sharding import auto
 
@@ -89,6 +89,15 @@ def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
     return choose(plan, functools.partial(auto.tangent, plan), default, operands, direction)
 
 
+def hessian(
+    plan: Plan, operands: Operands, cotangents: Cotangents, tangents: Tangents
+) -> Gradients:
+    """How gradients of query, key and value move, of a plan that has launches for it."""
+    default = functools.partial(xla.hessian, plan.problem)
+    kernel = functools.partial(auto.hessian, plan)
+    return choose(plan, kernel, default, operands, cotangents, tangents)
+
+
 def choose(plan: Plan, kernel: Callable[..., Any], default: Callable[..., Any], *args: Any) -> Any:
     """Runs `kernel` in programs lowered for one of the plan's platforms, elsewhere `default`."""
 
@@ -122,7 +131,12 @@ def _left_out(plan: Plan, part: str, operands: Operands) -> Operands:
 
 def left_out(message: str) -> jax.Array:
     """An int32 zero for a program of the default path: lowering it for CUDA logs the message."""
-    return _left_out_p.bind(message=message)
+    return _lowered(_left_out_p, message)
+
+
+def _lowered(primitive: Primitive, message: str) -> jax.Array:
+    """Binds a primitive that has a lowering alone, also where JAX traces no program."""
+    return jax.jit(functools.partial(primitive.bind, message=message), inline=True)()
 
 
 def of_derivatives(plan: Plan, operands: Operands) -> Operands:
@@ -136,7 +150,7 @@ def of_derivatives(plan: Plan, operands: Operands) -> Operands:
         return _left_out(plan, part, operands)
     reason = missing_derivatives(plan)
     if plan.insist:
-        zero = _refuse_p.bind(message=reason)
+        zero = _lowered(_refuse_p, reason)
     else:
         zero = left_out(f"attention uses the default path for its {part}: {reason}")
     return operands._replace(extents=operands.extents + zero)
@@ -145,5 +159,5 @@ def of_derivatives(plan: Plan, operands: Operands) -> Operands:
 def missing_derivatives(plan: Plan) -> str:
     """Why the default path computes what kernels of a plan's forward do not."""
     if plan.tangent:
-        return f"no kernel computes {SECOND_DERIVATIVES}"
+        return plan.hessian_reason or f"no kernel computes these {SECOND_DERIVATIVES}"
     return plan.tangent_reason or f"no kernel computes {TANGENTS}"

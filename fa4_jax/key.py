@@ -15,13 +15,16 @@ class Pass(enum.StrEnum):
     """The kernels of one attention call. The backward runs its three in this order.
 
     The forward of a call with few query rows is two kernels: one for parts of the keys, and one
-    that joins their results. Tangents follow a forward.
+    that joins their results. Tangents follow a forward; Hessian-vector products, of queries and of
+    keys and values, follow tangents.
     """
 
     FORWARD = "fwd"
     FORWARD_SPLIT = "fwd_split"
     FORWARD_JOIN = "fwd_join"
     TANGENT = "tangent"
+    HESSIAN_QUERY = "hessian_q"
+    HESSIAN_KEY = "hessian_kv"
     BACKWARD_PRE = "bwd_pre"
     BACKWARD = "bwd"
     BACKWARD_POST = "bwd_post"
@@ -40,8 +43,11 @@ None above 128, where the tensor core is busy for longer than the special-functi
 """
 
 
-TANGENT_HEAD_DIMS = frozenset((arch, d) for arch in ("sm_90a", "sm_100f") for d in (64, 96, 128))
-"""(arch, head_dim) with a kernel for tangents: shared memory holds no wider tiles."""
+HESSIAN_PASSES = (Pass.HESSIAN_QUERY, Pass.HESSIAN_KEY)
+"""The kernels of a Hessian-vector product."""
+
+HESSIAN_HEAD_DIMS = frozenset(("sm_90a", d) for d in (64, 96, 128))
+"""(arch, head_dim) with kernels for Hessian-vector products, where there is one for tangents."""
 
 
 NARROW_VALUES = {
@@ -107,6 +113,16 @@ SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 """CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
 
 
+READS_PAGES = frozenset({"sm_90a"})
+"""Architectures whose forwards of many rows read pages; elsewhere those of few rows alone do."""
+
+
+STATISTICS_ROWS = 64
+"""Of what kernels of Hessian-vector products read of query rows (`row_statistics`), a head's rows
+are padded to a multiple of this.
+"""
+
+
 TICKETS_WITH_BANDS = frozenset({"sm_90a"})
 """Architectures whose forwards deal tiles by ticket under a band alone.
 
@@ -149,7 +165,7 @@ class KernelKey:
       soft_cap: scores are capped, by a number in memory; only with ranges, and on CAPPED_APART.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
-      paged: K and V lie in pages, which a table names (split forward only).
+      paged: K and V lie in pages, which a table names (forward and split forward).
     """
 
     arch: str

@@ -19,9 +19,11 @@ from fa4_jax.operands import (
     Results,
     RowRanges,
     Tags,
+    Tangents,
 )
 from fa4_jax.plan import Kernel, Plan, in_memory, scalars
 from fa4_jax.problem import Problem
+from fa4_jax.row_statistics import row_statistics
 
 
 def _run(
@@ -180,6 +182,30 @@ def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
     }
     results = _run(plan.tangent, plan.problem, buffers)
     return Results(results["o_tangent"], results["lse_tangent"])
+
+
+def hessian(
+    plan: Plan, operands: Operands, cotangents: Cotangents, tangents: Tangents
+) -> Gradients:
+    """How gradients of query, key and value move with operands and results, as `xla.hessian`."""
+    buffers = {
+        "q": operands.query,
+        "k": operands.key,
+        "v": operands.value,
+        "q_tangent": tangents.query,
+        "k_tangent": tangents.key,
+        "v_tangent": tangents.value,
+        "do": cotangents.output_bar,
+        "extents": operands.extents,
+        "row_statistics": row_statistics(
+            jnp,
+            (cotangents.output, cotangents.lse),
+            (cotangents.output_bar, cotangents.lse_bar),
+            (tangents.output, tangents.lse),
+        ),
+    }
+    found = _run(plan.hessian, plan.problem, buffers)
+    return Gradients(found["dq_tangent"], found["dk_tangent"], found["dv_tangent"], None)
 
 
 def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dict[str, jax.Array]:

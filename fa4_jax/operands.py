@@ -108,6 +108,16 @@ class Direction(NamedTuple):
     value: Array
 
 
+class Tangents(NamedTuple):
+    """How operands and results move: tangents of query, key, value, output and log-sum-exp."""
+
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    lse: Array
+
+
 class Gradients(NamedTuple):
     """Cotangents of the operands; None for what is no operand."""
 

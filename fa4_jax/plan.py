@@ -15,10 +15,12 @@ from fa4_jax.key import (
     CAPPED_APART,
     DTYPES,
     HEAD_DIM_TILES,
+    HESSIAN_HEAD_DIMS,
+    HESSIAN_PASSES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
+    READS_PAGES,
     SHORT_TILES,
-    TANGENT_HEAD_DIMS,
     TICKETS_WITH_BANDS,
     KernelKey,
     Pass,
@@ -69,7 +71,9 @@ class Plan:
     Attributes:
       forward, backward: launches in order; empty where the default path runs.
       tangent: the launch that follows a forward and computes tangents of output and log-sum-exp.
-      forward_reason, backward_reason, tangent_reason: why they are empty, else None.
+      hessian: the launches that follow it and compute how gradients move with the operands.
+      forward_reason, backward_reason, tangent_reason, hessian_reason: why they are empty, else
+        None.
       insist: implementation="kernel": nothing else may run.
       platforms: where kernels run; elsewhere the default path does.
       arch: of the kernels; None without a supported device.
@@ -83,6 +87,8 @@ class Plan:
     backward_reason: str | None = None
     tangent: tuple[Kernel, ...] = ()
     tangent_reason: str | None = None
+    hessian: tuple[Kernel, ...] = ()
+    hessian_reason: str | None = None
     insist: bool = False
     platforms: tuple[str, ...] = ("cuda",)
     arch: str | None = None
@@ -119,11 +125,7 @@ def kernel_keys(
     Raises:
       KeyError: the head dim has no tile (`unsupported` says so in words).
     """
-    # The tile is as wide as the wider one. TMA fills the narrower one with zeros when it loads, and
-    # clips it when it stores.
-    tile = head_dim_tile(max(problem.head_dims))
-    if tile is None:
-        raise KeyError(problem.head_dims)
+    tile = _head_dim_tile(problem)
 
     def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
         pair = designs.is_pair(arch, kernel, (tile, value_dim), design)
@@ -155,6 +157,9 @@ def kernel_keys(
         key(Pass.BACKWARD_POST, of_gradient),
     )
     paged = problem.page_length is not None
+    if paged and arch in READS_PAGES and not splits.has_few_rows(problem):
+        has_short = (arch, tile) in SHORT_TILES
+        return (key(Pass.FORWARD, band=True, short=has_short, paged=True),), backward
     if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = _takes_short_tile(problem, arch, tile)
@@ -165,29 +170,45 @@ def kernel_keys(
     return (key(Pass.FORWARD, value_tile(Pass.FORWARD), **flags),), backward
 
 
-def tangent_key(problem: Problem, arch: str) -> KernelKey | None:
-    """Key of the launch that computes tangents, or None where head dims have none.
+def tangent_key(problem: Problem, arch: str) -> KernelKey:
+    """Key of the launch that computes tangents; `no_tangent` says where none does.
 
-    `no_tangent` says why another problem has none.
+    Raises:
+      KeyError: the head dim has no tile (`unsupported` says so in words).
     """
-    tile = head_dim_tile(max(problem.head_dims))
-    if tile is None or (arch, tile) not in TANGENT_HEAD_DIMS:
-        return None
     band = problem.band or (problem.has_lengths and arch in TICKETS_WITH_BANDS)
-    return KernelKey(arch, Pass.TANGENT, problem.dtype, tile, band=band)
+    return KernelKey(arch, Pass.TANGENT, problem.dtype, _head_dim_tile(problem), band=band)
 
 
-def no_tangent(problem: Problem, arch: str) -> str | None:
-    """Why no kernel of an architecture computes tangents of a problem whose forward has one."""
+def _head_dim_tile(problem: Problem) -> int:
+    # The tile is as wide as the wider one. TMA fills the narrower one with zeros when it loads, and
+    # clips it when it stores.
+    tile = head_dim_tile(max(problem.head_dims))
+    if tile is None:
+        raise KeyError(problem.head_dims)
+    return tile
+
+
+def no_tangent(problem: Problem) -> str | None:
+    """Why no kernel computes tangents of a problem whose forward has one."""
     if asked := in_memory(problem, Pass.FORWARD):
         return f"{', '.join(asked)}: no kernel computes tangents with them"
-    if tangent_key(problem, arch) is None:
-        widest = max((tile for of, tile in TANGENT_HEAD_DIMS if of == arch), default=None)
-        most = "none" if widest is None else f"up to {widest}"
-        return (
-            f"head dims {problem.head_dims} on {arch}: no kernel computes their tangents ({most})"
-        )
     return None
+
+
+def hessian_keys(problem: Problem, arch: str) -> tuple[KernelKey, ...]:
+    """Keys of the launches that compute Hessian-vector products, of a problem with a tangent's."""
+    tangent = tangent_key(problem, arch)
+    if (arch, tangent.head_dim) not in HESSIAN_HEAD_DIMS:
+        return ()
+    return tuple(dataclasses.replace(tangent, kernel=kernel) for kernel in HESSIAN_PASSES)
+
+
+def no_hessian(problem: Problem, arch: str) -> str | None:
+    """Why no kernels compute Hessian-vector products where one computes tangents, or None."""
+    if hessian_keys(problem, arch):
+        return None
+    return f"head dims {problem.head_dims} on {arch}: no kernel computes second derivatives"
 
 
 def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
@@ -349,7 +370,7 @@ def _kernels(keys: tuple[KernelKey, ...], manifest: Manifest) -> tuple[Kernel, .
 
 def _without_kernels(problem: Problem, reason: str | None, **facts: Any) -> Plan:
     """A plan of the default path."""
-    reasons = ("forward_reason", "backward_reason", "tangent_reason")
+    reasons = ("forward_reason", "backward_reason", "tangent_reason", "hessian_reason")
     return Plan(problem, **dict.fromkeys(reasons, reason), **facts)
 
 
@@ -380,13 +401,18 @@ def make_plan(problem: Problem, target: Target, implementation: str | None) -> P
     backward_reason = backward_reason or _traced_cap(problem)
     if forward_reason is not None and implementation == "kernel":
         raise NotImplementedError(f"implementation='kernel': {forward_reason}")
-    tangent = tuple(filter(None, (tangent_key(problem, target.arch),)))
-    tangent_reason = forward_reason or no_tangent(problem, target.arch)
+    tangent = (tangent_key(problem, target.arch),)
+    tangent_reason = forward_reason or no_tangent(problem)
     tangent_reason = tangent_reason or _missing(problem, tangent, target.manifest)
+    hessian = hessian_keys(problem, target.arch)
+    hessian_reason = tangent_reason or no_hessian(problem, target.arch)
+    hessian_reason = hessian_reason or _missing(problem, hessian, target.manifest)
     return Plan(
         problem,
         tangent=() if tangent_reason else _kernels(tangent, target.manifest),
         tangent_reason=tangent_reason,
+        hessian=() if hessian_reason else _kernels(hessian, target.manifest),
+        hessian_reason=hessian_reason,
         forward=() if forward_reason else _kernels(forward, target.manifest),
         backward=() if backward_reason else _kernels(backward, target.manifest),
         forward_reason=forward_reason,

@@ -42,6 +42,12 @@ def takes(problem: Problem) -> bool:
     return rows <= SPLIT_ROWS and problem.key_length >= LEAST_KEYS
 
 
+def has_few_rows(problem: Problem) -> bool:
+    """Whether one CTA of the split forward holds all rows of a group; of symbolic sizes yes."""
+    rows = problem.query_length * problem.group
+    return not isinstance(rows, int) or rows <= SPLIT_ROWS
+
+
 def parts(problem: Problem, arch: str) -> Parts:
     """Shape of the buffer `parts` of a problem that the split forward takes.
 

@@ -94,8 +94,11 @@ class Explanation:
       forward_reason, backward_reason: why the default path runs, else None. `decode` has no
         backward.
       tangent: name of the kernel that computes tangents, after the forward's; empty for the default
-        path, which computes all second derivatives.
-      tangent_reason: why the default path computes tangents, or why there are none; else None.
+        path.
+      hessian: names of the kernels that compute how gradients move with the operands, after those;
+        empty for the default path, which computes all other second derivatives.
+      tangent_reason, hessian_reason: why the default path computes them, or why there are none;
+        else None.
     """
 
     forward: tuple[str, ...]
@@ -110,6 +113,8 @@ class Explanation:
     backward_reason: str | None
     tangent: tuple[str, ...]
     tangent_reason: str | None
+    hessian: tuple[str, ...]
+    hessian_reason: str | None
 
     def __str__(self) -> str:
         lines = []
@@ -122,7 +127,9 @@ class Explanation:
             lines += self._lines(kernels)
         if self.tangent:
             lines += ["tangents: kernels", *self._lines(self.tangent)]
-            lines.append(f"{dispatch.SECOND_DERIVATIVES}: default path")
+            way = "kernels" if self.hessian else f"default path ({self.hessian_reason})"
+            lines += [f"Hessian-vector products: {way}", *self._lines(self.hessian)]
+            lines.append(f"other {dispatch.SECOND_DERIVATIVES}: default path")
         elif self.backward_reason != _NO_BACKWARD:
             lines.append(f"{dispatch.TANGENTS}: default path ({self.tangent_reason})")
         if self.splits > 1:
@@ -194,7 +201,8 @@ def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwarg
     declined = "xla" if implementation == "xla" else None
     reason = "implementation='xla'" if declined else None
     if isinstance(given, PagedProblem):
-        problem, no_kernel = paged_call.kernel_problem(given)
+        asked = find_target(None).arch if arch is None else arch
+        problem, no_kernel = paged_call.kernel_problem(given, asked)
         reason = reason or no_kernel
     else:
         problem = given
@@ -261,6 +269,8 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitSha
         backward_reason=plan.backward_reason,
         tangent=tuple(kernel.key.name for kernel in plan.tangent),
         tangent_reason=_tangent_reason(plan),
+        hessian=tuple(kernel.key.name for kernel in plan.hessian),
+        hessian_reason=_hessian_reason(plan),
     )
 
 
@@ -270,13 +280,18 @@ def _tangent_reason(plan: Plan) -> str | None:
     return None if plan.tangent else plan.forward_reason or dispatch.missing_derivatives(plan)
 
 
+def _hessian_reason(plan: Plan) -> str | None:
+    return None if plan.hessian else _tangent_reason(plan) or dispatch.missing_derivatives(plan)
+
+
 def _plan_of_decode(problem: PagedProblem, target: Target, implementation: Any) -> Plan:
     """The launches of a call of `decode`, or the reason why it has none."""
     found = paged_call.make_plan(problem, implementation, target)
     if found.kernels is None:
         reason = found.reason or "implementation='xla'"
         return Plan(problem.attention, forward_reason=reason, backward_reason=_NO_BACKWARD)
-    return dataclasses.replace(found.kernels, backward=(), tangent=(), backward_reason=_NO_BACKWARD)
+    none = dict.fromkeys(("backward", "tangent", "hessian"), ())
+    return dataclasses.replace(found.kernels, **none, backward_reason=_NO_BACKWARD)
 
 
 def _pairs_of_decode(problem: Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -298,14 +313,14 @@ def _tiles(plan: Plan, manifest: Manifest | None) -> dict[str, dict[str, int]]:
         return {}
     return {
         kernel.key.name: manifest.cubins[kernel.key].tile
-        for kernel in plan.forward + plan.backward + plan.tangent
+        for kernel in plan.forward + plan.backward + plan.tangent + plan.hessian
     }
 
 
 def _designs(plan: Plan) -> dict[str, str]:
     return {
         kernel.key.name: designs.PAIR if kernel.launch.cluster[0] == 2 else designs.SINGLE
-        for kernel in plan.forward + plan.backward + plan.tangent
+        for kernel in plan.forward + plan.backward + plan.tangent + plan.hessian
     }
 
 
@@ -443,7 +458,12 @@ def _name_of_pass(key: KernelKey) -> str | None:
     """What the table calls a kernel's pass, or None of a kernel that only belongs to another."""
     if key.kernel is Pass.FORWARD_SPLIT:
         return _DECODE if key.paged else _SHORT
-    names = {Pass.FORWARD: "forward", Pass.TANGENT: "tangents", Pass.BACKWARD: "backward"}
+    names = {
+        Pass.FORWARD: "forward",
+        Pass.TANGENT: "tangents",
+        Pass.HESSIAN_KEY: "Hessian products",
+        Pass.BACKWARD: "backward",
+    }
     return names.get(key.kernel)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
 from kernels.common import split_description
 from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
 from kernels.sm90 import forward_description as sm90_forward
+from kernels.sm90 import hessian_description as sm90_hessian
 from kernels.sm90 import tangent_description as sm90_tangent
 from kernels.sm100 import backward_description as sm100_backward
 from kernels.sm100 import forward_description as sm100_forward
@@ -28,6 +29,8 @@ def describe(key: KernelKey) -> Description:
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.TANGENT:
         return sm90_tangent.of_key(key) if hopper else sm100_tangent.description(key.head_dim)
+    if key.kernel in HESSIAN_PASSES and hopper:
+        return sm90_hessian.of_key(key)
     if key.kernel is Pass.BACKWARD_PRE and hopper:
         return sm90_backward.pre(key)
     if key.kernel is Pass.BACKWARD_PRE:

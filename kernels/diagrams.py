@@ -73,6 +73,8 @@ SHOWN = (
     Shown("Split forward, Hopper", _key("sm_90a", Pass.FORWARD_SPLIT, 128, 128, False)),
     Shown("Kernel after a split forward", _key("sm_90a", Pass.FORWARD_JOIN, 128, 128, False)),
     Shown("Hopper tangents", _key("sm_90a", Pass.TANGENT, 128, 128, False)),
+    Shown("Hopper Hessian, of queries", _key("sm_90a", Pass.HESSIAN_QUERY, 128, 128, False)),
+    Shown("Hopper Hessian, of keys", _key("sm_90a", Pass.HESSIAN_KEY, 128, 128, False)),
     Shown("Hopper backward", _key("sm_90a", Pass.BACKWARD, 128, 128, True)),
     Shown("Hopper backward, a pair of CTAs", _key("sm_90a", Pass.BACKWARD, 256, 256, True)),
     Shown("Blackwell forward, two query tiles", _key("sm_100f", Pass.FORWARD, 128, 128, False)),

@@ -340,6 +340,28 @@ class TangentBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
+class HessianBuffers:
+    """Operands and results of the kernels of Hessian-vector products.
+
+    row_statistics: of `fa4_jax.row_statistics`.
+    One kernel stores dq_tangent, the other one dk_tangent and dv_tangent.
+    """
+
+    q: Pointer
+    q_tangent: Pointer
+    k: Pointer
+    k_tangent: Pointer
+    v: Pointer
+    v_tangent: Pointer
+    do: Pointer
+    extents: Pointer
+    row_statistics: Pointer
+    dq_tangent: Pointer
+    dk_tangent: Pointer
+    dv_tangent: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
 class PreBuffers:
     """Operands and results of the kernel before the main backward kernel."""
 

@@ -12,6 +12,8 @@ _PLACES = {
     Pass.FORWARD_SPLIT: ("forward_split", "source"),
     Pass.FORWARD_JOIN: ("forward_join", "source"),
     Pass.TANGENT: ("tangent", "source"),
+    Pass.HESSIAN_QUERY: ("hessian", "source"),
+    Pass.HESSIAN_KEY: ("hessian", "source"),
     Pass.BACKWARD_PRE: ("backward_ends", "pre_source"),
     Pass.BACKWARD: ("backward", "source"),
     Pass.BACKWARD_POST: ("backward_ends", "post_source"),

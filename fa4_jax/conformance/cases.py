@@ -8,8 +8,8 @@ import itertools
 
 from fa4_jax import bands, catalogue
 from fa4_jax.conformance.row_masks import KINDS
-from fa4_jax.key import HEAD_DIM_TILES, KernelKey, Pass
-from fa4_jax.plan import kernel_keys, no_tangent, unread_mask, unsupported
+from fa4_jax.key import HEAD_DIM_TILES, HESSIAN_PASSES, KernelKey, Pass
+from fa4_jax.plan import kernel_keys, no_hessian, no_tangent, unread_mask, unsupported
 from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
@@ -76,7 +76,10 @@ class Case:
         """
         if unsupported(self.problem) is not None or (self.masks and self.poison):
             return False
-        if kernel is Pass.TANGENT and no_tangent(self.problem, arch) is not None:
+        of_derivatives = (Pass.TANGENT, *HESSIAN_PASSES)
+        if kernel in of_derivatives and no_tangent(self.problem) is not None:
+            return False
+        if kernel in HESSIAN_PASSES and no_hessian(self.problem, arch) is not None:
             return False
         forward, backward = kernel_keys(self.problem, arch)
         of_backward = (Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST)

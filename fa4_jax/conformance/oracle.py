@@ -4,9 +4,12 @@
     dv = p^T do,  ds = p (do v^T - rowsum(do o) + dlse),  dbias = ds
     dx = cap' ds,  dq = scale dx k,  dk = scale dx^T q
     s' = cap' scale (q' k^T + q k'^T),  w = p s',  lse' = rowsum(w),  o' = p v' + w v - lse' o
+    p' = w - p lse',  dv' = p'^T do,  ds' = p' (do v^T - delta) + p (do v'^T - rowsum(do o'))
+    dx' = cap' ds' + cap'' ds,  dq' = scale (dx' k + dx k'),  dk' = scale (dx'^T q + dx^T q')
 
-with tangents q', k', v' of the operands where there are any, and cap(x) = c tanh(x / c) of a soft
-cap c; a sink is one more score of each row, its value is 0.
+with delta = rowsum(do o) - dlse, tangents q', k', v' of the operands where there are any, and
+cap(x) = c tanh(x / c) of a soft cap c, cap'' that of its slope; a sink is one more score of each
+row, its value is 0.
 
 Both run this text. The oracle keeps float64 throughout; the ordinary computation works in float32
 and rounds to the storage type what a fused kernel does: the operands of products, and results.
@@ -25,6 +28,11 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.row_masks import KINDS, Arrays
 
 STORAGE = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "f32": np.float32}
+
+
+TANGENTS = ("output_tangent", "lse_tangent")
+HESSIAN_PRODUCTS = ("dq_tangent", "dk_tangent", "dv_tangent")
+"""What is computed of inputs that have tangents, besides."""
 
 
 def names(case: Case) -> tuple[str, ...]:
@@ -170,10 +178,11 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     q, do = (heads_first(x, seen.any(3)) for x in (inputs.query, inputs.output_bar))
     k, v = (heads_first(x, seen.any(2)) for x in (inputs.key, inputs.value))
     s = q @ k.swapaxes(2, 3) * scale
-    slope = work(1)
+    slope, bend = work(1), work(0)
     if case.soft_cap is not None:
         tanh = np.tanh(s / work(case.soft_cap))
         s, slope = work(case.soft_cap) * tanh, 1 - tanh * tanh
+        bend = -2 * tanh / work(case.soft_cap)
     if inputs.bias is not None:
         s = s + inputs.bias.astype(work)
     s = np.where(seen, s, -np.inf)
@@ -190,7 +199,8 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     o = rounded(rounded(e) @ v / safe)
     p = np.exp(s - np.where(empty, 0, lse))
     delta = (do * o).sum(-1, keepdims=True) - inputs.lse_bar.astype(work)[..., None]
-    ds = p * (do @ v.swapaxes(2, 3) - delta)
+    dp = do @ v.swapaxes(2, 3) - delta
+    ds = p * dp
     dx = ds * slope
 
     def by_key_head(x: np.ndarray) -> np.ndarray:
@@ -208,11 +218,24 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     if inputs.tangents:
         q_dot = heads_first(inputs.tangents[0], seen.any(3))
         k_dot, v_dot = (heads_first(x, seen.any(2)) for x in inputs.tangents[1:])
-        s_dot = (q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3)) * scale * slope
-        w = p * np.where(seen, s_dot, 0)
-        lse_dot = w.sum(-1, keepdims=True)
+        x_dot = np.where(seen, q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3), 0)
+        s_dot = x_dot * scale * slope
+        w = p * s_dot
+        lse_dot = (e * s_dot).sum(-1, keepdims=True) / safe  # As fused kernels do: normalised last.
         o_dot = rounded(rounded_score(p) @ v_dot + rounded_score(w) @ v - lse_dot * o)
-        results |= {"output_tangent": o_dot.transpose(0, 2, 1, 3), "lse_tangent": lse_dot[..., 0]}
+        # A kernel subtracts from the unrounded product (FMA).
+        exact = x_dot.astype(np.float64) * (scale * slope) - lse_dot
+        p_dot = p * exact.astype(work)
+        ds_dot = p_dot * dp + p * (do @ v_dot.swapaxes(2, 3) - (do * o_dot).sum(-1, keepdims=True))
+        dx, dx_dot = map(rounded_score, (dx, ds_dot * slope + ds * bend * s_dot))
+        dk_dot = dx_dot.swapaxes(2, 3) @ q + dx.swapaxes(2, 3) @ q_dot
+        results |= {
+            "output_tangent": o_dot.transpose(0, 2, 1, 3),
+            "lse_tangent": lse_dot[..., 0],
+            "dq_tangent": rounded((dx_dot @ k + dx @ k_dot) * scale).transpose(0, 2, 1, 3),
+            "dk_tangent": rounded(by_key_head(dk_dot) * scale),
+            "dv_tangent": rounded(by_key_head(rounded_score(p_dot).swapaxes(2, 3) @ do)),
+        }
     if case.max_logit:
         results["max_logit"] = max_logit
     if inputs.sinks is not None:
@@ -221,7 +244,7 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     if inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
         results["dbias"] = rounded(ds.sum(summed, keepdims=True))
-    of_tangents = ("output_tangent", "lse_tangent") if inputs.tangents else ()
+    of_tangents = (*TANGENTS, *HESSIAN_PRODUCTS) if inputs.tangents else ()
     return {name: results[name] for name in (*names(case), *of_tangents)}
 
 

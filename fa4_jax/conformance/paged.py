@@ -14,7 +14,7 @@ from fa4_jax.api import find_target
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, STORAGE, Inputs, oracle, ordinary
-from fa4_jax.key import DTYPES, PAGE_KEYS, SPLIT_ROWS
+from fa4_jax.key import DTYPES
 from fa4_jax.paged import decode
 from fa4_jax.paged.arguments import DecodeCall, canonicalise
 from fa4_jax.paged.call import make_plan
@@ -56,13 +56,6 @@ class PagedCase:
     def has_kernel(self) -> bool:
         """Whether kernels of every architecture take this case."""
         return self.dtype in DTYPES and self.head_dim % 8 == 0
-
-    @property
-    def reads_pages(self) -> bool:
-        """Whether these kernels read the pages themselves, not a copy."""
-        rows = self.rows * (self.heads[0] // self.heads[1])
-        sizes = self.page % PAGE_KEYS == 0 and rows <= SPLIT_ROWS
-        return self.has_kernel and self.scales is None and sizes
 
     @property
     def id(self) -> str:

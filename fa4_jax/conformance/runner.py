@@ -13,6 +13,7 @@ from fa4_jax.conformance import row_masks
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import (
+    HESSIAN_PRODUCTS,
     REFERENCE_SHIFTS,
     Inputs,
     make_inputs,
@@ -133,6 +134,29 @@ def run_tangents(case: Case, seed: int, implementation: Implementation = None) -
         run = jax.jit(lambda primals, moved: jax.jvp(forward, primals, moved)[1])
         output, lse = run(primals, inputs.tangents)
     results = {"output_tangent": np.asarray(output), "lse_tangent": np.asarray(lse)}
+    return judged(case, inputs, plan_of(case, inputs, implementation), results)
+
+
+def run_hessian(case: Case, seed: int, implementation: Implementation = None) -> list[Verdict]:
+    """Verdicts on how gradients move where query, key and value do and cotangents do not."""
+    inputs = with_tangents(case, make_inputs(case, seed), seed)
+    options = arguments(case) | masking(inputs) | {"sinks": inputs.sinks, "bias": inputs.bias}
+
+    def gradients(*operands: jax.Array) -> Any:
+        def forward(*operands: jax.Array) -> Any:
+            return attention(
+                *operands, return_residual=True, implementation=implementation, **options
+            )
+
+        return jax.vjp(forward, *operands)[1]((inputs.output_bar, inputs.lse_bar))
+
+    primals = inputs.query, inputs.key, inputs.value
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(lambda primals, moved: jax.jvp(gradients, primals, moved)[1])
+        found = run(primals, inputs.tangents)
+    results: dict[str, np.ndarray] = {
+        name: np.asarray(x) for name, x in zip(HESSIAN_PRODUCTS, found, strict=True)
+    }
     return judged(case, inputs, plan_of(case, inputs, implementation), results)
 
 

@@ -1,4 +1,4 @@
-"""`decode` on the kernels for short queries, which read pages by themselves."""
+"""`decode` on the kernels that read pages by themselves."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import mesh_types
+from fa4_jax import mesh_types, splits
 from fa4_jax.batching import one_by_one
-from fa4_jax.key import SPLIT_ROWS
+from fa4_jax.key import READS_PAGES, SPLIT_ROWS, Pass
 from fa4_jax.operands import Results
 from fa4_jax.paged import auto
 from fa4_jax.paged.problem import PagedOperands, PagedProblem, not_whole
-from fa4_jax.plan import Plan
+from fa4_jax.plan import Plan, in_memory
 from fa4_jax.problem import Problem
 
 
-def unsupported(problem: PagedProblem) -> str | None:
+def unsupported(problem: PagedProblem, arch: str | None) -> str | None:
     """Why no kernel takes pages as these, beside what `plan.unsupported` says, or None."""
     attention = problem.attention
     if problem.is_fp8:
         return "float8_e4m3fn pages: the kernels take pages of query's dtype"
     if (reason := not_whole(problem)) is not None:
         return reason
+    if splits.has_few_rows(attention):
+        return None
     rows = attention.query_length * attention.group
-    if rows > SPLIT_ROWS:
-        return f"T * N / K = {rows} rows: the kernels with pages take at most {SPLIT_ROWS}"
+    most = f"the kernels with pages take at most {SPLIT_ROWS}"
+    if arch not in READS_PAGES:
+        return f"T * N / K = {rows} rows: {most}"
+    if asked := in_memory(attention, Pass.FORWARD):
+        return f"{', '.join(asked)} and T * N / K = {rows} rows: with those {most}"
     return None
 
 

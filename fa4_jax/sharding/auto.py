@@ -29,6 +29,7 @@ from fa4_jax.operands import (
     Operands,
     Results,
     RowRanges,
+    Tangents,
 )
 from fa4_jax.plan import Plan
 from fa4_jax.problem import Problem
@@ -57,18 +58,11 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
     """`launches.backward`, partitioned by batch and heads on Auto mesh axes."""
 
     def local(split: Split, operands: Operands, cotangents: Cotangents) -> Gradients:
-        if not split.copied:
-            return launches.backward(local_plan(plan, split), operands, cotangents)
-        own_part = functools.partial(own_heads, split, plan.problem)
-        key, key_transpose = jax.vjp(own_part, operands.key)
-        value, value_transpose = jax.vjp(own_part, operands.value)
-        own = operands._replace(key=key, value=value)
-        gradients = launches.backward(local_plan(plan, split), own, cotangents)
-        (dk,), (dv,) = key_transpose(gradients.key), value_transpose(gradients.value)
-        dk, dv = (
-            jax.lax.psum(x.astype(jnp.float32), split.copied).astype(x.dtype) for x in (dk, dv)
-        )
-        return gradients._replace(key=dk, value=dv)
+        def run(*of_keys: jax.Array) -> Gradients:
+            own = operands._replace(key=of_keys[0], value=of_keys[1])
+            return launches.backward(local_plan(plan, split), own, cotangents)
+
+        return _of_own_heads(plan.problem, split, run, (operands.key, operands.value))
 
     q, k, lse = _factors(plan.problem)
     rows = [*_factors_of_rows(operands.rows), *_factors_of_bits(operands.bits)]
@@ -93,6 +87,45 @@ def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:
     rule = f"{', '.join([q, k, k, 'b e', q, lse, q, k, k])} -> {q}, {lse}"
     sharing = _sharing(plan.problem, rule)
     return partitioned(local, sharing)(operands._replace(offset=None), direction)
+
+
+def hessian(
+    plan: Plan, operands: Operands, cotangents: Cotangents, tangents: Tangents
+) -> Gradients:
+    """`launches.hessian`, partitioned by batch and heads on Auto mesh axes."""
+
+    def local(
+        split: Split, operands: Operands, cotangents: Cotangents, tangents: Tangents
+    ) -> Gradients:
+        def run(*of_keys: jax.Array) -> Gradients:
+            key, value, *moved = of_keys
+            own = operands._replace(key=key, value=value)
+            direction = tangents._replace(key=moved[0], value=moved[1])
+            return launches.hessian(local_plan(plan, split), own, cotangents, direction)
+
+        of_keys = operands.key, operands.value, tangents.key, tangents.value
+        return _of_own_heads(plan.problem, split, run, of_keys)
+
+    q, k, lse = _factors(plan.problem)
+    rule = f"{', '.join([q, k, k, 'b e', q, lse, q, lse, q, k, k, q, lse])} -> {q}, {k}, {k}"
+    sharing = _sharing(plan.problem, rule)
+    return partitioned(local, sharing)(operands._replace(offset=None), cotangents, tangents)
+
+
+def _of_own_heads(
+    problem: Problem, split: Split, run: Callable[..., Gradients], of_keys: tuple[Any, ...]
+) -> Gradients:
+    """What `run` returns of a device's heads of arrays like key; sums where devices share heads."""
+    if not split.copied:
+        return run(*of_keys)
+    own_part = functools.partial(own_heads, split, problem)
+    parts, transposes = zip(*(jax.vjp(own_part, x) for x in of_keys), strict=True)
+    found = run(*parts)
+    key, value = (
+        jax.lax.psum(back(x)[0].astype(jnp.float32), split.copied).astype(x.dtype)
+        for back, x in zip(transposes, (found.key, found.value), strict=False)
+    )
+    return found._replace(key=key, value=value)
 
 
 def _factors(problem: Problem) -> tuple[str, str, str]:
@@ -156,7 +189,9 @@ def _sharing(problem: Problem, rule: str) -> Sharing:
             moved = Direction(split.query, split.lse, split.query, split.key, split.key)  # type: ignore[arg-type]
             return (own, moved), split.results(problem)
         cotangents = Cotangents(split.query, split.lse, split.query, split.lse)  # type: ignore[arg-type]
-        return (own, cotangents), Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
+        moved = Tangents(split.query, split.key, split.key, split.query, split.lse)  # type: ignore[arg-type]
+        taken = (own, cotangents, moved)[: len(args)]
+        return taken, Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
 
     return Sharing(rule, split, specs)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fa4_jax import mesh_types
-from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results
+from fa4_jax.operands import Cotangents, Direction, Gradients, Operands, Results, Tangents
 from fa4_jax.problem import Problem
 from fa4_jax.xla import blockwise, dense
 
@@ -78,6 +78,23 @@ def tangent(problem: Problem, operands: Operands, direction: Direction) -> Resul
     moved = direction.query, direction.key, direction.value
     _, (output, lse) = jax.jvp(results, primals, moved)
     return Results(output, lse)
+
+
+def hessian(
+    problem: Problem, operands: Operands, cotangents: Cotangents, tangents: Tangents
+) -> Gradients:
+    """Tangents of the gradients of query, key and value where operands and results move."""
+
+    def gradients(at: Tangents) -> tuple[Array, Array, Array]:
+        own = operands._replace(query=at.query, key=at.key, value=at.value)
+        bars = cotangents._replace(output=at.output, lse=at.lse)
+        found = backward(problem, own, bars)
+        return found.query, found.key, found.value
+
+    operands_there = operands.query, operands.key, operands.value
+    at = Tangents(*operands_there, cotangents.output, cotangents.lse)
+    query, key, value = jax.jvp(gradients, (at,), (tangents,))[1]
+    return Gradients(query, key, value, None)
 
 
 def nothing(problem: Problem, operands: Operands) -> Results:

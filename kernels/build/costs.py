@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 
 from fa4_jax import catalogue
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
 from kernels.build import cache
 
 
@@ -34,8 +34,9 @@ class Capability:
 
 
 def _plain(key: KernelKey) -> bool:
-    special = key.ranges or key.pair or key.short or key.polynomial_exp2
-    return not (special or _splits_keys(key) or key.kernel is Pass.TANGENT)
+    special = key.ranges or key.pair or key.short or key.paged or key.polynomial_exp2
+    derivative = key.kernel in (Pass.TANGENT, *HESSIAN_PASSES)
+    return not (special or _splits_keys(key) or derivative)
 
 
 def _splits_keys(key: KernelKey) -> bool:
@@ -64,15 +65,21 @@ CAPABILITIES = (
     ),
     Capability(
         "few query rows and pages",
-        _splits_keys,
-        "test_split.py, test_decode_end_to_end.py",
+        lambda key: _splits_keys(key) or key.paged,
+        "test_split.py, test_pages.py, test_decode_end_to_end.py",
         '--only "*_fwd_split_*"',
     ),
     Capability(
-        "tangents (Hopper)",
+        "tangents",
         lambda key: key.kernel is Pass.TANGENT,
         "test_tangents.py: a cover",
         '--only "*_tangent_*"',
+    ),
+    Capability(
+        "Hessian-vector products (Hopper)",
+        lambda key: key.kernel in HESSIAN_PASSES,
+        "test_hessian.py: a cover",
+        '--only "*_hessian_*"',
     ),
     Capability(
         "soft caps (Hopper; Blackwell's kernels with masks take them)",
@@ -82,7 +89,7 @@ CAPABILITIES = (
     ),
     Capability(
         "a short tile at d = 64 (Hopper)",
-        lambda key: key.short,
+        lambda key: key.short and not key.paged,
         "test_kernels.py: tickets; short cases of test_end_to_end.py",
         '--only "*short"',
     ),

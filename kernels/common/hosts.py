@@ -28,6 +28,7 @@ from kernels.interface import (
     ForwardScalars,
     HeadDims,
     LogitBuffers,
+    PageBuffers,
     PostBuffers,
     PostScalars,
     PreBuffers,
@@ -47,7 +48,7 @@ _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
         *("lse", "dlse", "lse_tangent", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
-        *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max"),
+        *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max", "row_statistics"),
     ),
     Float32,
 )
@@ -57,6 +58,8 @@ PREFIXES = {
     Pass.FORWARD_SPLIT: "fa4_fwd_split",
     Pass.FORWARD_JOIN: "fa4_fwd_join",
     Pass.TANGENT: "fa4_tangent",
+    Pass.HESSIAN_QUERY: "fa4_hessian_q",
+    Pass.HESSIAN_KEY: "fa4_hessian_kv",
     Pass.BACKWARD_PRE: "fa4_bwd_pre",
     Pass.BACKWARD: "fa4_bwd",
     Pass.BACKWARD_POST: "fa4_bwd_post",
@@ -94,6 +97,12 @@ def buffer_shapes(sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
     }
 
 
+def of_pages(pages: PageBuffers, sizes: Sizes, dims: HeadDims) -> dict[str, tuple]:
+    """Returns the shapes of k and v where they are pages."""
+    shape = (pages.pages, sizes.key_length, sizes.kv_heads)
+    return {"k": (*shape, dims.head_dim), "v": (*shape, dims.value_dim)}
+
+
 def all_pointers(*buffers: Any) -> dict[str, Any]:
     """Returns the pointers of dataclasses of buffers, by name."""
     return {name: value for some in buffers for name, value in vars(some).items()}
@@ -108,6 +117,7 @@ class ForwardHost:
       ranges: whether rows have ranges of keys in memory.
       reads_cap: whether the kernel reads a soft cap.
       reads_mask: whether it reads bits of a mask of pairs.
+      paged: K and V lie in pages.
     """
 
     description: Description
@@ -115,6 +125,7 @@ class ForwardHost:
     ranges: bool = False
     reads_cap: bool = False
     reads_mask: bool = False
+    paged: bool = False
     kernel: Any
 
     @cute.jit
@@ -127,12 +138,14 @@ class ForwardHost:
         device: SmCount,
         ranges: RangeBuffers,
         logits: LogitBuffers,
+        pages: PageBuffers,
         stream: cuda.CUstream,
     ):
         description = self.description
-        maps = tensor_maps(
-            description, self.dtype, all_pointers(buffers), buffer_shapes(sizes, dims)
-        )
+        shapes = buffer_shapes(sizes, dims)
+        if cutlass.const_expr(self.paged):
+            shapes |= of_pages(pages, sizes, dims)
+        maps = tensor_maps(description, self.dtype, all_pointers(buffers), shapes)
         rows = description.division.rows
         tiles = cute.ceil_div(sizes.query_length, rows) * sizes.heads * sizes.batch
         if cutlass.const_expr(description.division.persistent):
@@ -147,6 +160,8 @@ class ForwardHost:
             if cutlass.const_expr(not self.reads_cap):
                 logits = dataclasses.replace(logits, soft_cap=None)
             counters = (*counters, ranges, logits)
+        if cutlass.const_expr(self.paged):
+            counters = (*counters, None, None, pages)
         self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
@@ -298,7 +313,7 @@ def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> K
     """Returns what the compiler needs of a forward kernel; tile: sizes that the build prints."""
     takes = (
         *(ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount),
-        *(RangeBuffers, LogitBuffers),
+        *(RangeBuffers, LogitBuffers, PageBuffers),
     )
     return make_source(host, key, takes, tile)
 

@@ -20,6 +20,8 @@ def launch(key: KernelKey, description: Description) -> Launch:
         Pass.FORWARD_SPLIT: _forward_split,
         Pass.FORWARD_JOIN: _forward_join,
         Pass.TANGENT: _tangent,
+        Pass.HESSIAN_QUERY: _hessian,
+        Pass.HESSIAN_KEY: _hessian,
         Pass.BACKWARD_PRE: _backward_pre,
         Pass.BACKWARD: _backward,
         Pass.BACKWARD_POST: _backward_post,
@@ -30,7 +32,7 @@ def launch(key: KernelKey, description: Description) -> Launch:
 def _forward(key: KernelKey, description: Description) -> Launch:
     whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
     counters = ("tile_ticket",) if description.division.by_ticket else ()
-    extra = _ranges(key)
+    extra = interface.params(interface.PageBuffers) if key.paged else _ranges(key)
     if key.ranges:
         skipped = () if key.reads_cap else ("soft_cap",)
         logits = interface.params(interface.LogitBuffers)
@@ -141,6 +143,29 @@ def _tangent(key: KernelKey, description: Description) -> Launch:
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
         persistent=True,
+    )
+
+
+def _hessian(key: KernelKey, description: Description) -> Launch:
+    operands = ("q", "k", "v")
+    tangents = tuple(f"{name}_tangent" for name in operands)
+    of_keys = key.kernel is Pass.HESSIAN_KEY
+    rows = description.division.keys if of_keys else description.division.rows
+    results = ("k", "v") if of_keys else ("q",)
+    return Launch(
+        operands=(*operands, *tangents, "do", "extents", "row_statistics"),
+        results=tuple(
+            Result(f"d{name}_tangent", key.dtype, _dims(name, (0, 1, 2, 3))) for name in results
+        ),
+        params=(
+            *_maps(description),
+            *_pointers("extents", "row_statistics"),
+            *interface.params(interface.Sizes),
+            *interface.params(interface.BackwardScalars),
+        ),
+        grid=(_tiles(results[0], rows), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
     )
 
 

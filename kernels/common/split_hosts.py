@@ -55,8 +55,7 @@ class SplitHost:
     ):
         shapes = hosts.buffer_shapes(sizes, dims)
         if cutlass.const_expr(self.paged):
-            of_pages = (of_keys.pages, sizes.key_length, sizes.kv_heads)
-            shapes |= {"k": (*of_pages, dims.head_dim), "v": (*of_pages, dims.value_dim)}
+            shapes |= hosts.of_pages(of_keys, sizes, dims)
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
         ctas = parts.splits * parts.row_blocks * sizes.batch * sizes.kv_heads
         if cutlass.const_expr(not self.paged):

@@ -8,7 +8,7 @@ With LSE from the forward, dots for tangents, and S in units of the scores,
 p is 1 but for the rounding of LSE, which large scores would let through to all of a row.
 
     schedule warp     finds which tile comes next, one round ahead of all other roles
-    load warp         loads by TMA: Q and Q' of both tiles, K with K' and V with V' of each block
+    load warp         loads by TMA: Q and Q' of each tile, K with K' and V with V' of each block
                       into one ring, last block first, and O in place of Q
     MMA warp          issues S_t(i), S'_t(i)                three products, from shared memory
                       and    O'_t += P_t V'(i) + W_t V(i)   P and W from tensor memory
@@ -17,13 +17,15 @@ p is 1 but for the rounding of LSE, which large scores would let through to all 
     store warp        stores tiles of O' by TMA
 
 S_0(0) S_1(0), then for every block i: O'_0 S_0(i+1) O'_1 S_1(i+1): while one tile's softmax works,
-the tensor core computes the other's products. P follows from LSE without any maximum, so nothing
-is rescaled. Tiles, packed heads and masks are the forward's (forward.py, forward_schedule.py).
+the tensor core computes the other's products. Above d = 128 there is one tile, one softmax group
+and two buffers of scores: S(i+1) is issued before O'(i) (tangent_single.py). P follows from LSE
+without any maximum, so nothing is rescaled. Tiles, packed heads and masks are the forward's
+(forward.py, forward_schedule.py).
 
-Note [what needs no barrier]: a tile's next S and S' overwrite its P and W; the MMA warp issues them
-after the products that read these. The next tile's first product overwrites O'_t after its own
-p_full, at which softmax group t arrives when it has read O'_t. O takes the memory of Q and Q' once
-all scores are complete (q_empty), and gives it back when O' has been stored (out_empty).
+Note [what needs no barrier]: the next S and S' of a buffer overwrite its P and W; the MMA warp
+issues them after the products that read these. The next tile's first product overwrites O'_t after
+its own p_full, at which softmax group t arrives when it has read O'_t. O takes the memory of Q and
+Q' once all scores are complete (q_empty), and gives it back when O' has been stored (out_empty).
 
 Ranges in memory, sinks and soft caps are not supported. A row that sees no key has LSE = -inf, and
 tangents 0. (FlashAttention-2, section 2.3, computes P from LSE in the backward; FlashAttention-4:
@@ -50,15 +52,23 @@ from kernels.sm100.tangent_data import Config
 from kernels.sm100.tangent_description import PAIR
 from kernels.sm100.tangent_products import ProductRole
 from kernels.sm100.tangent_rows import RowRole
+from kernels.sm100.tangent_single import SingleProductRole
 
 
 class Tangent(TangentHost):
-    """The kernel of one key; attributes are compile-time constants."""
+    """The kernel of one key; attributes are compile-time constants.
+
+    Attributes:
+      slots: how many slots of the ring a block and its tangent take.
+    """
 
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
-        self.rows, self.products = RowRole(self.config), ProductRole(self.config)
+        self.rows = RowRole(self.config)
+        single = self.config.tile.query_tiles == 1
+        self.products = SingleProductRole(self.config) if single else ProductRole(self.config)
+        self.slots = PAIR // self.config.tile.slot_operands
 
     @cute.kernel
     def kernel(
@@ -123,16 +133,22 @@ class Tangent(TangentHost):
                 self.load_queries(maps, shared, work, t)
             for step in cutlass.range(count, unroll=1):
                 block, load = last - step, loads_done + 2 * step + 1
-                self.load_block(maps, "v", shared, work, block, load)
-                if step + 1 < count:
-                    self.load_block(maps, "k", shared, work, block - 1, load + 1)
+                if cutlass.const_expr(self.config.tile.query_tiles == 1):
+                    if step + 1 < count:
+                        self.load_block(maps, "k", shared, work, block - 1, load)
+                        load += 1
+                    self.load_block(maps, "v", shared, work, block, load)
+                else:
+                    self.load_block(maps, "v", shared, work, block, load)
+                    if step + 1 < count:
+                        self.load_block(maps, "k", shared, work, block - 1, load + 1)
             loads_done += 2 * count
             for t in cutlass.range_constexpr(self.config.tile.query_tiles):
                 barriers.q_empty[t].wait(round_index)
                 self.load_output(maps, shared, work, t)
         # Shared memory must outlive every commit's arrival.
         for i in cutlass.range_constexpr(self.config.tile.kv_stages):
-            barriers.kv_empty.wait_free(loads_done + i)
+            barriers.kv_empty.wait_free(self.slots * loads_done + i)
 
     @cute.jit
     def load_queries(self, maps: Maps, shared: Shared, work: Work, t: cutlass.Constexpr[int]):
@@ -167,19 +183,22 @@ class Tangent(TangentHost):
         loads: Int32,
     ):
         """Loads a block of K or V and its tangent into the ring, after `loads` others."""
-        tile, d = self.config.tile, self.config.head_dim
-        use = shared.barriers.kv_full.use(loads)
-        full = shared.barriers.kv_full.at(use)
-        shared.barriers.kv_empty.wait_free(use)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, PAIR * tile.n * d * 2)
-        of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        source = cute.local_tile(of_head, (tile.n, d), (block, 0))
+        tile, d, barriers = self.config.tile, self.config.head_dim, shared.barriers
         is_key = operand == "k"
         atoms = (maps.k, maps.k_tangent) if is_key else (maps.v, maps.v_tangent)
         memory = shared.k if is_key else shared.v
-        for i in cutlass.range_constexpr(PAIR):
-            tensors.tma_load(atoms[i], source, memory[None, None, PAIR * use.slot + i], full)
+        operands = tile.slot_operands
+        for slot in cutlass.range_constexpr(self.slots):
+            use = barriers.kv_full.use(self.slots * loads + slot)
+            full = barriers.kv_full.at(use)
+            barriers.kv_empty.wait_free(use)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, operands * tile.n * d * 2)
+            of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+            source = cute.local_tile(of_head, (tile.n, d), (block, 0))
+            for i in cutlass.range_constexpr(operands):
+                target = memory[None, None, operands * use.slot + i]
+                tensors.tma_load(atoms[slot + i], source, target, full)
 
     @cute.jit
     def store(self, maps: Maps, shared: Shared, rounds: Int32):

@@ -9,11 +9,12 @@ from cutlass import Float32, Int32
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
 from kernels.common import tensors
+from kernels.common.ring import Ring, nth_use
 from kernels.common.schedule import ForwardShape
 from kernels.common.tangent_statistics import lse_log2
 from kernels.sm100.forward_schedule import Work
 from kernels.sm100.tangent_description import description
-from kernels.sm100.tiles import L2_BUDGET_BYTES, TANGENT_TILES
+from kernels.sm100.tiles import BUFFERS, L2_BUDGET_BYTES, TANGENT_TILES
 
 
 class Config:
@@ -34,6 +35,17 @@ class Config:
             l2_bytes=L2_BUDGET_BYTES,
             band=key.band,
         )
+
+    def buffer(self, t: Int32 | int, ordinal: Int32) -> Int32 | int:
+        """Returns the score buffer of query tile t's block, the ordinal-th of this CTA.
+
+        Each of two query tiles has a buffer of its own; a single one takes both in turn.
+        """
+        return t if self.tile.query_tiles == BUFFERS else nth_use(ordinal, BUFFERS).slot
+
+    def ring(self, buffers: Ring, t: Int32 | int) -> Ring:
+        """Returns the barriers that query tile t's blocks use in turn, of those of both buffers."""
+        return buffers[t] if self.tile.query_tiles == BUFFERS else buffers
 
 
 @dataclasses.dataclass(frozen=True)

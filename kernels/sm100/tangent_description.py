@@ -20,7 +20,7 @@ from kernels.description import (
     warps,
 )
 from kernels.sm100.forward_description import UNIT, WORK_SLOTS, WORK_WORDS
-from kernels.sm100.tiles import TANGENT_TILES, TangentTile
+from kernels.sm100.tiles import BUFFERS, TANGENT_TILES, TangentTile
 
 PAIR = 2  # an operand and its tangent, side by side
 
@@ -56,7 +56,10 @@ def _roles(tile: TangentTile) -> tuple[Role, ...]:
 
 
 def _barriers(tile: TangentTile) -> tuple[Barrier, ...]:
-    """Lists the barriers: of those with one for each query tile, both have uses of their own."""
+    """Lists the barriers: of those with one for each query tile, both have uses of their own.
+
+    A single query tile's blocks take both barriers of s_full and p_full in turn.
+    """
     workers = ("softmax", "mma", "load", "store")
     tiles, ring, per = tile.query_tiles, tile.kv_stages, "query tile"
     return (
@@ -69,23 +72,24 @@ def _barriers(tile: TangentTile) -> tuple[Barrier, ...]:
         Barrier("out_empty", (one("store"),), ("load",), per, tiles),
         Barrier("kv_full", (copied("load"),), ("mma",), "block of K or V", ring),
         Barrier("kv_empty", (committed("mma"),), ("load",), "block of K or V", ring),
-        Barrier("s_full", (committed("mma"),), ("softmax",), "block", tiles),
-        Barrier("p_full", (group("softmax"),), ("mma",), "block", tiles),
+        Barrier("s_full", (committed("mma"),), ("softmax",), "block", BUFFERS),
+        Barrier("p_full", (group("softmax"),), ("mma",), "block", BUFFERS),
         Barrier("acc_full", (committed("mma"),), ("softmax",), "query tile with blocks", tiles),
     )
 
 
 def _regions(tile: TangentTile, head_dim: int) -> tuple[Region, ...]:
-    span, rows, ring = tile.span_bytes, tile.rows, PAIR * tile.kv_stages
+    span, rows, ring = tile.span_bytes, tile.rows, tile.slot_operands * tile.kv_stages
     q = (rows, head_dim, PAIR * tile.query_tiles)
     kv = (tile.n, head_dim, ring)
+    order = "K(0), V(0), K(1)" if tile.query_tiles == 2 else "K(0), K(1), V(0), K(2), V(1)"
     out = "in place of Q: O of a query tile, then its tangent on its way"
     return (
         Region("tmem_base", (), "where this CTA's tensor memory begins", "i32"),
         Region("work", (WORK_WORDS, WORK_SLOTS), "what the schedule warp says of a tile", "i32"),
         operand("q", q, span, "query tiles, each before its tangent"),
         operand("o", q, span, out, shares="q"),
-        operand("k", kv, span, "one ring: K(0), V(0), K(1), ..., each before its tangent"),
+        operand("k", kv, span, f"one ring: {order}, ..., each before its tangent"),
         operand("v", kv, span, "the same ring", shares="k"),
     )
 
@@ -96,13 +100,14 @@ def _columns(tile: TangentTile, head_dim: int) -> tuple[Columns, ...]:
     A thread writes those of 32 keys after it has read theirs and all before, and the next S is
     multiplied after P and W have been.
     """
-    n, tiles, step = tile.n, tile.query_tiles, PAIR * tile.n
+    n, step = tile.n, PAIR * tile.n
+    sums = "sums of a query tile's output tangent"
     return (
-        Columns("s", 0, n, "S of a query tile's block", tiles, step),
-        Columns("s_tangent", n, n, "the tangent of S", tiles, step),
-        Columns("p", 0, n // 2, "P of the block, 16 bits each", tiles, step, shares="s"),
-        Columns("w", n, n // 2, "W of the block", tiles, step, shares="s_tangent"),
-        Columns("acc", tiles * step, head_dim, "sums of a query tile's output tangent", tiles),
+        Columns("s", 0, n, "S of a query tile's block", BUFFERS, step),
+        Columns("s_tangent", n, n, "the tangent of S", BUFFERS, step),
+        Columns("p", 0, n // 2, "P of the block, 16 bits each", BUFFERS, step, shares="s"),
+        Columns("w", n, n // 2, "W of the block", BUFFERS, step, shares="s_tangent"),
+        Columns("acc", BUFFERS * step, head_dim, sums, tile.query_tiles),
     )
 
 

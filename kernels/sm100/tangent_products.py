@@ -109,8 +109,9 @@ class ProductRole:
         """Writes 0 to values and tangents past the key length, which may hold anything."""
         first_row = work.band.key_length - work.last_block * self.config.tile.n
         thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(PAIR):
-            block = shared.v[None, None, PAIR * v.slot + i]
+        operands = self.config.tile.slot_operands
+        for i in cutlass.range_constexpr(operands):
+            block = shared.v[None, None, operands * v.slot + i]
             tensors.zero_vectors(block, first_row, thread % 32, 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

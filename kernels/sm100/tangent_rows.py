@@ -93,8 +93,8 @@ class RowRole:
         t, n, barriers = self.query_tile(), self.config.tile.n, shared.barriers
         first_key = place[0] * n
         s, p, w = (self.config.columns(x) for x in ("s", "p", "w"))
-        at = products.lane_base() + s.first + t * s.step
-        barriers.s_full[t].wait(place[1])
+        at = products.lane_base() + s.first + self.config.buffer(t, place[1]) * s.step
+        self.config.ring(barriers.s_full, t).wait(place[1])
         ptx.fence_after_sync()
         totals, weights = [], []
         for start in cutlass.range_constexpr(0, n, CHUNK):
@@ -112,7 +112,7 @@ class RowRole:
             self.store(at + (w.first - s.first) + start // 2, moved)
         ptx.tmem_store_wait()
         ptx.fence_before_sync()
-        products.arrive(barriers.p_full[t].first)
+        products.arrive(self.config.ring(barriers.p_full, t).at(place[1]))
         return Sums(sums.total + softmax.total(totals), sums.weighted + softmax.total(weights))
 
     def store(self, address: Int32, values: list[Float32]):

@@ -132,18 +132,28 @@ class TangentTile:
     """Sizes of the tangent kernel.
 
     Attributes:
-      n: keys of a block. S and S' of both query tiles, and both O', fill tensor memory at d = 128.
-      kv_stages: depth of the ring of K with its tangent and V with its tangent.
+      n: keys of a block. S and S' of both query tiles, and both O', fill tensor memory at d = 128;
+        at d = 256 two blocks' S and S' and one O' do.
+      kv_stages: depth of the ring of K, V and their tangents.
+      query_tiles: of a CTA, 1 or 2, of `rows` query rows each.
       span_bytes: swizzle span of all operand tiles.
     """
 
     n: int
     kv_stages: int
+    query_tiles: int = 2
     span_bytes: int = 128
 
     rows = 128  # of a query tile: one per lane of tensor memory
-    query_tiles = 2
     ctas = 1
+
+    @property
+    def slot_operands(self) -> int:
+        """How many operands a slot of the ring holds: a block and its tangent, or one of them.
+
+        Beside one wide query tile there is room for three or five operands of 64 keys.
+        """
+        return self.query_tiles
 
     @property
     def m(self) -> int:
@@ -156,6 +166,8 @@ TANGENT_TILES: dict[int, TangentTile] = {
     64: TangentTile(n=64, kv_stages=8),
     96: TangentTile(n=64, kv_stages=5, span_bytes=64),
     128: TangentTile(n=64, kv_stages=3),
+    192: TangentTile(n=64, kv_stages=5, query_tiles=1),
+    256: TangentTile(n=64, kv_stages=3, query_tiles=1),
 }
 
 

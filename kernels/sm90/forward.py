@@ -44,36 +44,34 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, tensors
+from kernels.common import resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
-from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
 from kernels.common.state import Scales, make_scales
-from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
+from kernels.interface import ForwardScalars, LogitBuffers, PageBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, TileRanges, make_rows, ranges_of
 from kernels.sm90.forward_description import of_key
+from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
+from kernels.sm90.forward_pages import (
+    whole_sizes,
+)
 from kernels.sm90.forward_schedule import (
     Work,
-    assign,
-    by_table,
     is_tile,
     make_schedule,
-    publish,
-    publish_end,
     published,
 )
-from kernels.sm90.forward_visits import make_visits
-from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, TICKET_BLOCKS, WARPGROUP
+from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sm90.turns import Turns
 
 
-class Forward(ForwardHost, Turns):
+class Forward(ForwardHost, Loads, Turns):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -82,6 +80,7 @@ class Forward(ForwardHost, Turns):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
+        self.paged = key.paged
         self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         self.description = of_key(key)
         names = ("issue_turn", "epilogue")
@@ -109,6 +108,7 @@ class Forward(ForwardHost, Turns):
         tile_ticket: cute.Pointer | None = None,
         ranges: RangeBuffers | None = None,
         logits: LogitBuffers | None = None,
+        pages: PageBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -119,115 +119,18 @@ class Forward(ForwardHost, Turns):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        page_length = sizes.key_length
+        if cutlass.const_expr(self.paged):
+            sizes = whole_sizes(sizes, pages)
         schedule = make_schedule(extents, sizes, scalars.window, self.tile.m)
         load, mma = self.description.role("load"), self.description.role("mma")
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, schedule, tile_ticket, ranges)
+                self.load(maps, shared, schedule, tile_ticket, ranges, (pages, page_length))
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             self.mma(maps, shared, schedule, RowResults(lse, logits), scalars, ranges)
-
-    @cute.jit
-    def load(
-        self,
-        maps: Maps,
-        shared: Shared,
-        schedule: Schedule,
-        tile_ticket: cute.Pointer | None,
-        ranges: RangeBuffers | None,
-    ):
-        """Load warp: finds a tile's work, loads Q, then K and V of each block, last block first."""
-        ctas, _, _ = cute.arch.grid_dim()
-        index = schedule.tile(Int32(0))
-        tiles_done, blocks_done = Int32(0), Int32(0)
-        while index < schedule.tiles:
-            work = assign(index, schedule, self.shape, ranges)
-            visits = NO_VISITS
-            if cutlass.const_expr(self.ranges):
-                work = by_table(work, ranges, schedule.sizes, self.shape)
-            if cutlass.const_expr(self.reads_mask):
-                visits, work = make_visits(work, ranges, schedule.sizes, self.shape)
-            shared.barriers.q_empty.wait_free(tiles_done)
-            with cute.arch.elect_one():
-                publish(work, self.words(shared, tiles_done))
-            self.load_query(maps, shared, work, tiles_done)
-            done = (tiles_done, blocks_done)
-            ticket = self.load_blocks(maps, shared, work, visits, tile_ticket, done)
-            tiles_done += 1
-            blocks_done += work.blocks.end - work.blocks.begin
-            if cutlass.const_expr(self.by_ticket):
-                index = ctas + cute.arch.make_warp_uniform(ticket)
-            else:
-                index = schedule.tile(tiles_done)
-        shared.barriers.q_empty.wait_free(tiles_done)
-        with cute.arch.elect_one():
-            publish_end(self.words(shared, tiles_done))
-            cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
-
-    @cute.jit
-    def load_query(self, maps: Maps, shared: Shared, work: Work, tiles_done: Int32):
-        """Loads Q of a tile into its memory, which is free."""
-        tile, d = self.tile, self.head_dim
-        q = tensors.bthd_coordinates()[None, None, work.head, work.batch]
-        q_tile = cute.local_tile(cute.domain_offset((work.first_row, 0), q), (tile.m, d), (0, 0))
-        q_full = shared.barriers.q_full.at(tiles_done)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, tile.m * d * 2)
-        slot = shared.barriers.q_full.use(tiles_done).slot
-        tensors.tma_load(maps.q, q_tile, shared.q[None, None, slot], q_full)
-
-    @cute.jit
-    def load_blocks(
-        self,
-        maps: Maps,
-        shared: Shared,
-        work: Work,
-        visits: Visits | None,
-        tile_ticket: cute.Pointer | None,
-        done: tuple[Int32, Int32],
-    ) -> Int32:
-        """Loads K and V of a tile's blocks.
-
-        done: the numbers of tiles and of blocks that the CTA has had before.
-
-        Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
-        """
-        tile, (tiles_done, blocks_done) = self.tile, done
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        count = work.blocks.end - work.blocks.begin
-        ticket, walk = Int32(0), make_walk(visits)
-        if cutlass.const_expr(self.by_ticket):
-            if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
-                ticket = ptx.take_ticket(tile_ticket)
-        for step in cutlass.range(count, unroll=1):
-            if cutlass.const_expr(self.by_ticket):
-                if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
-                    ticket = ptx.take_ticket(tile_ticket)
-            block, limited = block_of_step(visits, walk, work.blocks.end, step)
-            use = shared.barriers.k_full.use(blocks_done + step)
-            for operand in cutlass.range_constexpr(2):
-                columns = (self.head_dim, self.value_dim)[operand]
-                kv_tiles = cute.local_tile(kv, (tile.n, columns), (None, 0))
-                full = (shared.barriers.k_full, shared.barriers.v_full)[operand].at(use)
-                empty = (shared.barriers.k_empty, shared.barriers.v_empty)[operand]
-                target = (shared.k, shared.v)[operand]
-                empty.wait_free(use)
-                if cutlass.const_expr(operand == 1 and not tile.own_output):
-                    if step == 0:
-                        shared.barriers.o_empty.wait_free(tiles_done)
-                with cute.arch.elect_one():
-                    if cutlass.const_expr(self.reads_mask and operand == 0):
-                        shared.visits[0, use.slot], shared.visits[1, use.slot] = block, limited
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile.n * columns * 2)
-                tensors.tma_load(
-                    (maps.k, maps.v)[operand],
-                    kv_tiles[None, None, block],
-                    target[None, None, use.slot],
-                    full,
-                )
-        return ticket
 
     @cute.jit
     def mma(
@@ -266,10 +169,6 @@ class Forward(ForwardHost, Turns):
                 self.await_turn(group)
         # Shared memory and the CTA must outlive the last store.
         cute.arch.cp_async_bulk_wait_group(0)
-
-    def words(self, shared: Shared, tiles_done: Int32) -> cute.Tensor:
-        """Returns the words that a tile's work is published in."""
-        return shared.work[None, shared.barriers.q_full.use(tiles_done).slot]
 
     def make_operands(self, shared: Shared, group: Int32, q_slot: Int32) -> Operands:
         """Makes a warpgroup's products, views of shared memory and registers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fa4_jax.key import KernelKey
+from fa4_jax.key import PAGE_KEYS, KernelKey
 from kernels.description import (
     Barrier,
     Description,
@@ -19,6 +19,7 @@ from kernels.description import (
 )
 from kernels.sm90.tiles import (
     FORWARD_TILES,
+    PAGED_REGISTERS,
     REGISTER_BUDGETS,
     WARPGROUP,
     WARPGROUP_ROWS,
@@ -32,6 +33,9 @@ and where bits of a mask are read another one which head's they are."""
 VISIT_WORDS = 2
 """int32 words that say what a block is under a mask of pairs; forward_visits."""
 
+LONG_COPY = 64
+"""Keys that a copy from pages has at most."""
+
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
@@ -40,7 +44,8 @@ def of_key(key: KernelKey) -> Description:
     """Describes the forward kernel of a key."""
     head_dim, value_dim, band, ranges = key.head_dim, key.value_dim, key.band, key.ranges
     tile = FORWARD_TILES[head_dim, value_dim, key.short]
-    budget, groups = REGISTER_BUDGETS[tile.mma_warpgroups], tile.mma_warpgroups
+    groups = tile.mma_warpgroups
+    budget = PAGED_REGISTERS if key.paged else REGISTER_BUDGETS[groups]
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
     return Description(
@@ -73,10 +78,26 @@ def of_key(key: KernelKey) -> Description:
         division=Division(tile.m, persistent=True, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
-            TensorMap("k", "k", tile.n, head_dim, tile.span_bytes),
-            TensorMap("v", "v", tile.n, value_dim, tile.span_bytes),
+            *_maps_of_keys(tile, (head_dim, value_dim), key.paged),
             TensorMap("o", "o", WARPGROUP_ROWS, value_dim, tile.span_bytes, store=True),
         ),
+    )
+
+
+def has_long_copies(tile: ForwardTile) -> bool:
+    """Whether copies of LONG_COPY keys fill a block."""
+    return tile.n % LONG_COPY == 0
+
+
+def _maps_of_keys(tile: ForwardTile, dims: tuple[int, int], paged: bool) -> tuple[TensorMap, ...]:
+    """Lists the maps of K and V; those of pages have boxes that fit into a page."""
+    span, operands = tile.span_bytes, list(zip(("k", "v"), dims, strict=True))
+    if not paged:
+        return tuple(TensorMap(name, name, tile.n, columns, span) for name, columns in operands)
+    long = operands if has_long_copies(tile) else []
+    return (
+        *(TensorMap(name, name, LONG_COPY, columns, span) for name, columns in long),
+        *(TensorMap(f"{name}_short", name, PAGE_KEYS, span // 2, span) for name, _ in operands),
     )
 
 

@@ -8,13 +8,13 @@ With LSE from the forward, dots for tangents, and S in units of the scores,
 p is 1 but for the rounding of LSE, which large scores would let through to all of a row.
 
     load warp      loads by TMA: per tile Q and Q', then K and K', V and V' of each block into two
-                   rings, last block first, and O, which is needed last
+                   rings, last block first, and O, which is needed last (tangent_load.py)
     MMA warpgroup w has 64 query rows, and S, S', P, W and O' in registers. Per block it computes
         S, S'  three products, operands from shared memory
         P, W   in storage type, P without any maximum since LSE is known; sums of rows
         O' += P V' + W V    two products, P and W from registers, issued in the next block's step
     then it subtracts LSE' O, and stores O' through O's shared memory by TMA, LSE' by ordinary
-    stores.
+    stores. Above d = 128 O has no memory of its own: it comes in place of Q.
 
 The five products bind: while P and W of a block are computed, those of the block before are
 multiplied, and the other warpgroups' products run, issued in turn. Masks, turns, tickets and the
@@ -29,7 +29,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, tensors
+from kernels.common import resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.schedule import ForwardShape, Schedule
@@ -40,18 +40,11 @@ from kernels.description import NamedBarrier
 from kernels.interface import BackwardScalars, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.forward_schedule import (
-    Work,
-    assign,
-    is_tile,
-    make_schedule,
-    publish,
-    publish_end,
-    published,
-)
+from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
 from kernels.sm90.tangent_data import Operands, Rows, make_rows
 from kernels.sm90.tangent_description import of_key
-from kernels.sm90.tiles import L2_BUDGET_BYTES, TANGENT_TILES, TICKET_BLOCKS, WARPGROUP
+from kernels.sm90.tangent_load import LoadRole
+from kernels.sm90.tiles import L2_BUDGET_BYTES, TANGENT_TILES, WARPGROUP
 from kernels.sm90.turns import Turns
 
 
@@ -73,6 +66,7 @@ class Tangent(TangentHost, Turns):
             l2_bytes=L2_BUDGET_BYTES,
             band=key.band,
         )
+        self.loads = LoadRole(self.tile, self.head_dim, self.shape)
 
     @cute.kernel
     def kernel(
@@ -99,94 +93,10 @@ class Tangent(TangentHost, Turns):
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, schedule, tile_ticket)
+                self.loads.load(maps, shared, schedule, tile_ticket)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             self.mma(maps, shared, schedule, Statistics(lse, lse_tangent), scalars)
-
-    @cute.jit
-    def load(
-        self, maps: Maps, shared: Shared, schedule: Schedule, tile_ticket: cute.Pointer | None
-    ):
-        """Load warp: finds a tile's work, and loads what it needs."""
-        tile, d = self.tile, self.head_dim
-        ctas, _, _ = cute.arch.grid_dim()
-        index = schedule.tile(Int32(0))
-        tiles_done, blocks_done = Int32(0), Int32(0)
-        while index < schedule.tiles:
-            work = assign(index, schedule, self.shape)
-            rows = tensors.bthd_coordinates()[None, None, work.head, work.batch]
-            rows = cute.domain_offset((work.first_row, 0), rows)
-            query_tile = cute.local_tile(rows, (tile.m, d), (0, 0))
-            shared.barriers.q_empty.wait_free(tiles_done)
-            with cute.arch.elect_one():
-                publish(work, shared.work[None, 0])
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    shared.barriers.q_full.first, 2 * tile.m * d * 2
-                )
-            for source, target in ((maps.q, shared.q), (maps.q_tangent, shared.q_tangent)):
-                tensors.tma_load(source, query_tile, target, shared.barriers.q_full.first)
-            ticket = self.load_blocks(maps, shared, work, tile_ticket, blocks_done)
-            shared.barriers.o_empty.wait_free(tiles_done)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    shared.barriers.o_full.first, tile.m * d * 2
-                )
-            tensors.tma_load(maps.o, query_tile, shared.o, shared.barriers.o_full.first)
-            tiles_done += 1
-            blocks_done += work.blocks.end - work.blocks.begin
-            if cutlass.const_expr(self.band):
-                index = ctas + cute.arch.make_warp_uniform(ticket)
-            else:
-                index = schedule.tile(tiles_done)
-        shared.barriers.q_empty.wait_free(tiles_done)
-        with cute.arch.elect_one():
-            publish_end(shared.work[None, 0])
-            cute.arch.mbarrier_arrive(shared.barriers.q_full.first)
-
-    @cute.jit
-    def load_blocks(
-        self,
-        maps: Maps,
-        shared: Shared,
-        work: Work,
-        tile_ticket: cute.Pointer | None,
-        blocks_done: Int32,
-    ) -> Int32:
-        """Loads K, V and their tangents of a tile's blocks.
-
-        Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
-        """
-        tile, barriers = self.tile, shared.barriers
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        kv_tiles = cute.local_tile(kv, (tile.n, self.head_dim), (None, 0))
-        count, ticket = work.blocks.end - work.blocks.begin, Int32(0)
-        if cutlass.const_expr(self.band):
-            if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
-                ticket = ptx.take_ticket(tile_ticket)
-        for step in cutlass.range(count, unroll=1):
-            if cutlass.const_expr(self.band):
-                if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
-                    ticket = ptx.take_ticket(tile_ticket)
-            block, use = work.blocks.end - 1 - step, barriers.k_full.use(blocks_done + step)
-            for full, empty, pair in (
-                (
-                    *(barriers.k_full, barriers.k_empty),
-                    ((maps.k, shared.k), (maps.k_tangent, shared.k_tangent)),
-                ),
-                (
-                    *(barriers.v_full, barriers.v_empty),
-                    ((maps.v, shared.v), (maps.v_tangent, shared.v_tangent)),
-                ),
-            ):
-                empty.wait_free(use)
-                with cute.arch.elect_one():
-                    num_bytes = 2 * tile.n * self.head_dim * 2
-                    cute.arch.mbarrier_arrive_and_expect_tx(full.at(use), num_bytes)
-                for source, target in pair:
-                    memory = target[None, None, use.slot]
-                    tensors.tma_load(source, kv_tiles[None, None, block], memory, full.at(use))
-        return ticket
 
     @cute.jit
     def mma(
@@ -296,9 +206,16 @@ class Tangent(TangentHost, Turns):
         self.release(shared.barriers.o_empty.first)
 
     def issue_scores(self, shared: Shared, mma: Operands, use: Use):
-        """Waits for a block of K and issues S and S', three groups of products."""
+        """Waits for a block of K and issues S and S'."""
         now, product = (None, None, None, use.slot), mma.scores_product
         shared.barriers.k_full.wait(use)
+        if self.tile.by_slices:
+            product.issue_by_slices(
+                (mma.scores, mma.q, mma.k[now], False),
+                (mma.tangents, mma.q_tangent, mma.k[now], False),
+                (mma.tangents, mma.q, mma.k_tangent[now], True),
+            )
+            return
         product.issue(mma.scores, mma.q, mma.k[now], accumulate=False)
         product.issue(mma.tangents, mma.q_tangent, mma.k[now], accumulate=False)
         product.issue(mma.tangents, mma.q, mma.k_tangent[now], accumulate=True)
@@ -329,9 +246,10 @@ class Tangent(TangentHost, Turns):
         self.round(mma)
         if cutlass.const_expr(self.padding is not None):
             if work.padded_keys:
-                shared.barriers.v_full.wait(use)
+                values = shared.barriers.v_full.use(blocks_done)
+                shared.barriers.v_full.wait(values)
                 first_row = work.band.key_length - block * self.tile.n
-                clear_padding(shared, use.slot, first_row, self.padding)
+                clear_padding(shared, values.slot, first_row, self.padding)
 
     @cute.jit
     def step(
@@ -473,4 +391,5 @@ def source(key: KernelKey) -> KernelSource:
     """Returns the tangent kernel of a key, with its launch."""
     kernel = Tangent(key)
     tile = kernel.tile
-    return tangent_source(kernel, key, {"m": tile.m, "n": tile.n, "kv_stages": tile.kv_stages})
+    sizes = {"m": tile.m, "n": tile.n, "k_stages": tile.k_stages, "v_stages": tile.v_stages}
+    return tangent_source(kernel, key, sizes)

@@ -91,7 +91,7 @@ def _padding(warpgroups: int) -> NamedBarrier:
 def _barriers(tile: TangentTile) -> tuple[Barrier, ...]:
     loaded, released = (copied("load"),), (warps("mma"),)
     rings = (("q", "query tile", 1), ("o", "query tile", 1))
-    rings += tuple((name, "block", tile.kv_stages) for name in ("k", "v"))
+    rings += (("k", "block", tile.k_stages), ("v", "block", tile.v_stages))
     return tuple(
         barrier
         for name, per, count in rings
@@ -103,17 +103,18 @@ def _barriers(tile: TangentTile) -> tuple[Barrier, ...]:
 
 
 def _regions(tile: TangentTile, d: int) -> tuple[Region, ...]:
-    span, ring = tile.span_bytes, tile.kv_stages
+    span = tile.span_bytes
     found = [Region("work", (WORK_WORDS, 1), "rows, head and blocks of the query tile", "i32")]
     for name, shape, text in (
         ("q", (tile.m, d), "query tile"),
-        ("k", (tile.n, d, ring), "K blocks"),
-        ("v", (tile.n, d, ring), "V blocks"),
+        ("k", (tile.n, d, tile.k_stages), "K blocks"),
+        ("v", (tile.n, d, tile.v_stages), "V blocks"),
     ):
         found.append(operand(name, shape, span, text))
         found.append(operand(f"{name}_tangent", shape, span, f"tangents of {name}"))
     for name in ("v", "v_tangent"):
-        text, shape = f"{name} transposed", (d, tile.n, ring)
+        text, shape = f"{name} transposed", (d, tile.n, tile.v_stages)
         found.append(operand(f"{name}_t", shape, span, text, shares=name, transposed=True))
     text = "the output of the query tile, then its tangent on its way"
-    return (*found, operand("o", (tile.m, d), span, text))
+    shares = "" if tile.own_output else "q"
+    return (*found, operand("o", (tile.m, d), span, text, shares=shares))

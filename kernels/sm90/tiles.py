@@ -40,6 +40,9 @@ class RegisterBudget:
 REGISTER_BUDGETS = {2: RegisterBudget(24, 240), 3: RegisterBudget(32, 160)}
 """By number of MMA warpgroups; multiples of 8 that sum to at most the register file."""
 
+PAGED_REGISTERS = RegisterBudget(40, 232)
+"""Of a forward with two MMA warpgroups whose load warp looks up pages."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
@@ -96,18 +99,31 @@ class TangentTile:
     Attributes:
       m: query rows of a CTA, 64 for each MMA warpgroup.
       n: keys of a block.
-      kv_stages: depth of the ring of K and its tangent, and of that of V.
+      k_stages, v_stages: depth of the ring of K and its tangent, and of that of V. Where V's is
+        the shallower one, each block of K is loaded before V of the block before.
       span_bytes: swizzle span of all operand tiles.
+      own_output: the output tile has memory of its own; otherwise it takes Q's once the tile's
+        scores are complete, and the next Q is loaded when its tangent has been stored.
+      by_slices: the three products of scores are issued slice by slice. One after another they
+        would keep descriptors of all slices in registers, and spill others.
     """
 
     m: int
     n: int
-    kv_stages: int = 2
+    k_stages: int = 2
+    v_stages: int = 2
     span_bytes: int = 128
+    own_output: bool = True
+    by_slices: bool = False
 
     @property
     def mma_warpgroups(self) -> int:
         return self.m // 64
+
+    @property
+    def keys_ahead(self) -> bool:
+        """Whether each block of K is loaded before V of the block before."""
+        return self.v_stages < self.k_stages
 
 
 TANGENT_TILES: dict[int, TangentTile] = {
@@ -115,6 +131,47 @@ TANGENT_TILES: dict[int, TangentTile] = {
     64: TangentTile(m=192, n=64),
     96: TangentTile(m=128, n=96, span_bytes=64),
     128: TangentTile(m=128, n=64),
+    192: TangentTile(m=128, n=48, v_stages=1, own_output=False),
+    256: TangentTile(m=128, n=32, v_stages=1, own_output=False, by_slices=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianTile:
+    """Sizes of a kernel of Hessian-vector products.
+
+    Attributes:
+      m: rows of a CTA, of queries or of keys, 64 for each MMA warpgroup.
+      n: columns of a block, keys or queries. A thread holds n / 2 registers each of S, S', dP, dP'.
+      stages: depth of the ring of blocks.
+      span_bytes: swizzle span of all operand tiles.
+      late_sums: a block's sums run on in the next block's step, for which registers hold the
+        operands of both.
+    """
+
+    m: int
+    n: int
+    stages: int
+    span_bytes: int = 128
+    late_sums: bool = True
+
+    @property
+    def mma_warpgroups(self) -> int:
+        return self.m // 64
+
+
+HESSIAN_QUERY_TILES: dict[int, HessianTile] = {
+    # head_dim; rows are queries
+    64: HessianTile(m=128, n=64, stages=3),
+    96: HessianTile(m=128, n=64, stages=2, span_bytes=64),
+    128: HessianTile(m=128, n=48, stages=2),
+}
+
+HESSIAN_KEY_TILES: dict[int, HessianTile] = {
+    # head_dim; rows are keys, and n divides STATISTICS_ROWS
+    64: HessianTile(m=128, n=32, stages=4),
+    96: HessianTile(m=128, n=32, stages=4, span_bytes=64),
+    128: HessianTile(m=128, n=32, stages=3, late_sums=False),
 }
 
 

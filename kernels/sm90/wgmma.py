@@ -66,6 +66,19 @@ class Wgmma:
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
         warpgroup.commit_group()
 
+    def issue_by_slices(self, *products: tuple[cute.Tensor, cute.Tensor, cute.Tensor, bool]):
+        """Issues several products (acc, a, b, accumulate), slice by slice, as one group.
+
+        Each slice's descriptors are in registers only while its products are issued.
+        """
+        mma = self.tiled()
+        warpgroup.fence()
+        for k in range(cute.size(products[0][1], mode=[2])):
+            for acc, a, b, accumulate in products:
+                mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+                cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
     def from_registers(self) -> Wgmma:
         """The same product of an operand A in registers."""
         return dataclasses.replace(self, a_source=REGISTERS)

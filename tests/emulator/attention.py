@@ -15,17 +15,19 @@ import numpy as np
 from fa4_jax import api, catalogue, launches, splits, tail
 from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
-from fa4_jax.conformance.oracle import Inputs
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.conformance.oracle import HESSIAN_PRODUCTS, Inputs
+from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
 from fa4_jax.masks import bits
 from fa4_jax.plan import (
     Kernel,
     given_shapes,
+    hessian_keys,
     in_memory,
     kernel_keys,
     scalars,
     tangent_key,
 )
+from fa4_jax.row_statistics import row_statistics
 from kernels import emulator
 from kernels.build import cache, compile
 from kernels.build.compile import Ptx
@@ -36,7 +38,7 @@ from kernels.emulator.driver import arguments
 
 MULTIPROCESSORS = 2
 """The number is small, so that the CTAs of a persistent kernel get several tiles each."""
-_SAME = ("lse", "lse_tangent", "max_logit", "dq", "dk", "dv", "dq_acc")
+_SAME = ("lse", "lse_tangent", "max_logit", "dq", "dk", "dv", "dq_acc", *HESSIAN_PRODUCTS)
 _RESULTS = {"output": "o", "output_tangent": "o_tangent"} | {name: name for name in _SAME}
 """The kernels' names of results, by the oracle's."""
 
@@ -129,6 +131,11 @@ class Attention:
             sees = (arrays["row_low"] < arrays["row_high"])[:, None]
             own = np.where(sees, arrays["lse"], np.float32(-np.inf))  # as `launches.backward`
             arrays = arrays | {"lse": own}
+        if key.kernel in HESSIAN_PASSES:
+            of_rows = ("o", "lse"), ("do", "dlse"), ("o_tangent", "lse_tangent")
+            pairs = ((arrays[x], arrays[y]) for x, y in of_rows)
+            with np.errstate(all="ignore"):  # Padding may hold anything.
+                arrays = arrays | {"row_statistics": row_statistics(np, *pairs)}
         if key.kernel == Pass.BACKWARD:
             arrays = arrays | {name: arrays[of] for name, of in _GROUPED.items() if of in arrays}
         packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
@@ -152,11 +159,12 @@ def attention(
 ) -> Attention:
     """The launches of a case, as `fa4_jax.attention` makes them; `design` as in `Target`.
 
-    Inputs that have tangents ask for theirs, not for gradients.
+    Inputs that have tangents ask for theirs, and for those of gradients, not for gradients.
     """
     forward, backward = kernel_keys(case.problem, arch, design=design)
     if inputs.tangents:
-        return _with_tangent(attention(case, _at_rest(inputs), False, arch, design), case, inputs)
+        first = attention(case, _at_rest(inputs), False, arch, design)
+        return _with_tangent(first, case, inputs, hessian_keys(case.problem, arch) * gradients)
     if not case.has_kernels(arch, Pass.BACKWARD):
         backward = ()
     keys = forward + backward if gradients else forward
@@ -181,13 +189,14 @@ def _at_rest(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, tangents=())
 
 
-def _with_tangent(forward: Attention, case: Case, inputs: Inputs) -> Attention:
-    """The launches of a forward, and then that of its tangents."""
+def _with_tangent(
+    forward: Attention, case: Case, inputs: Inputs, hessian: tuple[KernelKey, ...]
+) -> Attention:
+    """The launches of a forward, then that of its tangents, and those of gradients."""
     key = tangent_key(case.problem, forward.keys[0].arch)
-    assert key is not None, case.id
     names = ("q_tangent", "k_tangent", "v_tangent")
     arrays = forward.arrays | dict(zip(names, inputs.tangents, strict=True))
-    return dataclasses.replace(forward, arrays=arrays, keys=(*forward.keys, key))
+    return dataclasses.replace(forward, arrays=arrays, keys=(*forward.keys, key, *hessian))
 
 
 def _parts(case: Case, forward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from fa4_jax import attention
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict
 from fa4_jax.conformance.oracle import make_inputs, with_tangents
-from fa4_jax.conformance.runner import run_tangents
+from fa4_jax.conformance.runner import run_hessian, run_tangents
 from tests.emulator.emulated_gpu import settings
 
 Arrays = list[np.ndarray]
@@ -24,6 +24,38 @@ def verdicts(case: Case, seed: int, how: str) -> list[Verdict]:
     """Conformance of a case's tangents, by kernels alone."""
     with settings(how):
         return run_tangents(case, seed, "kernel")
+
+
+def hessian(case: Case, seed: int, how: str) -> tuple[list[Verdict], list[str]]:
+    """Conformance of a case's Hessian-vector products, and the passes that run."""
+    with settings(how):
+        found = run_hessian(case, seed, "kernel")
+    operands, moved = _operands(case, seed)
+    attend = functools.partial(attention, implementation="kernel")
+    gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))
+    product = jax.jit(lambda *x: jax.jvp(gradient, x, moved)[1])
+    text = product.lower(*operands).compile().as_text()
+    assert text is not None
+    return found, re.findall(r'kernel = "sm_90a_(\w+)_(?:bf16|fp16)_', text)
+
+
+def hessians_by_vmap(case: Case, seed: int) -> tuple[Arrays, Arrays]:
+    """Those of two queries by vmap, of which keys are shared, and one by one in reverse mode."""
+    attend = functools.partial(attention, implementation="kernel")
+    (query, *keys), moved = _operands(case, seed)
+    queries = np.stack([query, query[::-1]])
+
+    def gradients(query: jax.Array) -> Any:
+        loss = lambda *x: attend(*x).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(query, *keys)
+
+    def inner(query: jax.Array) -> jax.Array:
+        terms = zip(gradients(query), moved, strict=True)
+        return sum(((g.astype(jnp.float32) * m).sum() for g, m in terms), jnp.zeros(()))
+
+    together = jax.jit(jax.vmap(jax.grad(inner)))(queries)
+    apart = np.stack([np.asarray(jax.grad(inner)(x)) for x in queries])
+    return [np.asarray(together)], [apart]
 
 
 def _operands(case: Case, seed: int) -> tuple[Any, Any]:

@@ -44,8 +44,8 @@ from fa4_jax.conformance.oracle import (
     ordinary,
     with_tangents,
 )
-from fa4_jax.key import KernelKey, Pass
-from fa4_jax.plan import kernel_keys, tangent_key
+from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
+from fa4_jax.plan import hessian_keys, kernel_keys, tangent_key
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import attention, mutation_score
@@ -58,11 +58,14 @@ QUANTITIES = {
     Pass.FORWARD: ("output", "lse"),
     Pass.FORWARD_SPLIT: ("output", "lse"),
     Pass.TANGENT: ("output_tangent", "lse_tangent"),
+    Pass.HESSIAN_QUERY: ("dq_tangent",),
+    Pass.HESSIAN_KEY: ("dk_tangent", "dv_tangent"),
     Pass.BACKWARD: ("dq", "dk", "dv"),
 }
 """What comes of a kernel, and of those that it needs before and after it."""
 
 FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
+OF_DERIVATIVES = (Pass.TANGENT, *HESSIAN_PASSES)
 
 POLICIES = tuple(
     Policy(schedule, asynchronous, resident_ctas, global_races=True, most_steps=2_000_000)
@@ -145,8 +148,10 @@ class Outcome:
 def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> KernelKey:
     """The main kernel that a case runs: of a backward, of tangents, or the first of a forward."""
     forward, backward = kernel_keys(case.problem, arch, design=design)
-    if kernel is Pass.TANGENT and (key := tangent_key(case.problem, arch)) is not None:
-        return key
+    if kernel is Pass.TANGENT:
+        return tangent_key(case.problem, arch)
+    if kernel in HESSIAN_PASSES:
+        return next(key for key in hessian_keys(case.problem, arch) if key.kernel is kernel)
     if kernel is Pass.BACKWARD:
         return next(key for key in backward if key.kernel is kernel)
     return forward[0]
@@ -164,7 +169,7 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
     found = [
         (case, key)
         for arch in catalogue.ARCHITECTURES
-        for kernel in (Pass.FORWARD, Pass.TANGENT, Pass.BACKWARD)
+        for kernel in (Pass.FORWARD, *OF_DERIVATIVES, Pass.BACKWARD)
         for case in fitting
         if case.has_kernels(arch, kernel)
         for key in {key_of(case, kernel, arch, design): None for design in designs.DESIGNS}
@@ -230,7 +235,7 @@ def _expected(case: Case, seed: int, kernel: Pass) -> list[dict[str, np.ndarray]
 def inputs_of(case: Case, seed: int, kernel: Pass) -> Inputs:
     """Inputs; of growing cases, odd seeds have the largest scores where the kernel comes last."""
     inputs = make_inputs(case, seed)
-    if kernel is Pass.TANGENT:
+    if kernel in OF_DERIVATIVES:
         inputs = with_tangents(case, inputs, seed)
     return attention.reversed_keys(case, inputs) if case.growing and seed % 2 else inputs
 
@@ -247,11 +252,16 @@ def verdicts(problem: Problem, policy: Policy, seed: int) -> list[Verdict]:
 @functools.lru_cache(maxsize=64)
 def launches_of(problem: Problem) -> attention.Attention:
     """The launches of the forward, or those of the backward on what a forward has left."""
-    gradients = problem.kernel is Pass.BACKWARD
+    gradients = problem.kernel in (Pass.BACKWARD, *HESSIAN_PASSES)
     inputs = inputs_of(problem.case, problem.inputs_seed, problem.kernel)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
     if problem.paged:
         launches = launch_in_pages(launches, problem.case)
+    if problem.kernel in HESSIAN_PASSES:
+        own = [
+            key for key in launches.keys if key.kernel not in {*HESSIAN_PASSES} - {problem.kernel}
+        ]
+        return dataclasses.replace(launches, keys=tuple(own)).only(problem.kernel)
     last = next(key for key in reversed(launches.keys) if key.kernel in FORWARDS)
     return launches if problem.kernel in FORWARDS else launches.after(last.kernel)
 
@@ -383,7 +393,8 @@ def main() -> int:
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
     for case, main_key in {(run.case, run.key) for run in chosen}:
-        gradients, design = main_key.kernel is Pass.BACKWARD, designs.design_of(main_key)
+        gradients = main_key.kernel in (Pass.BACKWARD, *HESSIAN_PASSES)
+        design = designs.design_of(main_key)
         inputs = inputs_of(case, 0, main_key.kernel)
         for key in attention.attention(case, inputs, gradients, main_key.arch, design).keys:
             attention.ptx(key)  # The processes inherit the texts.

@@ -31,9 +31,10 @@ from rich.progress import track
 from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs, with_tangents
-from fa4_jax.key import SHORT_TILES, TICKETS_WITH_BANDS, KernelKey, Pass
+from fa4_jax.key import HESSIAN_PASSES, SHORT_TILES, TICKETS_WITH_BANDS, KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import Policy
+from kernels.sm90 import hessian_description
 from kernels.sm90 import tiles as sm90_tiles
 from kernels.sm100 import tiles as sm100_tiles
 from tests.emulator import attention
@@ -43,6 +44,7 @@ from tests.emulator.split_launches import launch_in_pages
 from tests.emulator.survivors import MOVED_SURVIVORS, SURVIVORS, write_moved
 
 FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
+OF_DERIVATIVES = (Pass.TANGENT, *HESSIAN_PASSES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def policies(key: KernelKey) -> tuple[Policy, ...]:
         Policy(
             "random",
             "late",
-            global_races=key.kernel not in (*FORWARDS, Pass.TANGENT),
+            global_races=key.kernel not in (*FORWARDS, *OF_DERIVATIVES),
             ordered_reductions=key.deterministic,
             most_steps=100_000,
         ),
@@ -92,6 +94,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
         return _split_cases(key, common | {"growing": True})
     if key.kernel == Pass.TANGENT:
         return _tangent_cases(key, common)
+    if key.kernel in HESSIAN_PASSES:
+        return _hessian_cases(key, common)
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -203,6 +207,33 @@ def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     )
 
 
+def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
+    """Returns cases that take a kernel of Hessian-vector products through its paths.
+
+    Rows see no block, one, or so many that ring slots are used again, of one head or of a group's.
+    A band's have padding on both sides; blocks are masked on the left, on the right, or not at all.
+    """
+    tile = hessian_description.tile_of(key)
+    rows, columns = tile.m, (tile.stages + 3) * tile.n
+    if key.kernel is Pass.HESSIAN_KEY:
+        rows, columns = columns, rows
+    lengths: dict[str, Any] = {}
+    if key.band:
+        padded = {"query_lengths": (rows - 20, rows, 0), "key_lengths": (columns - 9, 10, columns)}
+        lengths = {**padded, "poison": True, "query_offset": columns}
+    window = {"window": (columns - 40, None), "query_offset": columns // 2} if key.band else {}
+    return (
+        Case(**common, **lengths, batch=3, heads=(1, 1), query_length=rows, key_length=columns),
+        Case(
+            **(common | window),
+            batch=1,
+            heads=(2, 1),
+            query_length=rows + 30,
+            key_length=columns + 30,
+        ),
+    )
+
+
 def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases that take a split forward through its paths, with two parts of the keys.
 
@@ -281,7 +312,7 @@ def problems(key: KernelKey) -> list[Attention]:
     made = []
     for case in cases(key):
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
-        if key.kernel is Pass.TANGENT:
+        if key.kernel in OF_DERIVATIVES:
             inputs = with_tangents(case, inputs, 0)
         backward = key.kernel not in (*FORWARDS, Pass.TANGENT)
         launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))

@@ -1,4 +1,4 @@
-"""Launches of split forwards with a number of parts, and with keys in pages."""
+"""Launches of split forwards with a number of parts, and of forwards with keys in pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from fa4_jax.conformance.cases import Case
-from fa4_jax.key import SPLIT_ROWS, Pass
+from fa4_jax.key import SHORT_TILES, SPLIT_ROWS, Pass
 from tests.emulator.attention import Attention, nothing_more
 
 
@@ -43,8 +43,11 @@ def in_pages(
     for row, entries in zip(lengths, table, strict=True):
         entries[-(-row // page) :] = rng.choice([0, batch * width + 1, -5, 1 << 30])
     arrays = launches.arrays | pools | {"page_table": table}
-    split, join = launches.keys
-    keys = dataclasses.replace(split, paged=True), join
+    first, *others = launches.keys
+    if first.kernel is Pass.FORWARD:
+        short = (first.arch, first.head_dim) in SHORT_TILES
+        first = dataclasses.replace(first, band=True, short=short, value_dim=first.head_dim)
+    keys = dataclasses.replace(first, paged=True), *others
     return dataclasses.replace(launches, arrays=arrays, keys=keys)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from fa4_jax import runtime
-from fa4_jax.key import SPLIT_ROWS, KernelKey, Pass
+from fa4_jax.key import SPLIT_ROWS, STATISTICS_ROWS, KernelKey, Pass
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from fa4_jax.masks.table import TILE_ROWS
 from kernels.build import cache, compile, cubin_info
@@ -195,6 +195,8 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     shapes |= {f"{name}_tangent": shapes[name] for name in ("q", "k", "v")}
     arrays = {name: Array(key.dtype, shape) for name, shape in shapes.items()}
     arrays |= {"extents": Array("i32", (p.batch, 4)), "lse": per_row, "dlse": per_row}
+    padded = -(-p.query_length // STATISTICS_ROWS) * STATISTICS_ROWS
+    arrays |= {"row_statistics": Array("f32", (p.batch, p.heads, padded, 4))}
     is_split = key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
     if key.ranges or is_split:
         tiles = -(-p.query_length // TILE_ROWS)

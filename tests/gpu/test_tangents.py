@@ -14,7 +14,7 @@ import pytest
 from fa4_jax import attention, explain
 from fa4_jax.api import Implementation
 from fa4_jax.conformance.cases import CASES, Case
-from fa4_jax.conformance.runner import run_tangents
+from fa4_jax.conformance.runner import run_hessian, run_tangents
 from fa4_jax.key import Pass
 
 LARGE = (
@@ -49,6 +49,17 @@ def gpu() -> None:
 )
 def test_conforms(case: Case, seed: int):
     found = run_tangents(case, seed, "kernel")
+    assert [verdict for verdict in found if verdict.failure] == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in (*CASES, *LARGE) if case.has_kernels("sm_90a", Pass.HESSIAN_KEY)],
+    ids=lambda case: case.id,
+)
+def test_hessian_products_conform(case: Case, seed: int):
+    found = run_hessian(case, seed)
+    assert len(found) == 3
     assert [verdict for verdict in found if verdict.failure] == []
 
 

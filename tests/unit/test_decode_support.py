@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -93,20 +94,38 @@ def test_explain_the_default_path(monkeypatch: pytest.MonkeyPatch):
         explain(*args, call=decode, implementation="kernel", **options)
 
 
+@pytest.mark.parametrize(("head_dim", "flags"), [(64, "band_short"), (128, "band"), (192, "band")])
+def test_chunks_of_prompts_are_read_in_pages(
+    head_dim: int, flags: str, monkeypatch: pytest.MonkeyPatch
+):
+    """On Hopper; elsewhere kernels of few rows alone read them."""
+    case = PagedCase(dtype="bf16", rows=40, head_dim=head_dim, window=20)
+    args, options = arguments(case)
+    monkeypatch.setattr(api, "current_target", fake_target)
+    told = explain(*args, call=decode, **options)
+    assert told.forward == (f"sm_90a_fwd_bf16_d{head_dim}_{flags}_paged",)
+    assert {w.name for w in told.workspaces} == {"tile_ticket"}
+    monkeypatch.setattr(
+        api, "current_target", lambda: dataclasses.replace(fake_target(), arch="sm_100f")
+    )
+    copied = {w.name for w in explain(*args, call=decode, **options).workspaces}
+    assert {"k_copied", "v_copied"} <= copied
+
+
 @pytest.mark.parametrize(
     ("case", "kernels", "tokens", "reason"),
     [
         (
-            PagedCase(dtype="bf16", rows=40, head_dim=64),
-            ["sm_90a_fwd_bf16_d64_band_short"],
+            PagedCase(dtype="bf16", rows=40, head_dim=64, sinks=True),
+            ["sm_90a_fwd_bf16_d64_band_ranges_short"],
             80,
-            "T * N / K = 80 rows: the kernels with pages take at most 64",
+            "sinks and T * N / K = 80 rows: with those the kernels with pages take at most 64",
         ),
         (
-            PagedCase(dtype="bf16", rows=40, head_dim=128, window=10, table_pages=9),
-            ["sm_90a_fwd_bf16_d128_band"],
+            PagedCase(dtype="bf16", rows=40, head_dim=128, window=10, table_pages=9, soft_cap=3.0),
+            ["sm_90a_fwd_bf16_d128_band_ranges_soft_cap"],
             80,  # The rows see 50 tokens together, which may begin at the end of a page.
-            "T * N / K = 80 rows: the kernels with pages take at most 64",
+            "logits_soft_cap and T * N / K = 80 rows: with those the kernels with pages take",
         ),
         (
             PagedCase(dtype="fp16", head_dim=128, scales="K", table_pages=40),

@@ -28,6 +28,7 @@ from tests.derivative_checks import (
     grad_of_jvp,
     jvp,
     jvp_of_grad,
+    jvp_of_jvp,
     loss,
     mean_flow,
     opcodes,
@@ -261,31 +262,58 @@ def test_no_kernel_computes_these_tangents(
         tangent("kernel")
 
 
-def test_no_kernel_computes_second_derivatives(
+def gradient_of(run: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return jax.grad(lambda q: run(q).astype(jnp.float32).sum())
+
+
+def second_along(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The second derivative of a function's value along x, forward over forward."""
+    return jax.jvp(lambda at: jax.jvp(run, (at,), (x,))[1], (x,), (x,))[1]
+
+
+def test_no_kernel_computes_other_second_derivatives(
     kernels_present: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
 
-    def product(implementation: Any) -> str:
-        run = self_attention(implementation)
-        gradient = jax.grad(lambda q: run(q).astype(jnp.float32).sum())
-        return lowered(lambda x: jax.jvp(gradient, (x,), (x,)), x)
+    def along(implementation: Any) -> str:
+        return lowered(functools.partial(second_along, self_attention(implementation)), x)
 
-    product(None)
-    message = "second derivatives: no kernel computes second derivatives"
+    along(None)
+    message = "second derivatives: no kernel computes these second derivatives"
     assert f"default path for its {message}" in caplog.text
-    with pytest.raises(NotImplementedError, match="no kernel computes second derivatives"):
-        product("kernel")
+    with pytest.raises(NotImplementedError, match="no kernel computes these second derivatives"):
+        along("kernel")
 
 
-def test_second_derivatives_compute_no_forward_again(kernels_present: None) -> None:
+@pytest.mark.parametrize("implementation", [None, "kernel"])
+def test_hessian_products_are_two_launches_more(
+    implementation: Any, kernels_present: None, caplog: pytest.LogCaptureFixture
+) -> None:
     """A Hessian-vector product takes the results' tangents from a kernel."""
+    log.warn_once.cache_clear()
     x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
-    run = self_attention(None)
-    gradient = jax.grad(lambda q: run(q).astype(jnp.float32).sum())
+    gradient = gradient_of(self_attention(implementation))
     program = lowered(lambda x: jax.jvp(gradient, (x,), (x,))[1], x)
-    launches = re.findall(r"sm_90a_\w+_bf16_d64", program)
-    assert launches == ["sm_90a_fwd_bf16_d64", "sm_90a_tangent_bf16_d64"]
+    launches = re.findall(r"sm_90a_(\w+)_bf16_d64", program)
+    assert launches == ["fwd", "tangent", "hessian_q", "hessian_kv"]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("call", CALLS[:3], ids=lambda call: call.name)
+def test_third_derivatives_in_forward_mode(
+    call: Call, jitted: bool, rng: np.random.Generator
+) -> None:
+    """Of a gradient and of a result: results at the point move, too."""
+    x, u, v = (make(call, rng) for _ in range(3))
+
+    def third(run: Function) -> Any:
+        seconds = (jvp_of_grad, grad_of_jvp, jvp_of_jvp)
+        return [jax.jvp(lambda x, of=of: of(run, x, u, v), (x,), (v,))[1] for of in seconds]
+
+    actual = jax.jit(lambda: third(call.ours))() if jitted else third(call.ours)
+    close(actual, third(call.plain))
 
 
 def test_a_vjp_is_applied_in_a_program_of_its_own(kernels_present: None) -> None:

@@ -70,7 +70,11 @@ def test_explain_kernels(kernels_present: None):
     }
     assert told.tangent == ("sm_90a_tangent_bf16_d128_band",) and told.tangent_reason is None
     assert told.tiles[told.tangent[0]] == {"m": TILE}
-    for text in (*told.forward, *told.backward, *told.tangent, "dq_acc", "GFLOP", "tangents"):
+    assert told.hessian_reason is None and told.hessian == (
+        *("sm_90a_hessian_q_bf16_d128_band", "sm_90a_hessian_kv_bf16_d128_band"),
+    )
+    named = (*told.forward, *told.backward, *told.tangent, *told.hessian)
+    for text in (*named, "dq_acc", "GFLOP", "tangents", "Hessian-vector products: kernels"):
         assert text in str(told)
     assert explain(Q, K, K, implementation="xla").forward_reason == "implementation='xla'"
 
@@ -92,11 +96,8 @@ def test_explain_why_the_default_path_computes_tangents(
     told = explain(Q, K, K, **options)
     assert told.forward and told.tangent == ()
     assert told.tangent_reason is not None and reason in told.tangent_reason
+    assert told.hessian == () and told.hessian_reason == told.tangent_reason
     assert f"tangents and second derivatives: default path ({told.tangent_reason})" in str(told)
-    wide = struct(2, 300, 2, 256)
-    assert explain(wide, wide, wide).tangent_reason == (
-        "head dims (256, 256) on sm_90a: no kernel computes their tangents (up to 128)"
-    )
 
 
 def test_explain_the_room_for_split_tiles(kernels_present: None):
@@ -150,8 +151,9 @@ def test_the_table_names_every_tile_of_the_key_list():
     for row in table.splitlines()[2:]:
         # Kernels of few rows read no masks of pairs; calls with one take the ordinary forward.
         few = " few rows " in row or " decode " in row
-        # Those for tangents read no ranges, masks and caps.
-        assert row.split().count("no") == (3 if "| tangents |" in row else few)
+        # Those for tangents and what follows them read no ranges, masks and caps.
+        derivative = "| tangents |" in row or "| Hessian products |" in row
+        assert row.split().count("no") == (3 if derivative else few)
 
 
 def installed(directory: pathlib.Path) -> Manifest:

@@ -1,0 +1,69 @@
+"""Hopper's forward of many rows from pages: the kernels alone under adversarial timing.
+
+They take about a minute of a core; test_decode_end_to_end.py calls them by `decode`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.key import READS_PAGES, KernelKey, Pass
+from kernels.emulator import Policy
+from tests.emulator import attention
+from tests.emulator.kernel_conformance import Problem, judged
+from tests.emulator.split_launches import in_pages
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+KERNELS = [key for key in catalogue.all_keys() if key.kernel is Pass.FORWARD and key.paged]
+POLICIES = (
+    Policy("random", "late", start_order="random", global_races=True),
+    Policy("starve", "random", start_order="reversed", global_races=True),
+    Policy("in_order", "early", resident_ctas=1),
+)
+LENGTHS = (700, 130, 0)
+
+
+def test_every_architecture_that_reads_pages_has_them() -> None:
+    assert {key.arch for key in KERNELS} == READS_PAGES
+
+
+@pytest.mark.parametrize("page", [16, 48, 64, 128])
+@pytest.mark.parametrize("key", KERNELS, ids=lambda key: key.name)
+def test_conforms(key: KernelKey, page: int, seed: int) -> None:
+    """Entries have many blocks, few, and none; the last page and the last block are not full.
+
+    Pages are in random order, what lies past a length is NaN, and table entries there are nonsense.
+    """
+    length = -(-max(LENGTHS) // page) * page
+    case = Case(
+        dtype=key.dtype,
+        head_dim=key.head_dim,
+        batch=3,
+        heads=(2, 1),
+        query_length=140,
+        key_length=length,
+        is_causal=True,
+        window=(500, None) if page == 64 else None,
+        query_offset=tuple(x - 140 for x in LENGTHS),
+        key_lengths=LENGTHS,
+        poison=True,
+    )
+    launches = attention.attention(case, make_inputs(case, seed % 2), gradients=False)
+    paged = in_pages(launches, LENGTHS, page, np.random.default_rng(seed))
+    assert paged.keys == (key,)
+    results = paged.run(POLICIES[seed % len(POLICIES)], seed)
+    found = judged(Problem(case, Pass.FORWARD, key.arch, seed % 2), results)
+    assert len(found) == 2
+    assert not [verdict for verdict in found if verdict.failure]
+    beside = launches.run(Policy())
+    if launches.keys[0].short == key.short:  # The same tiles: the same bits.
+        for name in ("output", "lse"):
+            assert np.array_equal(results[name], beside[name], True)
