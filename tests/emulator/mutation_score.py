@@ -96,6 +96,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
         return _tangent_cases(key, common)
     if key.kernel in HESSIAN_PASSES:
         return _hessian_cases(key, common)
+    if key.kernel == Pass.FORWARD and key.paged:
+        return _paged_cases(key, common | {"growing": True, "numerics": "exact"})
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})
@@ -170,6 +172,38 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         wide,
         *(dataclasses.replace(wide, masks=masks) for masks in others),
     )
+
+
+def _paged_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
+    """Cases of forwards of many rows from pages: of 16 keys in the first, of 64 in the second.
+
+    Tiles have no block, one, or so many that ring slots are used again; the last page and the last
+    block are not full. A window hides the first blocks of the second case.
+    """
+    rows, block = describe(key).division.rows, 128
+    lengths = (5 * block - 100, 0, 40, block)
+    offsets = tuple(length - rows + 20 for length in lengths)
+    several = Case(
+        **common,
+        batch=len(lengths),
+        heads=(1, 1),
+        query_length=rows - 20,
+        key_length=5 * block - 16,
+        query_offset=offsets,
+        key_lengths=lengths,
+        poison=True,
+    )
+    wide = Case(
+        **common,
+        batch=1,
+        heads=(2, 1),
+        query_length=2 * rows + 40,
+        key_length=7 * block,
+        query_offset=7 * block - 30 - 2 * rows - 40,
+        key_lengths=(7 * block - 30,),
+        window=(3 * block - 40, None),
+    )
+    return several, wide
 
 
 def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:

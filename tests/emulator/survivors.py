@@ -29,6 +29,7 @@ _LAST_STORES = Counter(
         for change in ("removed", "waits for reads", "waits for all but one more")
     }
 )
+_OWN_ROWS = Counter({"removed: bar.sync": 1})
 _OF_PAIR = Counter({_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1})
 _PADDING_FENCES = Counter({"removed: fence.acq_rel.cluster": 3})
 
@@ -83,6 +84,10 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_90a_fwd_bf16_d256_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3}) + _LAST_STORES,
     "sm_90a_tangent_bf16_d64_band": _LAST_STORES
     + Counter({_REGISTERS: 1, _PRODUCT_FENCE: 7, _PRODUCT_GROUP: 5, _MEETING: 1}),
+    "sm_90a_hessian_q_bf16_d64_band": _OWN_ROWS
+    + Counter({_REGISTERS: 1, _PRODUCT_FENCE: 5, _PRODUCT_GROUP: 3, _STORED: 1}),
+    "sm_90a_hessian_kv_bf16_d64_band": _OWN_ROWS
+    + Counter({_REGISTERS: 1, _PRODUCT_FENCE: 6, _PRODUCT_GROUP: 4, _STORED: 1}),
     "sm_90a_bwd_bf16_d64_deterministic": _PRODUCTS
     + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1, _GLOBAL_FENCE: 4})
     + Counter({_MEETING: 1, "removed: bar.sync": 1}),
