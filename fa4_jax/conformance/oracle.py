@@ -164,19 +164,89 @@ class _Precision:
         return self.rounded(x * factor) / factor
 
 
+def _heads_first(x: np.ndarray, used: Any, work: Any) -> np.ndarray:
+    """[B, L, heads, H] -> [B, N, L, H] in the working type, rows that nobody uses zeroed.
+
+    used: bool [B, N, L].
+    """
+    x = np.repeat(x.astype(work).transpose(0, 2, 1, 3), used.shape[1] // x.shape[2], axis=1)
+    return np.where(used[..., None], x, 0)
+
+
+def _by_key_head(x: np.ndarray, group: int) -> np.ndarray:
+    """[B, N, S, H] -> [B, S, K, H], groups summed."""
+    b, n, length, h = x.shape
+    return x.reshape(b, n // group, group, length, h).sum(2).transpose(0, 2, 1, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """Operands [B, N, T or S, H], who sees whom [B, N, T, S], and what makes scores of products.
+
+    slope, bend: of the soft cap, and its slope's own derivative over the slope; 1 and 0 without.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    do: np.ndarray
+    seen: np.ndarray
+    scale: Any
+    slope: Any
+    bend: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """Unnormalised weights e and their sums, P, dP - delta and dS, [B, N, T, S]; the output."""
+
+    e: np.ndarray
+    total: np.ndarray
+    p: np.ndarray
+    dp: np.ndarray
+    ds: np.ndarray
+    o: np.ndarray
+
+
+def _moved(
+    inputs: Inputs, precision: _Precision, of: _Scores, weights: _Weights, group: int
+) -> dict[str, np.ndarray]:
+    """TANGENTS and HESSIAN_PRODUCTS where query, key and value move."""
+    work, rounded, rounded_score = precision.work, precision.rounded, precision.rounded_score
+    q, k, v, do, p, ds, o = of.q, of.k, of.v, of.do, weights.p, weights.ds, weights.o
+    q_dot = _heads_first(inputs.tangents[0], of.seen.any(3), work)
+    k_dot, v_dot = (_heads_first(x, of.seen.any(2), work) for x in inputs.tangents[1:])
+    x_dot = np.where(of.seen, q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3), 0)
+    s_dot = x_dot * of.scale * of.slope
+    w = p * s_dot
+    # As fused kernels do: normalised last.
+    lse_dot = (weights.e * s_dot).sum(-1, keepdims=True) / weights.total
+    o_dot = rounded(rounded_score(p) @ v_dot + rounded_score(w) @ v - lse_dot * o)
+    # A kernel subtracts from the unrounded product (FMA).
+    exact = x_dot.astype(np.float64) * (of.scale * of.slope) - lse_dot
+    p_dot = p * exact.astype(work)
+    dp_dot = do @ v_dot.swapaxes(2, 3) - (do * o_dot).sum(-1, keepdims=True)
+    ds_dot = p_dot * weights.dp + p * dp_dot
+    dx = rounded_score(ds * of.slope)
+    dx_dot = rounded_score(ds_dot * of.slope + ds * of.bend * s_dot)
+    dk_dot = dx_dot.swapaxes(2, 3) @ q + dx.swapaxes(2, 3) @ q_dot
+    return {
+        "output_tangent": o_dot.transpose(0, 2, 1, 3),
+        "lse_tangent": lse_dot[..., 0],
+        "dq_tangent": rounded((dx_dot @ k + dx @ k_dot) * of.scale).transpose(0, 2, 1, 3),
+        "dk_tangent": rounded(_by_key_head(dk_dot, group) * of.scale),
+        "dv_tangent": rounded(_by_key_head(rounded_score(p_dot).swapaxes(2, 3) @ do, group)),
+    }
+
+
 def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, np.ndarray]:
     work, rounded, rounded_score = precision.work, precision.rounded, precision.rounded_score
     group = case.heads[0] // case.heads[1]
     seen = visible(case, inputs.mask, inputs.masks)
     scale = work(case.head_dim**-0.5 if case.scale is None else case.scale)
 
-    def heads_first(x: np.ndarray, used: Any) -> np.ndarray:
-        """[B, L, heads, H] -> [B, N, L, H] in the working type, rows that nobody uses zeroed."""
-        x = np.repeat(x.astype(work).transpose(0, 2, 1, 3), case.heads[0] // x.shape[2], axis=1)
-        return np.where(used[..., None], x, 0)
-
-    q, do = (heads_first(x, seen.any(3)) for x in (inputs.query, inputs.output_bar))
-    k, v = (heads_first(x, seen.any(2)) for x in (inputs.key, inputs.value))
+    q, do = (_heads_first(x, seen.any(3), work) for x in (inputs.query, inputs.output_bar))
+    k, v = (_heads_first(x, seen.any(2), work) for x in (inputs.key, inputs.value))
     s = q @ k.swapaxes(2, 3) * scale
     slope, bend = work(1), work(0)
     if case.soft_cap is not None:
@@ -203,39 +273,17 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     ds = p * dp
     dx = ds * slope
 
-    def by_key_head(x: np.ndarray) -> np.ndarray:
-        """[B, N, S, H] -> [B, S, K, H], groups summed."""
-        b, n, length, h = x.shape
-        return x.reshape(b, n // group, group, length, h).sum(2).transpose(0, 2, 1, 3)
-
     results = {
         "output": o.transpose(0, 2, 1, 3),
         "lse": lse[..., 0],
         "dq": rounded(rounded_score(dx) @ k * scale).transpose(0, 2, 1, 3),
-        "dk": rounded(by_key_head(rounded_score(dx).swapaxes(2, 3) @ q) * scale),
-        "dv": rounded(by_key_head(rounded_score(p).swapaxes(2, 3) @ do)),
+        "dk": rounded(_by_key_head(rounded_score(dx).swapaxes(2, 3) @ q, group) * scale),
+        "dv": rounded(_by_key_head(rounded_score(p).swapaxes(2, 3) @ do, group)),
     }
     if inputs.tangents:
-        q_dot = heads_first(inputs.tangents[0], seen.any(3))
-        k_dot, v_dot = (heads_first(x, seen.any(2)) for x in inputs.tangents[1:])
-        x_dot = np.where(seen, q_dot @ k.swapaxes(2, 3) + q @ k_dot.swapaxes(2, 3), 0)
-        s_dot = x_dot * scale * slope
-        w = p * s_dot
-        lse_dot = (e * s_dot).sum(-1, keepdims=True) / safe  # As fused kernels do: normalised last.
-        o_dot = rounded(rounded_score(p) @ v_dot + rounded_score(w) @ v - lse_dot * o)
-        # A kernel subtracts from the unrounded product (FMA).
-        exact = x_dot.astype(np.float64) * (scale * slope) - lse_dot
-        p_dot = p * exact.astype(work)
-        ds_dot = p_dot * dp + p * (do @ v_dot.swapaxes(2, 3) - (do * o_dot).sum(-1, keepdims=True))
-        dx, dx_dot = map(rounded_score, (dx, ds_dot * slope + ds * bend * s_dot))
-        dk_dot = dx_dot.swapaxes(2, 3) @ q + dx.swapaxes(2, 3) @ q_dot
-        results |= {
-            "output_tangent": o_dot.transpose(0, 2, 1, 3),
-            "lse_tangent": lse_dot[..., 0],
-            "dq_tangent": rounded((dx_dot @ k + dx @ k_dot) * scale).transpose(0, 2, 1, 3),
-            "dk_tangent": rounded(by_key_head(dk_dot) * scale),
-            "dv_tangent": rounded(by_key_head(rounded_score(p_dot).swapaxes(2, 3) @ do)),
-        }
+        weights = _Weights(e, safe, p, dp, ds, o)
+        scores = _Scores(q, k, v, do, seen, scale, slope, bend)
+        results |= _moved(inputs, precision, scores, weights, group)
     if case.max_logit:
         results["max_logit"] = max_logit
     if inputs.sinks is not None:
