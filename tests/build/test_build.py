@@ -191,7 +191,7 @@ def test_cache_passes_over_records_of_another_form(
 def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list", "--only", "sm_90a_fwd_bf16_d128*"]) == 0
     dense = "sm_90a_fwd_bf16_d128"
-    listed = [dense, *(f"{dense}_band{x}" for x in ("", "_ranges", "_ranges_soft_cap"))]
+    listed = [dense, *(f"{dense}_band{x}" for x in ("", "_paged", "_ranges", "_ranges_soft_cap"))]
     assert capsys.readouterr().out.split() == listed
     assert command.main(["--only", "nothing*"]) == 2
     assert "nothing*" in capsys.readouterr().err
