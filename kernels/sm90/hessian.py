@@ -276,9 +276,9 @@ class Hessian(HessianHost):
         """Issues what a block adds to the results, a group for each product."""
         now, product = (None, None, None, use.slot), mma.sum_product
         ds, ds_tangent, *others = mma.rounded
-        moving, still = ("q", "q_tangent") if self.by_key else ("k", "k_tangent")
-        product.issue(mma.acc[0], ds_tangent, mma.summed[moving][now], True)
-        product.issue(mma.acc[0], ds, mma.summed[still][now], True)
+        own, tangent = ("q", "q_tangent") if self.by_key else ("k", "k_tangent")
+        product.issue(mma.acc[0], ds_tangent, mma.summed[own][now], True)
+        product.issue(mma.acc[0], ds, mma.summed[tangent][now], True)
         if self.by_key:
             product.issue(mma.acc[1], others[0], mma.summed["do"][now], True)
 
