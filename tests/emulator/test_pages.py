@@ -1,11 +1,13 @@
 """Hopper's forward of many rows from pages: the kernels alone under adversarial timing.
 
-They take about a minute of a core; test_decode_end_to_end.py calls them by `decode`.
+They take about a minute of a core: a cover, `--every-case` runs all. test_decode_end_to_end.py calls
+them by `decode`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.key import READS_PAGES, KernelKey, Pass
 from kernels.emulator import Policy
+from tests import sampling
 from tests.emulator import attention
 from tests.emulator.kernel_conformance import Problem, judged
 from tests.emulator.split_launches import in_pages
@@ -28,34 +31,40 @@ POLICIES = (
     Policy("starve", "random", start_order="reversed", global_races=True),
     Policy("in_order", "early", resident_ctas=1),
 )
-LENGTHS = (700, 130, 0)
+LENGTHS = (400, 130, 0)
+
+
+def _case(key: KernelKey, page: int) -> Case:
+    """Entries have many blocks, few, and none; the last page and the last block are not full."""
+    return Case(
+        dtype=key.dtype,
+        head_dim=key.head_dim,
+        batch=3,
+        heads=(2, 1),
+        query_length=100,
+        key_length=-(-max(LENGTHS) // page) * page,
+        is_causal=True,
+        window=(200, None) if page == 64 else None,
+        query_offset=tuple(x - 100 for x in LENGTHS),
+        key_lengths=LENGTHS,
+        poison=True,
+    )
+
+
+TARGETS = [(_case(key, page), key, page) for key in KERNELS for page in (16, 48, 64, 128)]
+
+
+def _features(case: Case, key: KernelKey, page: int) -> Iterable[Hashable]:
+    return {key, page, (case.head_dim, page % 64 == 0)}
 
 
 def test_every_architecture_that_reads_pages_has_them() -> None:
     assert {key.arch for key in KERNELS} == READS_PAGES
 
 
-@pytest.mark.parametrize("page", [16, 48, 64, 128])
-@pytest.mark.parametrize("key", KERNELS, ids=lambda key: key.name)
-def test_conforms(key: KernelKey, page: int, seed: int) -> None:
-    """Entries have many blocks, few, and none; the last page and the last block are not full.
-
-    Pages are in random order, what lies past a length is NaN, and table entries there are nonsense.
-    """
-    length = -(-max(LENGTHS) // page) * page
-    case = Case(
-        dtype=key.dtype,
-        head_dim=key.head_dim,
-        batch=3,
-        heads=(2, 1),
-        query_length=140,
-        key_length=length,
-        is_causal=True,
-        window=(500, None) if page == 64 else None,
-        query_offset=tuple(x - 140 for x in LENGTHS),
-        key_lengths=LENGTHS,
-        poison=True,
-    )
+@pytest.mark.parametrize(("case", "key", "page"), sampling.sampled(TARGETS, _features))
+def test_conforms(case: Case, key: KernelKey, page: int, seed: int) -> None:
+    """Pages are in random order; what lies past a length is NaN, table entries there nonsense."""
     launches = attention.attention(case, make_inputs(case, seed % 2), gradients=False)
     paged = in_pages(launches, LENGTHS, page, np.random.default_rng(seed))
     assert paged.keys == (key,)
