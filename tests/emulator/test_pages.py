@@ -1,7 +1,7 @@
 """Hopper's forward of many rows from pages: the kernels alone under adversarial timing.
 
-They take about a minute of a core: a cover, `--every-case` runs all. test_decode_end_to_end.py calls
-them by `decode`.
+They take about a minute of a core: a cover, `--every-case` runs all.
+test_decode_end_to_end.py calls the same kernels by `decode`.
 """
 
 from __future__ import annotations
