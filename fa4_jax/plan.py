@@ -208,7 +208,9 @@ def no_hessian(problem: Problem, arch: str) -> str | None:
     """Why no kernels compute Hessian-vector products where one computes tangents, or None."""
     if hessian_keys(problem, arch):
         return None
-    return f"head dims {problem.head_dims} on {arch}: no kernel computes second derivatives"
+    return (
+        f"head dims {problem.head_dims} on {arch}: no kernel computes their Hessian-vector products"
+    )
 
 
 def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:

@@ -355,6 +355,9 @@ class Description:
 
     @property
     def shared_bytes(self) -> int:
-        """The number of bytes of shared memory of a CTA."""
+        """The number of bytes of shared memory of a CTA: whole multiples of the widest alignment,
+        as the compiler pads them.
+        """
         ends = [self.offsets[region.name] + region.num_bytes for region in self.regions]
-        return max([BARRIER_BYTES * self.barrier_count, *ends])
+        widest = max([BARRIER_BYTES, *(region.alignment for region in self.regions)])
+        return -(-max([BARRIER_BYTES * self.barrier_count, *ends]) // widest) * widest

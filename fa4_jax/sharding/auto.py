@@ -115,7 +115,10 @@ def hessian(
 def _of_own_heads(
     problem: Problem, split: Split, run: Callable[..., Gradients], of_keys: tuple[Any, ...]
 ) -> Gradients:
-    """What `run` returns of a device's heads of arrays like key; sums where devices share heads."""
+    """What `run` returns of a device's heads of arrays like key; sums where devices share heads.
+
+    of_keys: key and value, then others like them.
+    """
     if not split.copied:
         return run(*of_keys)
     own_part = functools.partial(own_heads, split, problem)
@@ -123,7 +126,7 @@ def _of_own_heads(
     found = run(*parts)
     key, value = (
         jax.lax.psum(back(x)[0].astype(jnp.float32), split.copied).astype(x.dtype)
-        for back, x in zip(transposes, (found.key, found.value), strict=False)
+        for back, x in zip(transposes[:2], (found.key, found.value), strict=True)
     )
     return found._replace(key=key, value=value)
 

@@ -65,9 +65,15 @@ CAPABILITIES = (
     ),
     Capability(
         "few query rows and pages",
-        lambda key: _splits_keys(key) or key.paged,
-        "test_split.py, test_pages.py, test_decode_end_to_end.py",
+        _splits_keys,
+        "test_split.py, test_decode_end_to_end.py",
         '--only "*_fwd_split_*"',
+    ),
+    Capability(
+        "many query rows and pages (Hopper)",
+        lambda key: key.paged and not _splits_keys(key),
+        "test_pages.py: a cover; test_decode_end_to_end.py",
+        '--covering --seeds 20 --only "sm_90a_fwd_[bf][fp]16_*_paged*"',
     ),
     Capability(
         "tangents",

@@ -41,9 +41,10 @@ class HessianHost:
         shapes |= {f"{name}_tangent": shapes[name] for name in ("q", "k", "v", "dk", "dv")}
         shapes["dq_tangent"] = shapes["q"]
         maps = hosts.tensor_maps(description, self.dtype, hosts.all_pointers(buffers), shapes)
-        tiles = cute.ceil_div(sizes.query_length, description.division.rows or 1) * sizes.heads
+        division, length, heads = description.division, sizes.query_length, sizes.heads
         if cutlass.const_expr(self.by_key):
-            tiles = cute.ceil_div(sizes.key_length, description.division.keys) * sizes.kv_heads
+            length, heads = sizes.key_length, sizes.kv_heads
+        tiles = cute.ceil_div(length, division.keys or division.rows) * heads
         pointers = (buffers.extents, buffers.row_statistics)
         self.kernel(maps, *pointers, sizes, scalars).launch(
             grid=[tiles * sizes.batch, 1, 1],

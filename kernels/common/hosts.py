@@ -161,7 +161,7 @@ class ForwardHost:
                 logits = dataclasses.replace(logits, soft_cap=None)
             counters = (*counters, ranges, logits)
         if cutlass.const_expr(self.paged):
-            counters = (*counters, None, None, pages)
+            counters = (*counters, pages)
         self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],

@@ -106,9 +106,8 @@ class Forward(ForwardHost, Loads, Turns):
         sizes: Sizes,
         scalars: ForwardScalars,
         tile_ticket: cute.Pointer | None = None,
-        ranges: RangeBuffers | None = None,
+        of_keys: RangeBuffers | PageBuffers | None = None,
         logits: LogitBuffers | None = None,
-        pages: PageBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -119,6 +118,7 @@ class Forward(ForwardHost, Loads, Turns):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        ranges, pages = (None, of_keys) if self.paged else (of_keys, None)
         page_length = sizes.key_length
         if cutlass.const_expr(self.paged):
             sizes = whole_sizes(sizes, pages)

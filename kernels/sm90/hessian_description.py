@@ -119,11 +119,7 @@ def _regions(tile: HessianTile, d: int, by_key: bool) -> tuple[Region, ...]:
         text, shape = f"{name} transposed", (d, tile.n, tile.stages)
         found.append(operand(f"{name}_t", shape, span, text, shares=name, transposed=True))
     if by_key:
-        # The compiler pads shared memory to the tiles' alignment, so the last region fills it.
-        slots = tile.stages + tile.stages * tile.n * STATISTICS * 4 % 1024 // (
-            tile.n * STATISTICS * 4
-        )
-        shape = (STATISTICS, tile.n, slots)
+        shape = (STATISTICS, tile.n, tile.stages)
         text = "row_statistics of a block's queries"
         found.append(Region("statistics", shape, text, "f32", alignment=16))
     return tuple(found)

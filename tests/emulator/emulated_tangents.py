@@ -1,4 +1,4 @@
-"""What test_tangents runs in the process whose GPU is emulated."""
+"""What test_tangents and test_hessian run in the process whose GPU is emulated."""
 
 from __future__ import annotations
 
@@ -18,6 +18,24 @@ from fa4_jax.conformance.runner import run_hessian, run_tangents
 from tests.emulator.emulated_gpu import settings
 
 Arrays = list[np.ndarray]
+
+CASES = (
+    Case(batch=2, heads=(2, 1), query_length=130, key_length=200),
+    Case(
+        dtype="fp16",
+        head_dim=72,
+        batch=2,
+        heads=(2, 2),
+        query_length=100,
+        key_length=190,
+        is_causal=True,
+        query_offset=(40, 90),
+        key_lengths=(150, 0),
+        poison=True,
+    ),
+    Case(head_dim=128, batch=1, heads=(2, 1), query_length=150, key_length=90, window=(60, 10)),
+)
+"""Calls from end to end: grouped queries, a narrower head with padding, a window."""
 
 
 def verdicts(case: Case, seed: int, how: str) -> list[Verdict]:

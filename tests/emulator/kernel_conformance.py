@@ -49,6 +49,7 @@ from fa4_jax.plan import hessian_keys, kernel_keys, tangent_key
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import attention, mutation_score
+from tests.emulator.mutation_score import FORWARDS, OF_DERIVATIVES
 from tests.emulator.split_launches import launch_in_pages
 
 MOST_ROWS = 700
@@ -64,8 +65,12 @@ QUANTITIES = {
 }
 """What comes of a kernel, and of those that it needs before and after it."""
 
-FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
-OF_DERIVATIVES = (Pass.TANGENT, *HESSIAN_PASSES)
+ADVERSARIES = (
+    Policy("random", "late", start_order="random", global_races=True),
+    Policy("starve", "random", start_order="reversed", global_races=True),
+    Policy("in_order", "early", resident_ctas=1),
+)
+"""Three policies that differ as much as possible, for tests that run a case under one of them."""
 
 POLICIES = tuple(
     Policy(schedule, asynchronous, resident_ctas, global_races=True, most_steps=2_000_000)

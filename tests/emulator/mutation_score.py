@@ -177,8 +177,9 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _paged_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases of forwards of many rows from pages: of 16 keys in the first, of 64 in the second.
 
-    Tiles have no block, one, or so many that ring slots are used again; the last page and the last
-    block are not full. A window hides the first blocks of the second case.
+    Some tiles have no block, some have one, and some have so many that they use ring slots again.
+    The last page and the last block are not full. A window hides the first blocks of the second
+    case.
     """
     rows, block = describe(key).division.rows, 128
     lengths = (5 * block - 100, 0, 40, block)
@@ -222,7 +223,7 @@ def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take the tangents' kernel through its paths.
 
-    Tiles have no block, one block, or so many that ring slots are used again. All kernels but
+    Some tiles have no block, some have one, and some use ring slots again. All kernels but
     Hopper's dense ones, which get no lengths, have padded keys. Under a band blocks are masked on
     the left, on the right, on both sides, or not at all. On Blackwell two heads share a tile in
     the first case.
@@ -244,8 +245,9 @@ def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take a kernel of Hessian-vector products through its paths.
 
-    Rows see no block, one, or so many that ring slots are used again, of one head or of a group's.
-    A band's have padding on both sides; blocks are masked on the left, on the right, or not at all.
+    Some rows see no block, some see one, and some see so many that ring slots are used again; the
+    blocks are of one head, or of all heads of a group. Under a band rows and columns have padding,
+    and blocks are masked on the left, on the right, or not at all.
     """
     tile = hessian_description.tile_of(key)
     rows, columns = tile.m, (tile.stages + 3) * tile.n

@@ -19,18 +19,13 @@ from fa4_jax.key import READS_PAGES, KernelKey, Pass
 from kernels.emulator import Policy
 from tests import sampling
 from tests.emulator import attention
-from tests.emulator.kernel_conformance import Problem, judged
+from tests.emulator.kernel_conformance import ADVERSARIES, Problem, judged
 from tests.emulator.split_launches import in_pages
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
 
 KERNELS = [key for key in catalogue.all_keys() if key.kernel is Pass.FORWARD and key.paged]
-POLICIES = (
-    Policy("random", "late", start_order="random", global_races=True),
-    Policy("starve", "random", start_order="reversed", global_races=True),
-    Policy("in_order", "early", resident_ctas=1),
-)
 LENGTHS = (400, 130, 0)
 
 
@@ -68,7 +63,7 @@ def test_conforms(case: Case, key: KernelKey, page: int, seed: int) -> None:
     launches = attention.attention(case, make_inputs(case, seed % 2), gradients=False)
     paged = in_pages(launches, LENGTHS, page, np.random.default_rng(seed))
     assert paged.keys == (key,)
-    results = paged.run(POLICIES[seed % len(POLICIES)], seed)
+    results = paged.run(ADVERSARIES[seed % len(ADVERSARIES)], seed)
     found = judged(Problem(case, Pass.FORWARD, key.arch, seed % 2), results)
     assert len(found) == 2
     assert not [verdict for verdict in found if verdict.failure]

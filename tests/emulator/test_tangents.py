@@ -15,20 +15,14 @@ import pytest
 from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.key import KernelKey, Pass
-from kernels.emulator import Policy
 from tests import sampling
 from tests.emulator import emulated_tangents, mutation_score
-from tests.emulator.kernel_conformance import Problem, targets, verdicts
+from tests.emulator.kernel_conformance import ADVERSARIES, Problem, targets, verdicts
 from tests.emulator.processes import HOW, Gpu
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
 
-POLICIES = (
-    Policy("random", "late", start_order="random", global_races=True),
-    Policy("starve", "random", start_order="reversed", global_races=True),
-    Policy("in_order", "early", resident_ctas=1),
-)
 KERNELS = [key for key in catalogue.all_keys() if key.kernel is Pass.TANGENT]
 TARGETS = [(case, key) for case, key in targets(least=1) if key.kernel is Pass.TANGENT]
 
@@ -40,7 +34,7 @@ def _features(case: Case, key: KernelKey) -> Iterable[Hashable]:
 @pytest.mark.parametrize(("case", "key"), sampling.sampled(TARGETS, _features))
 def test_conforms(case: Case, key: KernelKey, seed: int) -> None:
     problem = Problem(case, Pass.TANGENT, key.arch, seed % 2)
-    found = verdicts(problem, POLICIES[seed % len(POLICIES)], seed)
+    found = verdicts(problem, ADVERSARIES[seed % len(ADVERSARIES)], seed)
     assert len(found) == 2
     assert not [verdict for verdict in found if verdict.failure]
 
@@ -55,29 +49,11 @@ def test_ctas_start_in_any_order(key: KernelKey) -> None:
     launch = mutation_score.problems(key)[1]
     first, *others = (
         dataclasses.replace(launch, multiprocessors=ctas).run(policy, 3)
-        for ctas, policy in zip((1, 2, 3), POLICIES, strict=True)
+        for ctas, policy in zip((1, 2, 3), ADVERSARIES, strict=True)
     )
     for other in others:
         for name, array in first.items():
             assert np.array_equal(other[name], array, True), name
-
-
-END_TO_END = (
-    Case(batch=2, heads=(2, 1), query_length=130, key_length=200),
-    Case(
-        dtype="fp16",
-        head_dim=72,
-        batch=2,
-        heads=(2, 2),
-        query_length=100,
-        key_length=190,
-        is_causal=True,
-        query_offset=(40, 90),
-        key_lengths=(150, 0),
-        poison=True,
-    ),
-    Case(head_dim=128, batch=1, heads=(2, 1), query_length=150, key_length=90, window=(60, 10)),
-)
 
 
 @pytest.fixture(params=["gpu", "blackwell"])
@@ -86,7 +62,7 @@ def device(request: pytest.FixtureRequest) -> Gpu:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("case", END_TO_END, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", emulated_tangents.CASES, ids=lambda case: case.id)
 def test_jvp(device: Gpu, case: Case, seed: int) -> None:
     found = device(emulated_tangents.verdicts, case, seed, HOW[seed % len(HOW)])
     assert len(found) == 2
@@ -94,7 +70,7 @@ def test_jvp(device: Gpu, case: Case, seed: int) -> None:
 
 
 def test_vmap_and_linearize(device: Gpu, seed: int) -> None:
-    together, apart = device(emulated_tangents.vmapped_and_looped, END_TO_END[0], seed)
+    together, apart = device(emulated_tangents.vmapped_and_looped, emulated_tangents.CASES[0], seed)
     for one, other in zip(together, apart, strict=True):
         assert np.array_equal(one, other)
 
@@ -103,7 +79,7 @@ def test_a_gradient_over_a_stopped_tangent(
     device: Gpu, request: pytest.FixtureRequest, seed: int
 ) -> None:
     """The launches are those of a forward, its tangents and a backward: no more."""
-    found, expected, launches = device(emulated_tangents.meanflow, END_TO_END[0], seed)
+    found, expected, launches = device(emulated_tangents.meanflow, emulated_tangents.CASES[0], seed)
     assert np.abs(found - expected).max() <= 0.03 * np.abs(expected).max()
     blackwell = "blackwell" in request.node.callspec.id
     arch, forward = ("sm_100f", "d64_polynomial_exp2") if blackwell else ("sm_90a", "d64")

@@ -157,7 +157,7 @@ def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -
     The kernel before a backward zeroes that one's.
     """
     division, launch = describe(key).division, launches.launch(key, describe(key))
-    by_rows = key.kernel in (Pass.FORWARD, Pass.TANGENT)  # Hessian products take no tickets.
+    by_rows = key.kernel in (Pass.FORWARD, Pass.TANGENT)
     zeroed = [result.name for result in launch.results if result.zeroed]
     assert zeroed == (["tile_ticket"] if division.by_ticket and by_rows else [])
     counts = "dq_ticket" in {result.name for result in launch.results}
