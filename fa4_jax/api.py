@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, score, validate, xla
-from fa4_jax.bias import Bias
+from fa4_jax.bias import AtDistances, Bias, form
 from fa4_jax.extents import Extents
 from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.masks.pairs import Pairs
@@ -219,20 +219,26 @@ def attention(
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     plan = make_plan(problem, find_target(arch), implementation)
-    operands = with_bits(plan, operands)
+    operands = for_kernels(plan, operands)
     results = explicit.attend_on_mesh(_attend, plan, operands)
     return returned(results, jnp.ndim(query), return_residual)
 
 
-def with_bits(plan: Plan, operands: Operands) -> Operands:
-    """The operands of kernels, which read a mask of pairs as bits.
+def for_kernels(plan: Plan, operands: Operands) -> Operands:
+    """The operands of kernels, which read a mask of pairs as bits, a bias by distance as numbers.
 
     Raises:
-      NotImplementedError: these would be too many.
+      NotImplementedError: these bits would be too many.
     """
-    if not plan.forward or validate.is_empty(plan.problem):
+    problem = plan.problem
+    if not plan.forward or validate.is_empty(problem):
         return operands
-    return operands._replace(mask=None, pairs=None, bits=bits.of_operands(operands))
+    added = operands.bias
+    if problem.bias == "distance":
+        offset = operands.extents[:, 2] if operands.offset is None else operands.offset[None]
+        added = AtDistances.of(added, (problem.query_length, problem.key_length), offset)
+    packed = bits.of_operands(operands)
+    return operands._replace(mask=None, pairs=None, bits=packed, bias=added)
 
 
 def returned(results: Results, rank: int, return_residual: bool) -> Any:
@@ -307,7 +313,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         scale=scale,
         window=window,
         has_lengths=numbers.has_lengths,
-        has_bias=bias is not None,
+        bias=form(bias, s),
         has_score_fn=call.score_fn is not None,
         has_mask=not (mask is None and pairs is None and packed is None),
         soft_cap=cap,
@@ -320,7 +326,8 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         numerics=validate.choice("numerics", call.numerics, validate.NUMERICS),
         value_dim=None if value_dim == h else value_dim,
     )
-    offset = numbers.common_offset() if problem.band else None
+    reads_offset = problem.band or problem.bias == "distance"
+    offset = numbers.common_offset() if reads_offset else None
     offsets = extents.offset_array(numbers.query_offset)
     traced, traced_cap, sinks = (
         None if x is None else x.astype(problem.accumulator) for x in (traced, traced_cap, sinks)

@@ -66,7 +66,9 @@ def _way(problem: Problem, kernels: tuple[Kernel, ...], flags: Operands, operand
     own_rows = any(jax.tree.leaves((flags.rows, flags.bits)))
     evaluated = problem.has_mask and operands.bits is None
     traced = problem.scale is None or (operands.soft_cap is not None and not kernels)
-    if problem.has_bias or problem.has_score_fn or evaluated or traced:
+    if problem.bias is not None and kernels:
+        return "loop"
+    if problem.bias is not None or problem.has_score_fn or evaluated or traced:
         # JAX's batching of loops of several lengths copies what they carry at every step.
         own_blocks = flags.extents if operands.offset is None else flags.offset
         return "loop" if own_rows or (problem.band and own_blocks) else "native"

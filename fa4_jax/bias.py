@@ -24,6 +24,16 @@ Array = jax.Array
 class Bias(Boxed):
     """What is added to the scores, by positions."""
 
+    IS_BY_DISTANCE: ClassVar = False
+    """Whether the distance of row and key alone decides."""
+
+    def at_distances(self, distance: Array) -> Array:
+        """What scores get at these distances j - (i + query_offset), int32 [B|1, L]: [B|1, N, L].
+
+        Only of a value that is by distance.
+        """
+        raise NotImplementedError
+
     def added(self, box: Box, offset: Array) -> Array:
         """What a box's scores get, [B|1, N|1, rows, keys].
 
@@ -53,7 +63,11 @@ class Alibi(Bias):
     """`alibi`."""
 
     DIMENSIONS: ClassVar = {"slopes": (HEADS,)}
+    IS_BY_DISTANCE: ClassVar = True
     slopes: Array
+
+    def at_distances(self, distance: Array) -> Array:
+        return self.slopes[None, :, None] * distance[:, None].astype(self.slopes.dtype)
 
     def added(self, box: Box, offset: Array) -> Array:
         distance = _distance(box, offset).astype(self.slopes.dtype)
@@ -70,14 +84,18 @@ class ByDistance(Bias):
     """values[n, c] where j - (i + query_offset) is c - reach, c clipped to the ends; [N, C]."""
 
     DIMENSIONS: ClassVar = {"values": (HEADS, ANY)}
+    IS_BY_DISTANCE: ClassVar = True
     reach: int = dataclasses.field(metadata={"static": True})
     values: Array
+
+    def at_distances(self, distance: Array) -> Array:
+        column = distance + self.reach
+        return jnp.take(self.values, column, axis=1, mode="clip").swapaxes(0, 1)
 
     def added(self, box: Box, offset: Array) -> Array:
         # Each distance within the box is read once.
         distance = positions(box.key, box.rows + box.keys - 1) - positions(box.row, 1)
-        column = distance[None] - offset[:, None] + (self.reach - box.rows + 1)
-        found = jnp.take(self.values, column, axis=1, mode="clip").swapaxes(0, 1)
+        found = self.at_distances(distance[None] - offset[:, None] - (box.rows - 1))
         return _along_diagonals(found, box.rows, box.keys)
 
     def checked(self, sizes: tuple[int, int, int], rank: int) -> Any:
@@ -87,6 +105,41 @@ class ByDistance(Bias):
                 f"got {self.values.shape[0]} heads"
             )
         return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class AtDistances(Bias):
+    """What kernels read of a bias that is by distance: values [B|1, N, T + S - 1].
+
+    Row i and key j get values[b, n, j - i + T - 1], whatever the query offset: it has been counted.
+    """
+
+    DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY)}
+    IS_BY_DISTANCE: ClassVar = True
+    rows: Any = dataclasses.field(metadata={"static": True})
+    values: Array
+
+    @classmethod
+    def of(cls, bias: Bias, lengths: tuple[Any, Any], offset: Array) -> AtDistances:
+        """What a bias is for kernels.
+
+        Args:
+          lengths: T and S.
+          offset: query offsets, int32 [B|1].
+        """
+        rows, keys = lengths
+        distance = positions(0, rows + keys - 1) - (rows - 1)
+        values = bias.at_distances(distance[None] - offset[:, None])
+        return cls(rows, values.astype(jnp.float32))
+
+    def added(self, box: Box, offset: Array) -> Array:
+        del offset
+        # Boxes may reach past the last row and key.
+        column = positions(box.key, box.rows + box.keys - 1) - positions(box.row, 1)
+        column += self.rows - box.rows
+        found = jnp.take(self.values, column, axis=2, mode="clip")
+        return _along_diagonals(found, box.rows, box.keys)
 
 
 @jax.tree_util.register_dataclass
@@ -173,6 +226,15 @@ def banded(table: Any, first: int = 0) -> Bias:
         the L - 1 before it; 1 - W with L = 2 W - 1 for the keys less than W away on either side.
     """
     return Banded(first, table)
+
+
+def form(bias: Any, keys: Any) -> str | None:
+    """`Problem.bias` of a checked bias of a call with so many keys."""
+    if bias is None:
+        return None
+    if isinstance(bias, Bias):
+        return "distance" if bias.IS_BY_DISTANCE else "other"
+    return "dense" if bias.shape[-1] == keys else "other"
 
 
 def _buckets(

@@ -82,6 +82,8 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
         )
     for ranges in (False, True) if short else ():
         yield key(band=True, ranges=ranges, short=True)
+    chosen = designs.is_pair(arch, Pass.FORWARD, (head_dim, value_dim), None)
+    yield key(band=True, bias=True, pair=chosen, short=short is not None)
     if arch in READS_PAGES and value_dim == head_dim:
         yield key(band=True, short=short is not None, paged=True)
 
@@ -104,4 +106,7 @@ def _backward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[
         for pair, soft_cap in itertools.product(pairs, _caps(arch)):
             flags = {"ranges": True, "soft_cap": soft_cap, "deterministic": deterministic}
             yield key(Pass.BACKWARD, band=True, pair=pair, **flags)
+        chosen = designs.is_pair(arch, Pass.BACKWARD, (head_dim, value_dim), None)
+        flags = {"bias": True, "deterministic": deterministic}
+        yield key(Pass.BACKWARD, band=True, pair=chosen, **flags)
     yield key(Pass.BACKWARD_POST)

@@ -141,7 +141,7 @@ READS_MASKS = frozenset({"sm_90a", "sm_100f"})
 
 
 _FLAGS = (
-    *("band", "ranges", "soft_cap", "deterministic", "polynomial_exp2", "pair", "short"),
+    *("band", "ranges", "soft_cap", "bias", "deterministic", "polynomial_exp2", "pair", "short"),
     "paged",
 )
 """Flags of a key, in the order of its name."""
@@ -166,6 +166,7 @@ class KernelKey:
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
       paged: K and V lie in pages, which a table names (forward and split forward).
+      bias: numbers in memory are added to the scores; with a band, without ranges.
     """
 
     arch: str
@@ -181,6 +182,7 @@ class KernelKey:
     pair: bool = False
     short: bool = False
     paged: bool = False
+    bias: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from fa4_jax import ffi_call, mesh_types
+from fa4_jax.bias import AtDistances
 from fa4_jax.group_split import group_split
 from fa4_jax.key import Pass
 from fa4_jax.masks import bits as packed
@@ -85,6 +88,8 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
 
     `max_logit` is raised by the kernel; where nobody wants it, it is empty.
     """
+    if problem.bias is not None:
+        return bias_buffer(operands.bias)
     if not in_memory(problem, Pass.FORWARD):
         return {}
     tile = _tile_size(kernel)
@@ -106,6 +111,13 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     }
     cap = problem.soft_cap if operands.soft_cap is None else operands.soft_cap
     return _varying({**buffers, "soft_cap": _soft_cap(cap)}, operands)
+
+
+def bias_buffer(bias: Any) -> dict[str, jax.Array]:
+    """The buffer of a bias, f32: [B|1, N|1, T|1, S] or, by distance, [B|1, N, 1, T + S - 1]."""
+    if isinstance(bias, AtDistances):
+        return {"bias": bias.values[:, :, None]}
+    return {"bias": bias.astype(jnp.float32)}
 
 
 def split_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
@@ -213,6 +225,8 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
 
     kernel: the main one.
     """
+    if problem.bias is not None:
+        return bias_buffer(operands.bias)
     if not in_memory(problem, Pass.BACKWARD):
         return {}
     tile, keys, bits = _tile_size(kernel), problem.key_length, operands.bits

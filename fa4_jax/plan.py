@@ -126,21 +126,23 @@ def kernel_keys(
       KeyError: the head dim has no tile (`unsupported` says so in words).
     """
     tile = _head_dim_tile(problem)
+    design = None if problem.bias is not None else design  # Of these the chosen one alone is built.
 
     def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
         pair = designs.is_pair(arch, kernel, (tile, value_dim), design)
         return KernelKey(arch, kernel, problem.dtype, tile, value_dim=value_dim, pair=pair, **flags)
 
     polynomial = problem.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
-    polynomial &= not fast_exp2
+    polynomial &= not fast_exp2 and problem.bias is None
 
     def limits(kernel: Pass) -> dict[str, bool]:
-        reads = bool(in_memory(problem, kernel))
-        # Kernels that read ranges have a band, too.
+        reads, has_bias = bool(in_memory(problem, kernel)), problem.bias is not None
+        # Kernels that read ranges or a bias have a band, too.
         return {
-            "band": problem.band or reads,
+            "band": problem.band or reads or has_bias,
             "ranges": reads,
             "soft_cap": problem.has_soft_cap and arch in CAPPED_APART,
+            "bias": has_bias,
         }
 
     def value_tile(kernel: Pass) -> int:
@@ -191,9 +193,8 @@ def _head_dim_tile(problem: Problem) -> int:
 
 def no_tangent(problem: Problem) -> str | None:
     """Why no kernel computes tangents of a problem whose forward has one."""
-    if asked := in_memory(problem, Pass.FORWARD):
-        return f"{', '.join(asked)}: no kernel computes tangents with them"
-    return None
+    asked = (*in_memory(problem, Pass.FORWARD), *(["bias"] if problem.bias is not None else []))
+    return f"{', '.join(asked)}: no kernel computes tangents with them" if asked else None
 
 
 def hessian_keys(problem: Problem, arch: str) -> tuple[KernelKey, ...]:
@@ -220,6 +221,8 @@ def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
         return False
     reads = bool(in_memory(problem, Pass.FORWARD))
     if problem.has_soft_cap or problem.has_mask or (reads and short.takes_ranges):
+        return True
+    if problem.bias is not None:
         return True
     if problem.band or reads:
         return _mean_keys(problem) <= short.most_keys
@@ -291,8 +294,8 @@ def new_buffers(
 
 def unsupported(problem: Problem) -> str | None:
     """Why no kernel of any architecture takes this problem, or None."""
-    if problem.has_bias:
-        return "bias: the kernels take none"
+    if (reason := _unread_bias(problem)) is not None:
+        return reason
     if problem.has_score_fn:
         return "score_fn: it runs on the default path alone"
     if problem.scale is None:
@@ -312,6 +315,16 @@ def unsupported(problem: Problem) -> str | None:
         nearest = " and ".join(map(str, near))
         return f"pages of {page} tokens: the kernels take multiples of {PAGE_KEYS}, next {nearest}"
     return "segment_ids or mask with pages: no kernel takes both" if problem.has_ranges else None
+
+
+def _unread_bias(problem: Problem) -> str | None:
+    """Why no kernel takes a problem's bias, or None."""
+    if problem.bias is None:
+        return None
+    if problem.bias == "other":
+        return "bias: the kernels take alibi, relative, and a dense one with an element a key"
+    beside = (*in_memory(problem, Pass.FORWARD), *(["pages"] if problem.page_length else []))
+    return f"bias beside {', '.join(beside)}: no kernel takes both" if beside else None
 
 
 def in_memory(problem: Problem, kernel: Pass) -> tuple[str, ...]:

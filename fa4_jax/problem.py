@@ -26,7 +26,8 @@ class Problem:
       scale: softmax scale, applied to query . key; None if it is traced.
       window: as `bands` has it.
       has_lengths: query or key lengths were given, so padding may hold anything.
-      has_bias: something is added to the scores; has_score_fn: a user's function changes them.
+      bias: what is added to the scores: "dense" with an element for every key, "distance" by the
+        distance of row and key, "other", or None; has_score_fn: a user's function changes them.
       has_mask: a mask says of each pair whether it is seen.
       soft_cap: scores become soft_cap * tanh(score / soft_cap); None if it is traced or there is
         none, which has_soft_cap tells apart.
@@ -50,7 +51,7 @@ class Problem:
     scale: float | None
     window: Window = EVERYTHING
     has_lengths: bool = False
-    has_bias: bool = False
+    bias: str | None = None
     has_score_fn: bool = False
     has_mask: bool = False
     soft_cap: float | None = None

@@ -30,7 +30,7 @@ the largest scores are wanted or else 0, 0)."""
 
 def takes(problem: Problem) -> bool:
     """Whether a problem runs on the split forward, which reads no mask of pairs and no bias."""
-    if problem.has_mask or problem.has_bias:
+    if problem.has_mask or problem.bias is not None:
         return False
     sizes = (
         *(problem.batch, problem.query_length, problem.key_length),

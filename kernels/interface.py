@@ -269,6 +269,21 @@ class CapBuffer:
 
 
 @dataclasses.dataclass(frozen=True)
+class BiasBuffers:
+    """What is added to scores: bias f32 [B|1, N|1, T, S], or [B|1, N|1, 1, S] for all rows alike.
+
+    [B|1, N|1, 1, T + S - 1] is by distance: row i and key j get element j - i + T - 1. (With T = 1
+    both are the same.)
+    """
+
+    bias_batch: Annotated[Any, Dim(0, "bias")]
+    bias_heads: Annotated[Any, Dim(1, "bias")]
+    bias_rows: Annotated[Any, Dim(2, "bias")]
+    bias_columns: Annotated[Any, Dim(3, "bias")]
+    bias: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
 class RowBuffers:
     """What the main backward kernel reads and adds to row by row; counters only if deterministic.
 

@@ -13,7 +13,7 @@ import pytest
 from fa4_jax.conformance.cases import Case
 
 FLAGS = (
-    *("dtype", "is_causal", "numerics", "deterministic", "growing", "poison"),
+    *("dtype", "is_causal", "numerics", "deterministic", "growing", "opposed", "poison"),
     *("sinks", "max_logit"),
 )
 OPTIONAL = ("window", "query_lengths", "key_lengths", "scale", "bias", "mask", "soft_cap")

@@ -30,8 +30,10 @@ class Case:
       query_offset: an int, or one per batch entry.
       magnitude: of query and key; large ones make the softmax nearly one-hot.
       growing: key magnitudes grow along the sequence, so that every block moves the row maximum.
+      opposed: keys point away from queries, so that all scores are far below 0.
       poison: padding and other rows that must not matter hold NaN and Inf.
-      bias, mask: shapes, broadcastable to [B, N, T, S]; the default path alone takes them.
+      bias: a shape, broadcastable to [B, N, T, S], or "alibi" or "relative" of `fa4_jax.bias`.
+      mask: a shape, likewise.
       masks: names of `row_masks.KINDS`, which all apply.
       sinks: random ones. max_logit: the largest scores are returned.
     """
@@ -52,8 +54,9 @@ class Case:
     deterministic: bool = False
     magnitude: float = 1.0
     growing: bool = False
+    opposed: bool = False
     poison: bool = False
-    bias: DenseShape | None = None
+    bias: DenseShape | str | None = None
     mask: DenseShape | None = None
     value_dim: int | None = None
     masks: tuple[str, ...] = ()
@@ -87,6 +90,20 @@ class Case:
         return unread_mask(self.problem, needed) is None and set(needed) <= _built()
 
     @property
+    def bias_kind(self) -> str | None:
+        """The bias's name in `biases.KINDS`, if it is by positions."""
+        return self.bias if isinstance(self.bias, str) else None
+
+    @property
+    def bias_form(self) -> str | None:
+        """`Problem.bias`."""
+        if isinstance(self.bias, str):
+            return "distance"
+        if self.bias is None:
+            return None
+        return "dense" if self.bias[-1] == self.key_length else "other"
+
+    @property
     def problem(self) -> Problem:
         """The case as `fa4_jax.attention` understands it."""
         sides = self.window if isinstance(self.window, tuple) else (self.window, self.window)
@@ -101,7 +118,7 @@ class Case:
             scale=default_scale(self.head_dim) if self.scale is None else self.scale,
             window=bands.limits(*sides, self.is_causal),
             has_lengths=not (self.query_lengths is None and self.key_lengths is None),
-            has_bias=self.bias is not None,
+            bias=self.bias_form,
             has_mask=self.mask is not None or any(KINDS[name].of_pairs for name in self.masks),
             has_ranges=any(not KINDS[name].of_pairs for name in self.masks),
             has_tags=any(KINDS[name].has_tags for name in self.masks),
@@ -147,11 +164,11 @@ class Case:
             parts.append(self.numerics)
         if self.magnitude != 1.0:
             parts.append(f"magnitude{self.magnitude:g}")
-        flags = ("deterministic", "growing", "poison", "sinks", "max_logit")
+        flags = ("deterministic", "growing", "opposed", "poison", "sinks", "max_logit")
         parts += [name for name in flags if getattr(self, name)]
         for name in ("bias", "mask"):
             if (shape := getattr(self, name)) is not None:
-                parts.append(name + "x".join(map(str, shape)))
+                parts.append(shape if isinstance(shape, str) else name + "x".join(map(str, shape)))
         return "-".join(parts)
 
 
@@ -254,6 +271,13 @@ def _numerics() -> list[Case]:
         )
     ]
     cases += [sized(deterministic=True, heads=(4, 2), head_dim=d) for d in (64, 128, 256)]
+    opposed = functools.partial(Case, batch=1, query_length=140, key_length=130, opposed=True)
+    cases += [opposed(head_dim=d, deterministic=d == 96) for d in (64, 96, 128, 192, 256)]
+    cases += [
+        opposed(head_dim=192, value_dim=128, heads=(2, 1)),
+        opposed(is_causal=True, query_offset=100, head_dim=128),
+        opposed(key_lengths=(100,), dtype="fp16"),
+    ]
     return cases
 
 
@@ -391,8 +415,32 @@ def _short_scores() -> list[Case]:
     ]
 
 
+def _biases() -> list[Case]:
+    """Dense biases of every shape, those by distance, and what is combined with them."""
+    sized = functools.partial(Case, query_length=200, key_length=333)
+    return [
+        sized(bias=(2, 2, 200, 333)),
+        sized(bias=(1, 4, 200, 333), heads=(4, 2), head_dim=128, is_causal=True, query_offset=133),
+        sized(bias=(2, 1, 1, 333), heads=(4, 1), dtype="fp16", key_lengths=(333, 70)),
+        sized(bias=(1, 1, 200, 333), head_dim=96, window=(50, 70), deterministic=True),
+        sized(bias=(1, 2, 1, 333), head_dim=256, query_lengths=(200, 33)),
+        sized(bias=(2, 2, 200, 333), query_lengths=(33, 200), key_lengths=(333, 70), poison=True),
+        sized(bias=(2, 2, 200, 333), head_dim=192, value_dim=128, deterministic=True),
+        sized(bias="alibi", heads=(4, 2), is_causal=True, query_offset=133),
+        sized(bias="alibi", head_dim=128, query_offset=(-40, 90), deterministic=True),
+        sized(bias="alibi", head_dim=192, is_causal=True, window=(90, 0), dtype="fp16"),
+        sized(bias="alibi", head_dim=256, heads=(2, 1), numerics="exact", deterministic=True),
+        sized(bias="relative", key_lengths=(0, 250), head_dim=128, poison=True),
+        sized(bias="relative", head_dim=96, heads=(3, 1), is_causal=True, dtype="fp16"),
+        sized(bias="relative", head_dim=72, batch=1, growing=True, deterministic=True),
+        sized(bias="relative", head_dim=192, value_dim=128, magnitude=8.0, batch=1),
+        Case(bias="alibi", query_length=1, key_length=391, heads=(8, 2), query_offset=390),
+        Case(bias="relative", query_length=129, key_length=1, is_causal=True, head_dim=40),
+    ]
+
+
 def _default_only() -> list[Case]:
-    """What no kernel takes: float32, a head dim above 256, a dense bias."""
+    """What no kernel takes: float32, a head dim above 256, a bias of one column or with a mask."""
     sized = functools.partial(Case, query_length=90, key_length=130)
     return [
         sized(dtype="f32", heads=(4, 2)),
@@ -400,7 +448,8 @@ def _default_only() -> list[Case]:
         sized(dtype="f32", head_dim=7, key_lengths=(0, 77), poison=True),
         sized(dtype="bf16", head_dim=320, is_causal=True),
         sized(dtype="f32", bias=(2, 4, 90, 130), heads=(4, 2)),
-        sized(dtype="bf16", bias=(1, 4, 1, 130), heads=(4, 2), is_causal=True),
+        sized(dtype="bf16", bias=(1, 4, 90, 1), heads=(4, 2), is_causal=True),
+        sized(dtype="f32", bias="relative", masks=("segments",), sinks=True),
         sized(dtype="f32", bias=(2, 1, 90, 1), mask=(1, 1, 90, 130)),
         sized(dtype="f32", mask=(2, 1, 1, 130), poison=True),
         sized(dtype="f32", masks=("ranges",), query_lengths=(90, 33), poison=True),
@@ -428,6 +477,7 @@ CASES: tuple[Case, ...] = tuple(
         + _scores()
         + _short()
         + _short_scores()
+        + _biases()
         + _default_only()
     )
 )

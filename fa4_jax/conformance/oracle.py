@@ -24,6 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fa4_jax.conformance import biases
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.row_masks import KINDS, Arrays
 
@@ -52,7 +53,8 @@ class Inputs:
 
     query, output_bar [B, T, N, H]; key, value [B, S, K, H]; lse_bar [B, N, T] f32. Of value and
     output_bar H is the case's value_dim. masks: arrays by the name of their kind; sinks [N];
-    tangents: of query, key and value, or none.
+    tangents: of query, key and value, or none; bias: dense, in the storage type, or the array of
+    its kind (`biases`).
     """
 
     query: np.ndarray
@@ -77,6 +79,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.growing:
         key += query.mean() + np.linspace(0, 4, case.key_length)[None, :, None, None]
         query = np.abs(query)
+    if case.opposed:
+        query, key = np.abs(query) + 4, -np.abs(key) - 4
     width = case.value_dim or h
     value, output_bar = rng.normal(size=(*keys[:3], width)), rng.normal(size=(*rows[:3], width))
     mask = None if case.mask is None else rng.random(case.mask) < 0.7
@@ -84,14 +88,29 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.poison:
         seen = None if mask is None and not masks else visible(case, mask, masks)
         _poison(case, [query, output_bar], [key, value], seen)
+    bias = _drawn_bias(case, rng)
     return Inputs(
         *(x.astype(storage) for x in (query, key, value, output_bar)),
         lse_bar=rng.normal(size=(case.batch, n, case.query_length)).astype(np.float32),
-        bias=None if case.bias is None else rng.normal(size=case.bias).astype(storage),
+        bias=bias,
         mask=mask,
         masks=masks,
         sinks=rng.normal(size=n).astype(storage) * 2 if case.sinks else None,
     )
+
+
+def _drawn_bias(case: Case, rng: np.random.Generator) -> np.ndarray | None:
+    if isinstance(case.bias, str):
+        return biases.KINDS[case.bias].draw(case, rng)
+    if case.bias is None:
+        return None
+    bias = rng.normal(size=case.bias)
+    if case.poison:
+        for axis, lengths in ((2, case.query_lengths), (3, case.key_lengths)):
+            for b, length in enumerate(lengths or ()):
+                if bias.shape[0] > 1 and bias.shape[axis] > 1:
+                    np.moveaxis(bias, axis, 1)[b, length:] = np.nan
+    return bias.astype(STORAGE[case.dtype])
 
 
 def with_tangents(case: Case, inputs: Inputs, seed: int) -> Inputs:
@@ -254,7 +273,7 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
         s, slope = work(case.soft_cap) * tanh, 1 - tanh * tanh
         bend = -2 * tanh / work(case.soft_cap)
     if inputs.bias is not None:
-        s = s + inputs.bias.astype(work)
+        s = s + _spread(case, inputs.bias.astype(work))
     s = np.where(seen, s, -np.inf)
     max_logit = s.max((2, 3))
     sink = _sinks(case, inputs, work)  # [B, N, T, 1]
@@ -289,11 +308,20 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
     if inputs.sinks is not None:
         share = np.exp(sink - np.where(empty, 0, lse))
         results["dsinks"] = rounded(-(share * delta).sum((0, 2, 3)))
-    if inputs.bias is not None:
+    if isinstance(case.bias, str):
+        results["dbias"] = biases.KINDS[case.bias].gathered(ds, biases.distances(case))
+    elif inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
         results["dbias"] = rounded(ds.sum(summed, keepdims=True))
     of_tangents = (*TANGENTS, *HESSIAN_PRODUCTS) if inputs.tangents else ()
     return {name: results[name] for name in (*names(case), *of_tangents)}
+
+
+def _spread(case: Case, bias: np.ndarray) -> np.ndarray:
+    """What is added to the scores, broadcasting to [B, N, T, S]."""
+    if isinstance(case.bias, str):
+        return biases.KINDS[case.bias].spread(bias, biases.distances(case))
+    return bias
 
 
 def _sinks(case: Case, inputs: Inputs, work: Any) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fa4_jax.api import Call, Implementation, attention, canonicalise
-from fa4_jax.conformance import row_masks
+from fa4_jax.conformance import biases, row_masks
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import (
@@ -69,8 +69,10 @@ def compute(
     @jax.jit
     def run(primals: dict[str, jax.Array], bars: Any) -> tuple[Any, ...]:
         def forward(primals: dict[str, jax.Array]) -> Any:
+            added = biases.value(case.bias_kind, primals["bias"]) if case.bias else None
+            operands = primals | {"bias": added}
             return attention(
-                **primals, return_residual=True, implementation=implementation, **options
+                **operands, return_residual=True, implementation=implementation, **options
             )
 
         if not gradients:
@@ -90,7 +92,8 @@ def compute(
 
 def call(case: Case, inputs: Inputs) -> Call:
     """A case as `attention` gathers it."""
-    operands = inputs.query, inputs.key, inputs.value, inputs.bias
+    added = biases.value(case.bias_kind, inputs.bias)
+    operands = inputs.query, inputs.key, inputs.value, added
     return Call(
         *operands,
         sinks=inputs.sinks,
@@ -124,7 +127,8 @@ def run_case(
 def run_tangents(case: Case, seed: int, implementation: Implementation = None) -> list[Verdict]:
     """Verdicts on the tangents of output and log-sum-exp where query, key and value move."""
     inputs = with_tangents(case, make_inputs(case, seed), seed)
-    options = arguments(case) | masking(inputs) | {"sinks": inputs.sinks, "bias": inputs.bias}
+    added = biases.value(case.bias_kind, inputs.bias)
+    options = arguments(case) | masking(inputs) | {"sinks": inputs.sinks, "bias": added}
 
     def forward(*operands: jax.Array) -> Any:
         return attention(*operands, return_residual=True, implementation=implementation, **options)
@@ -140,7 +144,8 @@ def run_tangents(case: Case, seed: int, implementation: Implementation = None) -
 def run_hessian(case: Case, seed: int, implementation: Implementation = None) -> list[Verdict]:
     """Verdicts on how gradients move where query, key and value do and cotangents do not."""
     inputs = with_tangents(case, make_inputs(case, seed), seed)
-    options = arguments(case) | masking(inputs) | {"sinks": inputs.sinks, "bias": inputs.bias}
+    added = biases.value(case.bias_kind, inputs.bias)
+    options = arguments(case) | masking(inputs) | {"sinks": inputs.sinks, "bias": added}
 
     def gradients(*operands: jax.Array) -> Any:
         def forward(*operands: jax.Array) -> Any:

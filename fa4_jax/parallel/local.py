@@ -279,8 +279,8 @@ def _ring_work(axis: str, layout: Layout, request: Request, problem: Problem) ->
 def _whole(plan: Plan, layout: Layout, devices: int, operands: Operands) -> Results:
     """Attention with whole sequences, which Ulysses' exchange leaves in the order of shards."""
     if layout == "contiguous":
-        return autodiff.attend(plan, api.with_bits(plan, operands))
+        return autodiff.attend(plan, api.for_kernels(plan, operands))
     query, key, value = (from_zigzag(x, devices) for x in operands[:3])
     natural = operands._replace(query=query, key=key, value=value)
-    output, lse, top = autodiff.attend(plan, api.with_bits(plan, natural))
+    output, lse, top = autodiff.attend(plan, api.for_kernels(plan, natural))
     return Results(to_zigzag(output, devices), to_zigzag(lse, devices, axis=2), top)

@@ -90,7 +90,7 @@ class ShardCall(NamedTuple):
         found = Operands(
             *(query, key, value, self.extents), rows=ranges, sinks=self.sinks, pairs=pairs
         )
-        return api.with_bits(self.plan, found)
+        return api.for_kernels(self.plan, found)
 
     def sized_plan(self, operands: Operands) -> Plan:
         """The launches for what the kernels get."""

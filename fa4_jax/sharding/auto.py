@@ -49,7 +49,8 @@ def forward(plan: Plan, operands: Operands) -> Results:
     sinks = [] if operands.sinks is None else ["n"]
     bits = _factors_of_bits(operands.bits)
     largest = ["b n"] if plan.problem.returns_max_logit else []
-    taken = ", ".join([q, k, k, "b e", *_factors_of_rows(operands.rows), *cap, *sinks, *bits])
+    rows = [*_factors_of_bias(operands.bias), *_factors_of_rows(operands.rows)]
+    taken = ", ".join([q, k, k, "b e", *rows, *cap, *sinks, *bits])
     rule = f"{taken} -> {', '.join([q, lse, *largest])}"
     return partitioned(local, _sharing(plan.problem, rule))(operands._replace(offset=None))
 
@@ -65,7 +66,8 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         return _of_own_heads(plan.problem, split, run, (operands.key, operands.value))
 
     q, k, lse = _factors(plan.problem)
-    rows = [*_factors_of_rows(operands.rows), *_factors_of_bits(operands.bits)]
+    bias = _factors_of_bias(operands.bias)
+    rows = [*bias, *_factors_of_rows(operands.rows), *_factors_of_bits(operands.bits)]
     rule = f"{', '.join([q, k, k, 'b e', *rows, q, lse, q, lse])} -> {q}, {k}, {k}"
     sharing = _sharing(plan.problem, rule)
     return partitioned(local, sharing)(operands._replace(offset=None), cotangents)
@@ -139,6 +141,15 @@ def _factors(problem: Problem) -> tuple[str, str, str]:
     """
     kv_heads = "n" if problem.group == 1 else "k"
     return "b t n h", f"b s {kv_heads} h", "b n t"
+
+
+def _factors_of_bias(bias: Any) -> list[str]:
+    """Dimensions of a bias's arrays; those of one batch entry or head for all stay whole."""
+    found = list[str]()
+    for x in jax.tree.leaves(bias):
+        batch, heads, *_ = x.shape
+        found.append(f"{'b' if batch > 1 else 'p'} {'n' if heads > 1 else 'q'} x y"[: 2 * x.ndim])
+    return found
 
 
 def _factors_of_rows(rows: RowRanges | None) -> list[str]:

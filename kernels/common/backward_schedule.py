@@ -10,6 +10,7 @@ from cutlass import Int32
 
 from fa4_jax import bands
 from kernels.common import pair_masks, row_ranges, tensors
+from kernels.common.bias import BiasInMemory
 from kernels.common.backward_ranges import (
     NO_VISITS,
     Mask,
@@ -57,6 +58,7 @@ class Work:
       ranges: these, for a thread that has no registers for pointers to them.
       published: (2, slots) in shared memory, where the load warp of such a kernel says of each step
         which query block it is, and what ranges hide in it (backward_ranges).
+      bias: what is added to the scores, where anything is.
     """
 
     first_key: Int32
@@ -73,6 +75,7 @@ class Work:
     visits: Visits = NO_VISITS
     ranges: RangesInMemory = NO_RANGES
     published: cute.Tensor = NO_RANGES
+    bias: BiasInMemory = NO_RANGES
 
     def block_count(self) -> Int32:
         """Counts the query blocks of a head."""
@@ -176,6 +179,16 @@ def assign(
         band.query_length < sizes.query_length,
         at.rank,
     )
+
+
+def with_past_keys(work: Work, keys: int) -> Work:
+    """Returns the work whose padded_keys are all of the tile's `keys` keys past the key length.
+
+    Scores of keys past the last are 0, since TMA fills them with zeros. Where a row's LSE is far
+    below 0 their P would be infinite, and what it adds to dQ not a number. So they are hidden, too.
+    """
+    past = work.first_key + keys > work.band.key_length
+    return dataclasses.replace(work, padded_keys=past)
 
 
 def earlier_tiles(work: Work, block: Int32, band: bool, shape: tuple[int, int]) -> Int32:

@@ -23,6 +23,7 @@ from kernels.description import Description
 from kernels.interface import (
     BackwardBuffers,
     BackwardScalars,
+    BiasBuffers,
     CapBuffer,
     ForwardBuffers,
     ForwardScalars,
@@ -49,6 +50,7 @@ _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
         *("lse", "dlse", "lse_tangent", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
         *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max", "row_statistics"),
+        "bias",
     ),
     Float32,
 )
@@ -118,6 +120,7 @@ class ForwardHost:
       reads_cap: whether the kernel reads a soft cap.
       reads_mask: whether it reads bits of a mask of pairs.
       paged: K and V lie in pages.
+      bias: whether numbers in memory are added to the scores.
     """
 
     description: Description
@@ -126,6 +129,7 @@ class ForwardHost:
     reads_cap: bool = False
     reads_mask: bool = False
     paged: bool = False
+    bias: bool = False
     kernel: Any
 
     @cute.jit
@@ -139,6 +143,7 @@ class ForwardHost:
         ranges: RangeBuffers,
         logits: LogitBuffers,
         pages: PageBuffers,
+        bias: BiasBuffers,
         stream: cuda.CUstream,
     ):
         description = self.description
@@ -162,7 +167,8 @@ class ForwardHost:
             counters = (*counters, ranges, logits)
         if cutlass.const_expr(self.paged):
             counters = (*counters, pages)
-        self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters).launch(
+        named = {"bias": bias} if self.bias else {}
+        self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters, **named).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],
@@ -182,6 +188,7 @@ class BackwardHost:
       ranges: whether rows have ranges of keys in memory.
       reads_cap: whether the kernel reads a soft cap.
       reads_mask: whether it reads bits of a mask of pairs.
+      bias: whether numbers in memory are added to the scores.
     """
 
     description: Description
@@ -191,6 +198,7 @@ class BackwardHost:
     ranges: bool = False
     reads_cap: bool = False
     reads_mask: bool = False
+    bias: bool = False
     kernel: Any
 
     @cute.jit
@@ -205,6 +213,7 @@ class BackwardHost:
         cap: CapBuffer,
         tail: TailBuffers,
         device: SmCount,
+        bias: BiasBuffers,
         stream: cuda.CUstream,
     ):
         description = self.description
@@ -225,7 +234,8 @@ class BackwardHost:
             absent += () if self.reads_mask else launches.MASK
             ranges = dataclasses.replace(ranges, **dict.fromkeys(absent))
             more = (ranges, cap) if self.reads_cap else (ranges,)
-        self.kernel(maps, rows, sizes, scalars, *more).launch(
+        named = {"bias": bias} if self.bias else {}
+        self.kernel(maps, rows, sizes, scalars, *more, **named).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],
@@ -313,7 +323,7 @@ def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> K
     """Returns what the compiler needs of a forward kernel; tile: sizes that the build prints."""
     takes = (
         *(ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount),
-        *(RangeBuffers, LogitBuffers, PageBuffers),
+        *(RangeBuffers, LogitBuffers, PageBuffers, BiasBuffers),
     )
     return make_source(host, key, takes, tile)
 
@@ -325,7 +335,7 @@ def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) ->
     """
     buffers = (BackwardBuffers, RowBuffers)
     of_call = (Sizes, HeadDims, BackwardScalars)
-    takes = (*buffers, *of_call, RangeBuffers, CapBuffer, TailBuffers, SmCount)
+    takes = (*buffers, *of_call, RangeBuffers, CapBuffer, TailBuffers, SmCount, BiasBuffers)
     return make_source(host, key, takes, tile)
 
 

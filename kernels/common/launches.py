@@ -32,7 +32,7 @@ def launch(key: KernelKey, description: Description) -> Launch:
 def _forward(key: KernelKey, description: Description) -> Launch:
     whole = ([Factor(description.ctas)]) if description.ctas > 1 else []
     counters = ("tile_ticket",) if description.division.by_ticket else ()
-    extra = interface.params(interface.PageBuffers) if key.paged else _ranges(key)
+    extra = interface.params(interface.PageBuffers) if key.paged else (*_ranges(key), *_bias(key))
     if key.ranges:
         skipped = () if key.reads_cap else ("soft_cap",)
         logits = interface.params(interface.LogitBuffers)
@@ -174,7 +174,7 @@ def _backward(key: KernelKey, description: Description) -> Launch:
     skipped = absent_counters(counters)
     rows = [param for param in interface.params(interface.RowBuffers) if param.name not in skipped]
     cap = interface.params(interface.CapBuffer) if key.reads_cap else ()
-    more = (*_ranges(key), *cap)
+    more = (*_ranges(key), *cap, *_bias(key))
     tail = ("tail", "tail_acc", "tail_parts") if description.division.splits_tail else ()
     most_ctas = MOST_TAIL_PARTS if description.division.splits_tail else description.ctas
     return Launch(
@@ -278,6 +278,11 @@ def _ranges(key: KernelKey) -> tuple[Param, ...]:
     skipped = absent_orders(forward=key.kernel is Pass.FORWARD, deterministic=key.deterministic)
     skipped += () if key.reads_mask else MASK
     return tuple(p for p in interface.params(interface.RangeBuffers) if p.name not in skipped)
+
+
+def _bias(key: KernelKey) -> tuple[Param, ...]:
+    """Lists the parameters of a bias in memory, where a key has one."""
+    return interface.params(interface.BiasBuffers) if key.bias else ()
 
 
 MASK = ("mask_batch", "mask_heads", "state_heads", "mask_bits", "mask_some", "mask_every")

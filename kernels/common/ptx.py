@@ -168,6 +168,19 @@ def opaque(value: Int32) -> Int32:
     )
 
 
+def load_below(source: cute.Pointer, index: int, count: Int32) -> Float32:
+    """ld.global: returns element `index` of an fp32 array of `count` elements; 0 past the last.
+
+    The index is a part of the instruction, so that one address serves many elements.
+    """
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred below; setp.gt.s32 below, {{$r1}}, {index}; mov.b32 {{$w0}}, 0;"
+        f" @below ld.global.f32 {{$w0}}, [{{$r0}} + {4 * index}]; }}",
+        write_only_types=[Float32],
+        read_only_args=[source, count],
+    )
+
+
 def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: rounds two values to nearest even, packed low half first."""
     packed = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]

@@ -6,7 +6,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from kernels.common.softmax import LN_2, LOG2_E, select
-from kernels.interface import BackwardScalars, CapBuffer, ForwardScalars, LogitBuffers, RowBuffers
+from kernels.interface import (
+    BackwardScalars,
+    BiasBuffers,
+    CapBuffer,
+    ForwardScalars,
+    LogitBuffers,
+    RowBuffers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +42,13 @@ class Scales:
       lag_limit: by how much a row's maximum may exceed its reference, in units of scores.
       before_cap: of a product, whose tanh is then the score, in units of the soft cap; None or 0
         where there is no cap.
+      before_bias: of a product, to which a bias is then added; None where there is none.
     """
 
     scale_log2: Float32
     lag_limit: Float32
     before_cap: Float32 | None = None
+    before_bias: Float32 | None = None
 
 
 def soft_cap_of(buffers: LogitBuffers | CapBuffer) -> Float32:
@@ -53,6 +62,12 @@ def make_scales(scalars: ForwardScalars, soft_cap: Float32 | None = None) -> Sca
     if soft_cap is not None:
         scale_log2, before_cap = soft_cap * LOG2_E, scale_log2 * LN_2 / soft_cap
     return Scales(scale_log2, scalars.rescale_threshold_log2 / scale_log2, before_cap)
+
+
+def make_biased_scales(scalars: ForwardScalars) -> Scales:
+    """Returns the scales of a call whose scores have a bias, which is in units of exp."""
+    limit = scalars.rescale_threshold_log2 * LN_2
+    return Scales(Float32(LOG2_E), limit, before_bias=scalars.scale_log2 * LN_2)
 
 
 def _is_cap(soft_cap: Float32, before_cap: Float32) -> Boolean:
@@ -78,14 +93,23 @@ class Exponents:
     Attributes:
       scale_log2: of a product or, where there is a cap, of the score in units of it.
       before_cap: of a product, whose tanh is then that score; None or 0 where there is no cap.
+      before_bias: of a product, to which a bias is then added; None where there is none.
     """
 
     scale_log2: Float32
     before_cap: Float32 | None = None
+    before_bias: Float32 | None = None
 
 
-def make_exponents(scalars: BackwardScalars, buffer: CapBuffer | None) -> Exponents:
-    """Returns the exponents of a call; it reads the cap where there is one."""
+def make_exponents(
+    scalars: BackwardScalars, buffer: CapBuffer | None, bias: BiasBuffers | None = None
+) -> Exponents:
+    """Returns the exponents of a call; it reads the cap where there is one.
+
+    A bias is in units of exp, and so are scores with one.
+    """
+    if bias is not None:
+        return Exponents(Float32(LOG2_E), before_bias=scalars.scale)
     if buffer is None:
         return Exponents(scalars.scale_log2)
     cap = soft_cap_of(buffer)

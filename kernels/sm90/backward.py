@@ -47,6 +47,7 @@ from kernels.common.softmax import exp2, slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
 from kernels.interface import (
     BackwardScalars,
+    BiasBuffers,
     CapBuffer,
     RangeBuffers,
     RowBuffers,
@@ -98,6 +99,7 @@ class Backward(BackwardParts):
         ranges: RangeBuffers | None = None,
         cap: CapBuffer | None = None,
         tail: TailBuffers | None = None,
+        bias: BiasBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -110,7 +112,7 @@ class Backward(BackwardParts):
 
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         window, group = scalars.window if self.band else None, sizes.heads // sizes.kv_heads
-        call = Call(buffers.extents, sizes, group, window, ranges, tail)
+        call = Call(buffers.extents, sizes, group, window, ranges, tail, bias)
         load, reduce, mma = map(self.description.role, ("load", "reduce", "mma"))
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -121,7 +123,8 @@ class Backward(BackwardParts):
                     self.query_gradient.reduce_tiles(shared, call, self.shape, rows, rank)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.mma_tiles(maps, shared, call, rows, scalars, make_exponents(scalars, cap))
+            exponents = make_exponents(scalars, cap, bias)
+            self.mma_tiles(maps, shared, call, rows, scalars, exponents)
 
     @cute.jit
     def load_tiles(self, maps: Maps, shared: Shared, call: Call, rows: Rows, ticket: cute.Pointer):
@@ -346,6 +349,7 @@ class Backward(BackwardParts):
             delta = self.statistics(shared.delta, slot)
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
+        self.add_bias(work, scores, place, exponents)
         self.mask(work, scores, place)
         if cutlass.const_expr(not self.soft_cap):
             self.exponentiate(scores, lse_log2, exponents.scale_log2)

@@ -31,7 +31,7 @@ _CTA_KEYS = 64
 def first_key(work: Work) -> Int32:
     """Returns the first key of this thread's fragment."""
     thread, _, _ = cute.arch.thread_idx()
-    if isinstance(work.rank, int) and not __import__("os").environ.get("NOANEW"):
+    if isinstance(work.rank, int):
         # A CTA that takes tile after tile has no register for what is the same in all of them.
         thread = ptx.anew(thread)
     thread = thread - WARPGROUP
@@ -50,7 +50,7 @@ def mask_band(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constexpr
     block = place.block
     edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
     if edge | work.padded_keys:
-        work = _of_tile(work, place)
+        work = of_tile(work, place)
         key = first_key(work)
         low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
         high = cute.make_rmem_tensor((softmax.ROWS,), Int32)
@@ -69,13 +69,13 @@ def mask_ranges(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constex
     if cutlass.const_expr(work.visits.mask is not None):
         by_ranges = place.hidden % backward_ranges.BY_BITS
     if by_ranges != backward_ranges.NOTHING:
-        own, first = _of_tile(work, place), place.block * m
+        own, first = of_tile(work, place), place.block * m
         ranges, key = _arrays(own), first_key(own)
         keys = [key + 8 * row for row in range(softmax.ROWS)]
         low, high = (_of_queries(ranges, x, first, m) for x in (ranges.low, ranges.high))
         _keep_between(scores, keys, low, high, past_high=True)
     if by_ranges == backward_ranges.BY_TAGS:
-        own, first = _of_tile(work, place), place.block * m
+        own, first = of_tile(work, place), place.block * m
         ranges, key = _arrays(own), first_key(own)
         tags = [row_ranges.key_tag(ranges, key + 8 * row) for row in range(softmax.ROWS)]
         low, high = (_of_queries(ranges, x, first, m) for x in (ranges.tag_low, ranges.tag_high))
@@ -90,8 +90,8 @@ def _arrays(work: Work) -> Ranges:
     return work.visits.ranges if work.ranges is None else work.ranges.arrays()
 
 
-def _of_tile(work: Work, place: Step) -> Work:
-    """Returns the work for a mask, which needs more of it than registers can hold in every step."""
+def of_tile(work: Work, place: Step) -> Work:
+    """Returns the work for a mask or a bias, which needs more of it than registers can hold in every step."""
     return work if place.of_tile is None else reread(work, place.of_tile)
 
 

@@ -54,14 +54,28 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
-from kernels.common.backward_schedule import StartIndex, Work, assign, by_table
+from kernels.common.backward_schedule import (
+    StartIndex,
+    Work,
+    assign,
+    by_table,
+    with_past_keys,
+)
+from kernels.common.bias import BiasInMemory
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import synchronise
 from kernels.common.softmax import slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
 from kernels.description import NamedBarrier
-from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
+from kernels.interface import (
+    BackwardScalars,
+    BiasBuffers,
+    CapBuffer,
+    RangeBuffers,
+    RowBuffers,
+    Sizes,
+)
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import Step
@@ -82,6 +96,7 @@ class PairBackward(PairParts):
         scalars: BackwardScalars,
         ranges: RangeBuffers | None = None,
         cap: CapBuffer | None = None,
+        bias: BiasBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -101,8 +116,11 @@ class PairBackward(PairParts):
 
         of_call = (self.shape, buffers.extents, sizes, scalars.window)
         work = assign(*of_call, lambda: self.start(shared), ranges)
+        work = with_past_keys(work, self.shape.n)
         if cutlass.const_expr(self.ranges):
             work = by_table(work, ranges, sizes, self.shape)
+        if cutlass.const_expr(self.bias):
+            work = dataclasses.replace(work, bias=BiasInMemory(bias, sizes))
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         registers, load = REGISTER_BUDGETS[self.tile.mma_warpgroups], self.description.role("load")
         if warp_index < WARPGROUP // 32:
@@ -117,7 +135,7 @@ class PairBackward(PairParts):
                         self.query_gradient.open_turns(shared, work, rows, rank)
         else:
             cute.arch.setmaxregister_increase(registers.mma)
-            self.mma(maps, shared, work, rows, scalars, make_exponents(scalars, cap))
+            self.mma(maps, shared, work, rows, scalars, make_exponents(scalars, cap, bias))
         if cutlass.const_expr(self.deterministic):
             # The even CTA's memory outlasts the reads of its ticket.
             synchronise(self.tile.ctas)
@@ -205,6 +223,7 @@ class PairBackward(PairParts):
             lse_log2 = self.statistics(shared.lse_log2, use.slot)
             if cutlass.const_expr(self.soft_cap):
                 softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
+            self.add_bias(own, scores, place, exponents)
             self.mask(own, scores, place)
             if cutlass.const_expr(self.soft_cap):
                 slopes = cute.make_rmem_tensor(scores.shape, Float32)

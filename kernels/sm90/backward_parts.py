@@ -15,8 +15,8 @@ from kernels.common.hosts import BackwardHost
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.softmax import exp2
-from kernels.common.state import Rows
-from kernels.sm90 import backward_mask, softmax, wgmma
+from kernels.common.state import Exponents, Rows
+from kernels.sm90 import backward_bias, backward_mask, softmax, wgmma
 from kernels.sm90.backward_data import Products, Step, make_products
 from kernels.sm90.backward_description import of_key
 from kernels.sm90.backward_dq import QueryGradient
@@ -32,7 +32,7 @@ class BackwardParts(BackwardHost):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
-        self.deterministic = key.deterministic
+        self.deterministic, self.bias = key.deterministic, key.bias
         self.tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = of_key(key)
@@ -141,6 +141,11 @@ class BackwardParts(BackwardHost):
         backward_mask.mask_band(work, scores, place, self.tile.m)
         if self.ranges:
             backward_mask.mask_ranges(work, scores, place, self.tile.m)
+
+    def add_bias(self, work: Work, scores: cute.Tensor, place: Step, exponents: Exponents):
+        """Replaces products by biased scores, where a call has a bias."""
+        if self.bias:
+            backward_bias.add(work, scores, place, self.tile.m, exponents.before_bias)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
         """Returns this lane's share of a step's row statistics, for `of_columns`: (2, m / 64).

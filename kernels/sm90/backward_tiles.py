@@ -21,11 +21,13 @@ from kernels.common.backward_schedule import (
     assign,
     by_table,
     visits_of,
+    with_past_keys,
 )
+from kernels.common.bias import BiasInMemory
 from kernels.common.resources import Shared
 from kernels.common.row_ranges import RangesInMemory
 from kernels.common.schedule import from_mask_words, mask_words
-from kernels.interface import RangeBuffers, Sizes, TailBuffers, Window
+from kernels.interface import BiasBuffers, RangeBuffers, Sizes, TailBuffers, Window
 from kernels.sm90.backward_description import WORK_WORDS
 
 
@@ -37,6 +39,7 @@ class Call:
       group: query heads of a KV head.
       window: a dense kernel has none.
       tail: where parts of the last tiles meet, in a kernel that splits them.
+      bias: what is added to the scores, in a kernel that adds any.
     """
 
     extents: cute.Pointer
@@ -45,6 +48,7 @@ class Call:
     window: Window | None
     ranges: RangeBuffers | None
     tail: TailBuffers | None
+    bias: BiasBuffers | None
 
 
 _NO_TILE = -1
@@ -67,7 +71,7 @@ def take_ticket(counter: cute.Pointer) -> Int32:
 def assign_tile(index: Int32, call: Call, shape: BackwardShape) -> Work:
     """Returns the work of the index-th tile; a whole warp calls it."""
     of_call = (shape, call.extents, call.sizes, call.window)
-    work = assign(*of_call, lambda: StartIndex(index), call.ranges)
+    work = with_past_keys(assign(*of_call, lambda: StartIndex(index), call.ranges), shape.n)
     return work if call.ranges is None else by_table(work, call.ranges, call.sizes, shape)
 
 
@@ -113,6 +117,8 @@ def published(words: cute.Tensor, call: Call, shape: BackwardShape) -> Work:
     padded_queries = band.query_length < call.sizes.query_length
     heads = (kv_head, call.group, call.sizes.heads)
     work = Work(first_key, tile, *heads, batch, band, blocks, padded_keys, padded_queries)
+    if call.bias is not None:
+        work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes))
     if call.ranges is None:
         return work
     work = dataclasses.replace(work, ranges=RangesInMemory(call.ranges, call.sizes, batch))

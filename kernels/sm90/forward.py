@@ -17,7 +17,8 @@ pay here, see docs/hopper.md.)
 
 With ranges (kernels/common/row_ranges.py) rows' limits, and tags where they are needed, come from
 memory, and so do sinks (forward_output.py); each head's largest score goes there. A call may then
-have a mask of pairs, too (forward_visits.py). Bias and dropout are not supported.
+have a mask of pairs, too (forward_visits.py). A bias (kernels/common/bias.py) is loaded score by
+score when the product is there. Dropout is not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
@@ -44,29 +45,37 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import resources, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
-from kernels.common.state import Scales, make_scales
-from kernels.interface import ForwardScalars, LogitBuffers, PageBuffers, RangeBuffers, Sizes
+from kernels.common.state import Scales, make_biased_scales, make_scales
+from kernels.interface import (
+    BiasBuffers,
+    ForwardScalars,
+    LogitBuffers,
+    PageBuffers,
+    RangeBuffers,
+    Sizes,
+)
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
-from kernels.sm90.forward_data import Operands, Place, Rows, TileRanges, make_rows, ranges_of
+from kernels.sm90.forward_data import (
+    Operands,
+    Place,
+    Rows,
+    Scores,
+    TileRanges,
+    make_rows,
+    ranges_of,
+)
 from kernels.sm90.forward_description import of_key
 from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
-from kernels.sm90.forward_pages import (
-    whole_sizes,
-)
-from kernels.sm90.forward_schedule import (
-    Work,
-    is_tile,
-    make_schedule,
-    published,
-)
+from kernels.sm90.forward_pages import whole_sizes
+from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sm90.turns import Turns
 
@@ -80,7 +89,7 @@ class Forward(ForwardHost, Loads, Turns):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
-        self.paged = key.paged
+        self.paged, self.bias = key.paged, key.bias
         self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         self.description = of_key(key)
         names = ("issue_turn", "epilogue")
@@ -108,6 +117,7 @@ class Forward(ForwardHost, Loads, Turns):
         tile_ticket: cute.Pointer | None = None,
         of_keys: RangeBuffers | PageBuffers | None = None,
         logits: LogitBuffers | None = None,
+        bias: BiasBuffers | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -130,7 +140,7 @@ class Forward(ForwardHost, Loads, Turns):
                 self.load(maps, shared, schedule, tile_ticket, ranges, (pages, page_length))
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.mma(maps, shared, schedule, RowResults(lse, logits), scalars, ranges)
+            self.mma(maps, shared, schedule, RowResults(lse, logits, bias), scalars, ranges)
 
     @cute.jit
     def mma(
@@ -144,6 +154,8 @@ class Forward(ForwardHost, Loads, Turns):
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
         scales = make_scales(scalars, soft_cap_of(results))
+        if cutlass.const_expr(self.bias):
+            scales = make_biased_scales(scalars)
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
         last = self.tile.mma_warpgroups - 1
@@ -218,7 +230,8 @@ class Forward(ForwardHost, Loads, Turns):
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
         if count > 0:
-            self.first_block(shared, work, mma, rows, scales, blocks_done)
+            own = Scores(work.first_row, scales, head.bias)
+            self.first_block(shared, work, mma, rows, own, blocks_done)
 
             place = Place(group, blocks_done + end - 1)
             # Blocks masked on the right edge come next, then unmasked ones, then those masked on
@@ -231,7 +244,7 @@ class Forward(ForwardHost, Loads, Turns):
             for phase in cutlass.range_constexpr(len(phases)):
                 above, down_to, masked = phases[phase]
                 for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-                    self.step(shared, mma, rows, scales, place, block, masked)
+                    self.step(shared, mma, rows, own, place, block, masked)
 
             use = shared.barriers.v_full.use(blocks_done + count - 1)
             shared.barriers.v_full.wait(use)
@@ -261,7 +274,7 @@ class Forward(ForwardHost, Loads, Turns):
         work: Work,
         mma: Operands,
         rows: Rows,
-        scales: Scales,
+        own: Scores,
         blocks_done: Int32,
     ):
         """Computes P of a tile's first block; no product can run under its softmax yet."""
@@ -274,10 +287,11 @@ class Forward(ForwardHost, Loads, Turns):
         visit = visit_of(shared, rows, use.slot, end)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
-            softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
+            softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
+        self.add_bias(mma.scores, own, end - 1, past_end=True)
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
             hide(mma.scores, rows, end - 1, visit, self.tile.n)
-        self.softmax_block(mma.scores, rows, scales)
+        self.softmax_block(mma.scores, rows, own.scales)
         wgmma.round_fragment(mma.scores, mma.probabilities)
         if cutlass.const_expr(self.padding is not None):
             if work.padded_keys:
@@ -293,7 +307,7 @@ class Forward(ForwardHost, Loads, Turns):
         shared: Shared,
         mma: Operands,
         rows: Rows,
-        scales: Scales,
+        own: Scores,
         place: Place,
         block: Int32,
         masked: cutlass.Constexpr[bool],
@@ -316,14 +330,26 @@ class Forward(ForwardHost, Loads, Turns):
             visit = visit_of(shared, rows, use.slot, block + 1)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
-            softmax.cap(mma.scores, scales.before_cap, cute.size(mma.scores))
+            softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
+        self.add_bias(mma.scores, own, block, past_end=masked)
         if cutlass.const_expr(masked):
             hide(mma.scores, rows, block, visit, self.tile.n)
-        factors = self.softmax_block(mma.scores, rows, scales)
+        factors = self.softmax_block(mma.scores, rows, own.scales)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
         wgmma.round_fragment(mma.scores, mma.probabilities)
+
+    def add_bias(self, scores: cute.Tensor, own: Scores, block: Int32, past_end: bool):
+        """Replaces products by biased scores, where a call has a bias; as `softmax.add_bias`."""
+        if not self.bias:
+            return
+        # No register is left for what is the same in every block.
+        thread, _, _ = cute.arch.thread_idx()
+        thread = ptx.anew(thread) - WARPGROUP
+        row = own.first_row + thread // 32 * 16 + thread % 32 // 4
+        first = row, block * self.tile.n + thread % 4 * 2
+        softmax.add_bias(scores, own.bias, first, own.scales.before_bias, past_end)
 
     def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
         """Replaces scores by P, updates row references and sums, returns rescale factors."""

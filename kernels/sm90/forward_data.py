@@ -9,7 +9,9 @@ from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import row_ranges, tensors
+from kernels.common.bias import HeadBias
 from kernels.common.pair_masks import BitsInMemory
+from kernels.common.state import Scales
 from kernels.interface import RangeBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_schedule import Work
@@ -74,6 +76,21 @@ class Place:
 
     group: Int32
     ring_end: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a tile's products become scores.
+
+    Attributes:
+      first_row: of the tile.
+      scales: of the call.
+      bias: of the head, or None.
+    """
+
+    first_row: Int32
+    scales: Scales
+    bias: HeadBias | None
 
 
 @dataclasses.dataclass(frozen=True)

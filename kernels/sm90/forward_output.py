@@ -12,10 +12,11 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from kernels.common import ptx, resources, tensors
+from kernels.common.bias import BiasInMemory, HeadBias
 from kernels.common.resources import Maps
 from kernels.common.softmax import LN_2, LOG2_E, fmax, select, with_sink
 from kernels.description import NamedBarrier
-from kernels.interface import LogitBuffers, Sizes
+from kernels.interface import BiasBuffers, LogitBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.forward_schedule import Work
@@ -24,10 +25,11 @@ from kernels.sm90.tiles import WARPGROUP, ForwardTile
 
 @dataclasses.dataclass(frozen=True)
 class RowResults:
-    """Where a call's numbers of rows and of heads are; logits only with ranges."""
+    """Where a call's numbers of rows, of heads and of scores are; logits only with ranges."""
 
     lse: cute.Pointer
     logits: LogitBuffers | None
+    bias: BiasBuffers | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +41,14 @@ class HeadResults:
       sink_log2: its sink, in units of log2; -inf without sinks.
       wants_maximum: whether `max_logit` is there.
       max_logit: its largest score so far, global memory.
+      bias: what is added to its scores, or None.
     """
 
     lse: cute.Tensor
     sink_log2: Float32 | None = None
     wants_maximum: cutlass.Boolean | None = None
     max_logit: cute.Pointer | None = None
+    bias: HeadBias | None = None
 
 
 def soft_cap_of(results: RowResults) -> Float32 | None:
@@ -59,9 +63,11 @@ def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
     head = Int64(work.batch) * sizes.heads + work.head
     rows = cute.make_layout(sizes.query_length)
     lse = cute.make_tensor(results.lse + head * sizes.query_length, rows)
-    logits = results.logits
+    logits, bias = results.logits, None
+    if results.bias is not None:
+        bias = BiasInMemory(results.bias, sizes).of_head(work.batch, work.head)
     if logits is None:
-        return HeadResults(lse)
+        return HeadResults(lse, bias=bias)
     sink = cute.make_tensor(logits.sinks + work.head, cute.make_layout(1))[0]
     return HeadResults(lse, sink * LOG2_E, logits.max_heads > 0, logits.max_logit + head)
 

@@ -12,7 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.common.row_ranges import Tags, bits_below
+from kernels.common import ptx
+
+from kernels.common.bias import HeadBias
+from kernels.common.row_ranges import Tags, bits_below, f32
 from kernels.common.softmax import (
     TANH_NEAR,
     exp2,
@@ -102,6 +105,32 @@ def mask_tags(acc: cute.Tensor, first_column: Int32, tags: Tags):
             index = fragment_index(pair, row, column)
             matches = (tag >= tags.low[row]) & (tag <= tags.high[row])
             acc[index] = select(matches, acc[index], -Float32.inf)
+
+
+def add_bias(
+    acc: cute.Tensor,
+    bias: HeadBias,
+    first: tuple[Int32, Int32],
+    before_bias: Float32,
+    past_end: bool,
+):
+    """Replaces products by scores: times before_bias, plus the bias.
+
+    Args:
+      first: of the thread's rows and of its columns (keys).
+      past_end: whether the block may have keys past the last.
+    """
+    first_row, first_column = first
+    for row in range(ROWS):
+        of_row = bias.row(first_row + 8 * row)
+        of_block = of_row + first_column
+        for pair, column in fragment_columns(acc):
+            index, offset = fragment_index(pair, row, column), pair * 8 + column
+            if past_end:
+                added = ptx.load_below(of_block, offset, bias.keys - first_column)
+            else:
+                added = f32(of_block, offset)
+            acc[index] = acc[index] * before_bias + added
 
 
 def new_reference(

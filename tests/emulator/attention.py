@@ -17,9 +17,9 @@ from fa4_jax.conformance import runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import HESSIAN_PRODUCTS, Inputs
 from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
-from fa4_jax.masks import bits
 from fa4_jax.plan import (
     Kernel,
+    Plan,
     given_shapes,
     hessian_keys,
     in_memory,
@@ -229,7 +229,7 @@ def _forward_buffers(
 
     JAX makes them in a process of its own, since it does not survive a fork.
     """
-    if not in_memory(case.problem, Pass.FORWARD):
+    if not in_memory(case.problem, Pass.FORWARD) and case.bias is None:
         return {}
     return _resolver(os.getpid()).submit(_resolved, case, inputs, keys).result()
 
@@ -241,8 +241,8 @@ def kernel(key: KernelKey) -> Kernel:
 
 def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
     operands, problem = api.canonicalise(runner.call(case, inputs))
-    operands = operands._replace(bits=bits.of_operands(operands), mask=None, pairs=None)
     forward, *backward = map(kernel, keys)
+    operands = api.for_kernels(Plan(problem, (forward,)), operands)
     backward = [one for one in backward if one.key.kernel is Pass.BACKWARD]
     buffers = launches.backward_buffers(problem, operands, backward[0]) if backward else {}
     buffers = {_GROUPED.get(name, name): x for name, x in buffers.items()}

@@ -31,7 +31,7 @@ DECODE = Problem(8, 1, 8192, 32, 8, 128, "bf16", 1.0)
         ({"has_ranges": True, "has_tags": True}, True),
         ({"returns_max_logit": True}, True),
         ({"has_mask": True}, False),
-        ({"has_bias": True}, False),
+        ({"bias": "dense"}, False),
     ],
 )
 def test_the_forward_of_few_rows_is_split(changes: dict[str, object], short: bool) -> None:
