@@ -49,6 +49,7 @@ def keys(arch: str) -> Iterator[KernelKey]:
         for band in (False, True) if (arch, head_dim) in HESSIAN_HEAD_DIMS else ():
             for kernel in HESSIAN_PASSES:
                 yield KernelKey(arch, kernel, dtype, head_dim, band=band)
+        yield KernelKey(arch, Pass.BIAS_GRADIENT, dtype, head_dim, band=True)
         yield from _backward(arch, dtype, head_dim, head_dim)
         if (narrow := NARROW_VALUES.get((arch, Pass.BACKWARD, head_dim))) is not None:
             yield from _backward(arch, dtype, head_dim, narrow)

@@ -80,15 +80,7 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
             raise NotImplementedError(f"implementation='kernel': backward: {plan.backward_reason}")
         own = _left_out(plan, "backward", operands) if plan.forward else operands
         return default(own, cotangents)
-    return choose(plan, functools.partial(_by_kernels, plan), default, operands, cotangents)
-
-
-def _by_kernels(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """Gradients by kernels; that of a bias by the default path, where it is asked for."""
-    found = auto.backward(plan, operands, cotangents)
-    if operands.bias is None:
-        return found
-    return found._replace(bias=xla.backward(plan.problem, operands, cotangents).bias)
+    return choose(plan, functools.partial(auto.backward, plan), default, operands, cotangents)
 
 
 def tangent(plan: Plan, operands: Operands, direction: Direction) -> Results:

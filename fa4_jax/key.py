@@ -12,7 +12,8 @@ import enum
 
 
 class Pass(enum.StrEnum):
-    """The kernels of one attention call. The backward runs its three in this order.
+    """The kernels of one attention call. The backward runs its three in this order, and after them
+    the gradient of a bias, where a call has one.
 
     The forward of a call with few query rows is two kernels: one for parts of the keys, and one
     that joins their results. Tangents follow a forward; Hessian-vector products, of queries and of
@@ -28,6 +29,7 @@ class Pass(enum.StrEnum):
     BACKWARD_PRE = "bwd_pre"
     BACKWARD = "bwd"
     BACKWARD_POST = "bwd_post"
+    BIAS_GRADIENT = "bias_grad"
 
 
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
@@ -138,6 +140,10 @@ cap, for which a branch in every block costs nothing that can be noticed.
 
 READS_MASKS = frozenset({"sm_90a", "sm_100f"})
 """Architectures whose kernels with ranges read bits of a mask of pairs, where a call has one."""
+
+
+BIAS_GRADIENT_TILE = 64
+"""Query rows, and keys, of a tile of a bias's gradient."""
 
 
 _FLAGS = (

@@ -1,14 +1,11 @@
-"""Attention by kernel launches: one or two for the forward, three for the backward."""
+"""Attention by kernel launches: one or two for the forward, three or four for the backward."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import ffi_call, mesh_types
-from fa4_jax.bias import AtDistances
+from fa4_jax import bias_buffer, ffi_call, mesh_types
 from fa4_jax.group_split import group_split
 from fa4_jax.key import Pass
 from fa4_jax.masks import bits as packed
@@ -89,7 +86,7 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     `max_logit` is raised by the kernel; where nobody wants it, it is empty.
     """
     if problem.bias is not None:
-        return bias_buffer(operands.bias)
+        return {"bias": bias_buffer.buffer(operands.bias)}
     if not in_memory(problem, Pass.FORWARD):
         return {}
     tile = _tile_size(kernel)
@@ -111,13 +108,6 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     }
     cap = problem.soft_cap if operands.soft_cap is None else operands.soft_cap
     return _varying({**buffers, "soft_cap": _soft_cap(cap)}, operands)
-
-
-def bias_buffer(bias: Any) -> dict[str, jax.Array]:
-    """The buffer of a bias, f32: [B|1, N|1, T|1, S] or, by distance, [B|1, N, 1, T + S - 1]."""
-    if isinstance(bias, AtDistances):
-        return {"bias": bias.values[:, :, None]}
-    return {"bias": bias.astype(jnp.float32)}
 
 
 def split_buffers(problem: Problem, operands: Operands) -> dict[str, jax.Array]:
@@ -226,7 +216,9 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     kernel: the main one.
     """
     if problem.bias is not None:
-        return bias_buffer(operands.bias)
+        bias = bias_buffer.buffer(operands.bias)
+        shape = bias_buffer.gradient_shape(bias.shape, _lengths(problem))
+        return {"bias": bias, "dbias_shape": jnp.zeros(shape, jnp.int32)}
     if not in_memory(problem, Pass.BACKWARD):
         return {}
     tile, keys, bits = _tile_size(kernel), problem.key_length, operands.bits
@@ -285,4 +277,11 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         buffers |= _varying({"tail": jnp.zeros(shape, jnp.int32)}, operands)
     buffers |= _varying(backward_buffers(split.plan.problem, operands, main), operands)
     results = _run(plan.backward, split.plan.problem, buffers)
-    return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), None)
+    dbias = None
+    if operands.bias is not None:
+        dbias = bias_buffer.gradient(operands.bias, results["dbias"], _lengths(plan.problem))
+    return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), dbias)
+
+
+def _lengths(problem: Problem) -> tuple[int, int]:
+    return problem.query_length, problem.key_length

@@ -158,6 +158,8 @@ def kernel_keys(
         ),
         key(Pass.BACKWARD_POST, of_gradient),
     )
+    if problem.bias is not None:
+        backward += (KernelKey(arch, Pass.BIAS_GRADIENT, problem.dtype, tile, band=True),)
     paged = problem.page_length is not None
     if paged and arch in READS_PAGES and not splits.has_few_rows(problem):
         has_short = (arch, tile) in SHORT_TILES

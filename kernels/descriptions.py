@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
-from kernels.common import split_description
+from kernels.common import bias_gradient_description, split_description
 from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
 from kernels.sm90 import forward_description as sm90_forward
@@ -26,6 +26,8 @@ def describe(key: KernelKey) -> Description:
         return split_description.split(key.arch, key.head_dim, key.paged)
     if key.kernel is Pass.FORWARD_JOIN:
         return split_description.join(key.head_dim)
+    if key.kernel is Pass.BIAS_GRADIENT:
+        return bias_gradient_description.description(key.head_dim)
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.TANGENT:
         return sm90_tangent.of_key(key) if hopper else sm100_tangent.description(key.head_dim)
@@ -47,7 +49,7 @@ def describe(key: KernelKey) -> Description:
         )
     if hopper:
         return sm90_forward.of_key(key)
-    return sm100_forward.description(key.head_dim, key.pair, key.ranges)
+    return sm100_forward.description(key.head_dim, key.pair, key.ranges, key.bias)
 
 
 def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:

@@ -284,6 +284,42 @@ class BiasBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
+class BiasGradientLoads:
+    """What the kernel of a bias's gradient loads by tensor maps."""
+
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    do: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasGradientBuffers:
+    """What it reads and writes by pointers.
+
+    lse_log2, delta f32 [batch, heads, padded rows]: of the kernel before the main one. dbias f32:
+    of the bias's shape, or by distance [B|1, N|1, 2, 64 units]: `fa4_jax.bias_buffer`.
+    """
+
+    extents: Pointer
+    lse_log2: Pointer
+    delta: Pointer
+    dbias: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasGradientShape:
+    """Shape of dbias, and what CTAs there are for each of its first two dimensions.
+
+    They come from `dbias_shape`, which has no elements.
+    """
+
+    padded_rows: Annotated[Any, Dim(2, "delta")]
+    dbias_columns: Annotated[Any, Dim(3, "dbias_shape")]
+    units: Annotated[Any, Dim(4, "dbias_shape")]
+
+
+@dataclasses.dataclass(frozen=True)
 class RowBuffers:
     """What the main backward kernel reads and adds to row by row; counters only if deterministic.
 

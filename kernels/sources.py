@@ -17,6 +17,7 @@ _PLACES = {
     Pass.BACKWARD_PRE: ("backward_ends", "pre_source"),
     Pass.BACKWARD: ("backward", "source"),
     Pass.BACKWARD_POST: ("backward_ends", "post_source"),
+    Pass.BIAS_GRADIENT: ("bias_gradient", "source"),
 }
 """The module and the function that make the kernels of a pass."""
 
@@ -32,7 +33,7 @@ def module(key: KernelKey) -> str:
     if key.arch not in _PACKAGES:
         raise NotImplementedError(f"no kernel source for {key.name}")
     name = _PLACES[key.kernel][0]
-    if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
+    if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN, Pass.BIAS_GRADIENT):
         return f"kernels.common.{name}"
     if key.arch == "sm_100f" and key.kernel is Pass.BACKWARD:
         from kernels.sm100 import tiles

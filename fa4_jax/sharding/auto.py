@@ -57,18 +57,21 @@ def forward(plan: Plan, operands: Operands) -> Results:
 
 def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradients:
     """`launches.backward`, partitioned by batch and heads on Auto mesh axes."""
+    alike = [tuple(size == 1 for size in x.shape[:2]) for x in jax.tree.leaves(operands.bias)]
 
     def local(split: Split, operands: Operands, cotangents: Cotangents) -> Gradients:
         def run(*of_keys: jax.Array) -> Gradients:
             own = operands._replace(key=of_keys[0], value=of_keys[1])
-            return launches.backward(local_plan(plan, split), own, cotangents)
+            found = launches.backward(local_plan(plan, split), own, cotangents)
+            return found._replace(bias=_over_devices(found.bias, alike, split))
 
         return _of_own_heads(plan.problem, split, run, (operands.key, operands.value))
 
     q, k, lse = _factors(plan.problem)
     bias = _factors_of_bias(operands.bias)
     rows = [*bias, *_factors_of_rows(operands.rows), *_factors_of_bits(operands.bits)]
-    rule = f"{', '.join([q, k, k, 'b e', *rows, q, lse, q, lse])} -> {q}, {k}, {k}"
+    taken = ", ".join([q, k, k, "b e", *rows, q, lse, q, lse])
+    rule = f"{taken} -> {', '.join([q, k, k, *bias])}"
     sharing = _sharing(plan.problem, rule)
     return partitioned(local, sharing)(operands._replace(offset=None), cotangents)
 
@@ -131,6 +134,21 @@ def _of_own_heads(
         for back, x in zip(transposes[:2], (found.key, found.value), strict=True)
     )
     return found._replace(key=key, value=value)
+
+
+def _over_devices(bias: Any, alike: list[tuple[bool, bool]], split: Split) -> Any:
+    """The gradient of a bias: what is alike for batch entries or heads, summed over their devices.
+
+    alike: for each array, whether all batch entries, and all heads, share it.
+    """
+    leaves, structure = jax.tree.flatten(bias)
+    found = list[jax.Array]()
+    for x, (batch, heads) in zip(leaves, alike, strict=True):
+        axes = (split.batch if batch else ()) + (split.heads if heads else ())
+        found.append(
+            jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
+        )
+    return jax.tree.unflatten(structure, found)
 
 
 def _factors(problem: Problem) -> tuple[str, str, str]:
@@ -205,7 +223,7 @@ def _sharing(problem: Problem, rule: str) -> Sharing:
         cotangents = Cotangents(split.query, split.lse, split.query, split.lse)  # type: ignore[arg-type]
         moved = Tangents(split.query, split.key, split.key, split.query, split.lse)  # type: ignore[arg-type]
         taken = (own, cotangents, moved)[: len(args)]
-        return taken, Gradients(split.query, split.key, split.key, None)  # type: ignore[arg-type]
+        return taken, Gradients(split.query, split.key, split.key, own.bias)  # type: ignore[arg-type]
 
     return Sharing(rule, split, specs)
 

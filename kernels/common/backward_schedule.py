@@ -10,7 +10,7 @@ from cutlass import Int32
 
 from fa4_jax import bands
 from kernels.common import pair_masks, row_ranges, tensors
-from kernels.common.bias import BiasInMemory
+from kernels.common.bias import BiasInMemory, KeyBias
 from kernels.common.backward_ranges import (
     NO_VISITS,
     Mask,
@@ -111,6 +111,12 @@ class Work:
     def head(self, index: Int32) -> Int32:
         """Returns the query head of a step."""
         return self.kv_head * self.group + index // self.block_count()
+
+    def bias_of(self, head: Int32, key: Int32, first_query: Int32) -> KeyBias | None:
+        """Returns the bias of a key of a query head, by query from the first on, or None."""
+        if self.bias is None:
+            return None
+        return self.bias.of_head(self.batch, head).of_key(key, first_query)
 
     def walk_to(
         self, walk: cute.Tensor, index: Int32, m: int, deterministic: bool

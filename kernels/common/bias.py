@@ -8,8 +8,9 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
+from kernels.common.tensors import f32
 from kernels.interface import BiasBuffers, Sizes
 
 
@@ -32,6 +33,38 @@ class HeadBias:
     def row(self, row: Int32) -> cute.Pointer:
         """Returns the elements of a row, by key."""
         return self.first + Int64(cutlass.min(row, self.last_row)) * self.row_step
+
+
+    def of_key(self, key: Int32, first_row: Int32) -> "KeyBias":
+        """Returns the bias of a key, by row from first_row on."""
+        own = self.row(first_row) + cutlass.min(key, self.keys - 1)
+        return KeyBias(own, self.row_step, self.last_row - first_row)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBias:
+    """The bias of one key and consecutive rows.
+
+    Attributes:
+      first: of the first row.
+      row_step: elements from a row to the next one.
+      last: the last row, counted from the first one.
+      skipped: rows before those that are asked for.
+    """
+
+    first: cute.Pointer
+    row_step: Int32
+    last: Int32
+    skipped: Int32 | int = 0
+
+    def after(self, rows: Int32 | int) -> "KeyBias":
+        """Returns the bias of the rows after the first ones."""
+        return dataclasses.replace(self, skipped=self.skipped + rows)
+
+    def element(self, row: int) -> Float32:
+        """Returns what the score of a row gets."""
+        place = cutlass.min(self.skipped + row, self.last)
+        return f32(self.first, place * self.row_step)
 
 
 @dataclasses.dataclass(frozen=True)

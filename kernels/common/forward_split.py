@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, KernelKey
-from kernels.common import ptx, resources, tensors
+from kernels.common import matrix_rows, ptx, resources, tensors
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, finite_reference, fmax, rescale_factor, select
 from kernels.common.split_data import (
@@ -277,27 +277,13 @@ class ForwardSplit(SplitHost):
         return rows
 
     def make_addresses(self, shared: Shared) -> Addresses:
-        """Returns where this lane's rows of matrices lie: ldmatrix of 16 keys and 16 columns.
-
-        Of K the first two matrices are columns 0 to 15 of eight keys; of V keys 0 to 15 of eight
-        columns. A chunk of 16 bytes of row r lies where chunk ^ (r // rows_of_span) is without
-        swizzle.
-        """
-        lane = cute.arch.lane_idx()
-        row, low, high = lane % 8, (lane // 8) % 2, lane // 16
-        chunks = self.span_bytes // 16
-        turn = (row // (8 // chunks)) % chunks
-        found = []
-        for tensor, row_bit, chunk_bit in ((shared.k, high, low), (shared.v, low, high)):
-            start = tensor.iterator.toint().to(Int32) + (8 * row_bit + row) * self.span_bytes
-            found.append(start + (chunk_bit ^ turn) * 16)
-        return Addresses(*found)
+        """Returns where this lane's rows of matrices lie: ldmatrix of 16 keys and 16 columns."""
+        of_v = matrix_rows.lane_address(shared.v, self.span_bytes, rows_first=True)
+        return Addresses(matrix_rows.lane_address(shared.k, self.span_bytes, False), of_v)
 
     def place(self, key: int, column: int) -> tuple[int, int]:
         """Returns of 16 keys and 16 columns what changes bits of their address, and the offset."""
-        span = self.span_bytes // 2
-        offset = column // span * (SPLIT_KEYS * self.span_bytes) + key * self.span_bytes
-        return 2 * (column % span), offset
+        return matrix_rows.place(key, column, self.span_bytes)
 
     @cute.jit
     def step(

@@ -50,7 +50,7 @@ _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
         *("lse", "dlse", "lse_tangent", "lse_log2", "delta", "sinks", "max_logit", "soft_cap"),
         *("dq_acc", "tail_acc", "o_parts", "lse_parts", "max_parts", "row_max", "row_statistics"),
-        "bias",
+        *("bias", "dbias"),
     ),
     Float32,
 )
@@ -65,6 +65,7 @@ PREFIXES = {
     Pass.BACKWARD_PRE: "fa4_bwd_pre",
     Pass.BACKWARD: "fa4_bwd",
     Pass.BACKWARD_POST: "fa4_bwd_post",
+    Pass.BIAS_GRADIENT: "fa4_bias_grad",
 }
 """How the kernels' symbols begin."""
 NAMED = {"remove_cutlass_symbol": True, "keep_mangled_name": False}

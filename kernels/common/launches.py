@@ -25,6 +25,7 @@ def launch(key: KernelKey, description: Description) -> Launch:
         Pass.BACKWARD_PRE: _backward_pre,
         Pass.BACKWARD: _backward,
         Pass.BACKWARD_POST: _backward_post,
+        Pass.BIAS_GRADIENT: _bias_gradient,
     }
     return families[key.kernel](key, description)
 
@@ -246,6 +247,27 @@ def _backward_post(key: KernelKey, description: Description) -> Launch:
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
         programmatic=description.division.programmatic,
+    )
+
+
+def _bias_gradient(key: KernelKey, description: Description) -> Launch:
+    del key
+    return Launch(
+        operands=(
+            *("q", "k", "v", "do", "extents", "lse_log2", "delta", "bias", "dbias_shape"),
+        ),
+        results=(Result("dbias", "f32", _dims("dbias_shape", (0, 1, 2, 3))),),
+        params=(
+            *_maps(description),
+            *interface.params(interface.BiasGradientBuffers),
+            *interface.params(interface.Sizes),
+            *interface.params(interface.BiasGradientShape),
+            *interface.params(interface.BackwardScalars),
+            *interface.params(interface.BiasBuffers),
+        ),
+        grid=(tuple(Factor(buffer="dbias_shape", axis=axis) for axis in (0, 1, 4)), _ONE, _ONE),
+        block=(description.threads, 1, 1),
+        dynamic_smem_bytes=description.shared_bytes,
     )
 
 

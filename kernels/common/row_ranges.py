@@ -130,11 +130,6 @@ class Rows:
     entries: int
 
 
-def f32(pointer: cute.Pointer, index: Int32) -> Float32:
-    """Returns one fp32 value of an array in global memory."""
-    return cute.make_tensor(pointer + index, cute.make_layout(1))[0]
-
-
 def limit_blocks(
     blocks: bands.BlockRange, ranges: Ranges, rows: Rows, n: int
 ) -> tuple[bands.BlockRange, Int32]:

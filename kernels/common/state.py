@@ -116,9 +116,11 @@ def make_exponents(
     return Exponents(cap * LOG2_E, scalars.scale / cap)
 
 
-def make_optional_exponents(scalars: BackwardScalars, buffer: CapBuffer | None) -> Exponents:
+def make_optional_exponents(
+    scalars: BackwardScalars, buffer: CapBuffer | None, bias: BiasBuffers | None = None
+) -> Exponents:
     """Returns the exponents of a call that may have no cap: then it and before_cap are 0."""
-    plain = make_exponents(scalars, None)
+    plain = make_exponents(scalars, None, bias)
     if buffer is None:
         return plain
     capped = make_exponents(scalars, buffer)

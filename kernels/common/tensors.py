@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa4_jax import bands
@@ -124,3 +124,8 @@ def _select(condition, if_true: Int32, if_false: Int32) -> Int32:
 
 
 INT32 = bands.Arithmetic(cutlass.min, cutlass.max, _select)
+
+
+def f32(pointer: cute.Pointer, index: Int32) -> Float32:
+    """Returns one fp32 value of an array in global memory."""
+    return cute.make_tensor(pointer + index, cute.make_layout(1))[0]

@@ -10,11 +10,12 @@ from fa4_jax.key import KernelKey
 from kernels.common import backward_ranges, backward_schedule, tensors
 from kernels.common import ptx as common_ptx
 from kernels.common.backward_schedule import BackwardShape, StartIndex, Work
+from kernels.common.bias import BiasInMemory
 from kernels.common.resources import Barriers, Shared
 from kernels.common.row_ranges import RangesInMemory
 from kernels.common.schedule import await_count
 from kernels.common.state import Rows
-from kernels.interface import RangeBuffers, Sizes, Window
+from kernels.interface import BiasBuffers, RangeBuffers, Sizes, Window
 from kernels.sm100 import products
 from kernels.sm100.backward_description import description
 from kernels.sm100.tiles import (
@@ -39,7 +40,7 @@ class BackwardConfig:
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.band = key.band
-        self.ranges = key.ranges
+        self.ranges, self.bias = key.ranges, key.bias
         self.deterministic = key.deterministic
         self.description = description(
             key.head_dim, key.value_dim, key.deterministic, key.pair, key.ranges
@@ -113,12 +114,14 @@ class Call:
     Attributes:
       extents: of each batch element.
       ranges: of its rows, where they are in memory.
+      bias: of its scores, where they have one.
     """
 
     extents: cute.Pointer
     sizes: Sizes
     window: Window
     ranges: RangeBuffers | None = None
+    bias: BiasBuffers | None = None
 
 
 def assign(config: BackwardConfig, shared: Shared, call: Call) -> Work:
@@ -132,6 +135,8 @@ def assign(config: BackwardConfig, shared: Shared, call: Call) -> Work:
     work = backward_schedule.assign(
         config.shape, call.extents, call.sizes, call.window, start, call.ranges
     )
+    if config.bias:
+        work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes))
     if not config.ranges:
         return work
     work = backward_schedule.by_table(work, call.ranges, call.sizes, config.shape)

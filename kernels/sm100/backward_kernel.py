@@ -12,9 +12,16 @@ from kernels.common.backward_schedule import Work
 from kernels.common.hosts import BackwardHost
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import synchronise
-from kernels.common.state import Rows, make_rows
+from kernels.common.state import Rows, make_optional_exponents, make_rows
 from kernels.description import TENSOR_MEMORY_COLUMNS
-from kernels.interface import BackwardScalars, CapBuffer, RangeBuffers, RowBuffers, Sizes
+from kernels.interface import (
+    BackwardScalars,
+    BiasBuffers,
+    CapBuffer,
+    RangeBuffers,
+    RowBuffers,
+    Sizes,
+)
 from kernels.sm100 import ptx
 from kernels.sm100.backward_data import BackwardConfig, Call, assign, take_ticket, take_turns
 
@@ -37,6 +44,7 @@ class BackwardKernel(BackwardHost):
         self.counters = launches.counters_of(config.deterministic, self.description.division)
         self.deterministic = config.deterministic
         self.ranges = self.reads_cap = self.reads_mask = config.ranges
+        self.bias = config.bias
 
     @cute.kernel
     def kernel(
@@ -47,6 +55,7 @@ class BackwardKernel(BackwardHost):
         scalars: BackwardScalars,
         ranges: RangeBuffers | None = None,
         cap: CapBuffer | None = None,
+        bias: BiasBuffers | None = None,
     ):
         tile, description = self.config.tile, self.config.description
         pair = tile.ctas == 2
@@ -68,7 +77,7 @@ class BackwardKernel(BackwardHost):
         synchronise(self.config.tile.ctas)
         common_ptx.await_launch_before()
 
-        call = Call(buffers.extents, sizes, scalars.window, ranges)
+        call = Call(buffers.extents, sizes, scalars.window, ranges, bias)
         rows = make_rows(buffers, sizes.query_length, tile.m)
         # Each role computes its work by itself: if all shared the values, these would stay in
         # registers of every role.
@@ -78,7 +87,8 @@ class BackwardKernel(BackwardHost):
         elif warp < mma.first_warp:
             ptx.set_registers(compute.registers)
             work = assign(self.config, shared, call)
-            self.row_roles.compute(maps, shared, work, scalars, cap)
+            exponents = make_optional_exponents(scalars, cap, bias)
+            self.row_roles.compute(maps, shared, work, scalars.scale, exponents)
         else:
             ptx.set_registers(mma.registers)
             work = assign(self.config, shared, call)

@@ -4,15 +4,15 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import ring, tensors
 from kernels.common.backward_schedule import NO_RANGES, Work
+from kernels.common.bias import KeyBias
 from kernels.common.resources import Maps, Shared
-from kernels.common.state import Exponents, Limits, Rows, make_optional_exponents
-from kernels.interface import BackwardScalars, CapBuffer
+from kernels.common.state import Exponents, Limits, Rows
 from kernels.sm100 import backward_mask, backward_rows, products, ptx
 from kernels.sm100.backward_description import COMPUTE_GROUPS
 from kernels.sm100.backward_mask import HiddenKeys
@@ -38,6 +38,7 @@ class KeyOfStep:
       low, high: queries low <= i < high of the step see the key.
       is_edge: some pair may be hidden; otherwise the limits say nothing.
       keys: what ranges in memory hide besides, by part of the step.
+      bias: what is added to the step's scores, if anything is.
     """
 
     group: Int32
@@ -46,13 +47,15 @@ class KeyOfStep:
     high: Int32
     is_edge: Boolean
     keys: tuple[HiddenKeys, ...] = ()
+    bias: KeyBias = NO_RANGES
 
     def queries(self, part: int, chunk: int, step: Int32) -> Queries:
         """Returns the thread's `chunk` queries of a part of the step."""
         first = (part * COMPUTE_GROUPS + self.group) * chunk
         limits = Limits(self.low - first, self.high - first)
         keys = self.keys[part] if self.keys else NO_RANGES
-        return Queries(first, step, limits, self.is_edge, keys)
+        bias = NO_RANGES if self.bias is None else self.bias.after(first)
+        return Queries(first, step, limits, self.is_edge, keys, bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +92,11 @@ class RowRoles(backward_rows.RowRoles):
         maps: Maps,
         shared: Shared,
         work: Work,
-        scalars: BackwardScalars,
-        cap: CapBuffer | None,
+        scale: Float32,
+        exponents: Exponents,
     ):
         """Compute warps: compute P and dS of all steps, then store dV and dK."""
-        tile, exponents = self.config.tile, make_optional_exponents(scalars, cap)
+        tile = self.config.tile
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
         group = cute.arch.make_warp_uniform(thread // tile.keys)
@@ -113,9 +116,10 @@ class RowRoles(backward_rows.RowRoles):
                 end = Int32(cutlass.select_(edge, high - block * tile.m, Int32(tile.m)))
                 step = member * blocks + index
                 keys = self.hidden_keys(work, step, key, block * tile.m + group * tile.chunk)
-                of_step = KeyOfStep(group, row, begin, end, edge, keys)
+                bias = work.bias_of(work.kv_head * work.group + member, key, block * tile.m)
+                of_step = KeyOfStep(group, row, begin, end, edge, keys, bias)
                 self.compute_step(shared, of_step, step, exponents)
-        self.write_gradients(maps, shared, work, group, thread % tile.keys, scalars.scale)
+        self.write_gradients(maps, shared, work, group, thread % tile.keys, scale)
 
     def query_block(self, shared: Shared, work: Work, member: Int32, index: Int32) -> Int32:
         """Returns the query block of the index-th step of a head of the group."""

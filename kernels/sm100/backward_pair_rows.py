@@ -11,8 +11,7 @@ from kernels.common import ptx as common_ptx
 from kernels.common import resources, ring, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.resources import Maps, Shared
-from kernels.common.state import Exponents, Limits, Rows, make_optional_exponents
-from kernels.interface import BackwardScalars, CapBuffer
+from kernels.common.state import Exponents, Limits, Rows
 from kernels.sm100 import backward_mask, products, ptx, softmax
 from kernels.sm100.backward_pair_data import Config, use_of_buffer
 from kernels.sm100.backward_rows import (
@@ -58,11 +57,11 @@ class RowRoles:
         maps: Maps,
         shared: Shared,
         work: Work,
-        scalars: BackwardScalars,
-        cap: CapBuffer | None,
+        scale: Float32,
+        exponents: Exponents,
     ):
         """Compute warps: compute P and dS of all steps, then store dV and dK."""
-        tile, exponents = self.config.tile, make_optional_exponents(scalars, cap)
+        tile = self.config.tile
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
         group = cute.arch.make_warp_uniform(thread // LANES)
@@ -75,7 +74,7 @@ class RowRoles:
         for step in cutlass.range(group, steps, BUFFERS, unroll=1):
             if cutlass.const_expr(work.ranges is not None):
                 shared.barriers.s_full[group].wait(ring.nth_use(step // BUFFERS, 1))
-            _, block = work.step(step, self.config.deterministic)
+            head, block = work.step(step, self.config.deterministic)
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + tile.n > work.band.key_length)
             first_query = block * tile.m + half * tile.queries
@@ -83,10 +82,11 @@ class RowRoles:
             begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             end = Int32(cutlass.select_(edge, high - first_query, Int32(tile.m)))
             keys = backward_mask.of_step(work, step, key, first_query)
-            queries = Queries(half * tile.queries, step, Limits(begin, end), edge, keys)
+            bias = work.bias_of(head, key, first_query)
+            queries = Queries(half * tile.queries, step, Limits(begin, end), edge, keys, bias)
             self.compute_step(shared, Place(group, half, key_row), queries, exponents)
         place = Place(group, half, thread % tile.keys)
-        self.write_gradients(maps, shared, work, place, scalars.scale)
+        self.write_gradients(maps, shared, work, place, scale)
 
     @cute.jit
     def compute_step(self, shared: Shared, place: Place, of_step: Queries, exponents: Exponents):

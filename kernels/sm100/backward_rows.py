@@ -10,10 +10,10 @@ from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, tensors
 from kernels.common.backward_schedule import NO_RANGES, Work
+from kernels.common.bias import KeyBias
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import exp2, select
-from kernels.common.state import Exponents, Limits, Rows, make_optional_exponents
-from kernels.interface import BackwardScalars, CapBuffer
+from kernels.common.state import Exponents, Limits, Rows
 from kernels.sm100 import backward_mask, products, ptx, softmax
 from kernels.sm100.backward_data import Config
 from kernels.sm100.backward_description import COMPUTE_GROUPS
@@ -47,6 +47,7 @@ class Queries:
       limits: queries low <= i < high see the key, counted from `first`.
       is_edge: some pair may be hidden; otherwise the limits say nothing.
       keys: what ranges in memory hide besides.
+      bias: what is added to the scores, if anything is.
     """
 
     first: Int32
@@ -54,12 +55,24 @@ class Queries:
     limits: Limits
     is_edge: Boolean
     keys: HiddenKeys = NO_RANGES
+    bias: KeyBias = NO_RANGES
 
     def after(self, skipped: int) -> "Queries":
         """Returns the queries without the first ones."""
         limits = Limits(self.limits.low - skipped, self.limits.high - skipped)
-        keys = dataclasses.replace(self.keys, first_query=self.keys.first_query + skipped)
-        return Queries(self.first + skipped, self.step, limits, self.is_edge, keys)
+        keys, bias = self.keys, self.bias
+        if keys is not None:
+            keys = dataclasses.replace(keys, first_query=keys.first_query + skipped)
+        if bias is not None:
+            bias = bias.after(skipped)
+        return Queries(self.first + skipped, self.step, limits, self.is_edge, keys, bias)
+
+    def biased(self, scores: list[Float32], before_bias: Float32) -> list[Float32]:
+        """Returns products as biased scores, where a call has a bias."""
+        if self.bias is None:
+            return scores
+        added = [self.bias.element(i) for i in range(len(scores))]
+        return [s * before_bias + b for s, b in zip(scores, added, strict=True)]
 
 
 @cute.jit
@@ -159,6 +172,7 @@ def probabilities_of(
     if queries.keys is not None:
         return probabilities_with_ranges(dtype, scores, lse, scales, queries)
     lse_log2 = lse.load(queries.first, len(scores))
+    scores = queries.biased(scores, scales.before_bias)
     p = probabilities(scores, lse_log2, scales.scale_log2, queries)
     return rounded_pairs(dtype, [p[i] for i in range(len(scores))]), p
 
@@ -199,11 +213,10 @@ class RowRoles:
         maps: Maps,
         shared: Shared,
         work: Work,
-        scalars: BackwardScalars,
-        cap: CapBuffer | None,
+        scale: Float32,
+        exponents: Exponents,
     ):
         """Compute warps: compute P and dS of all steps, then store dV and dK."""
-        exponents = make_optional_exponents(scalars, cap)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - self.config.description.role("compute").first_warp * 32
         half = cute.arch.make_warp_uniform(thread // self.config.tile.n)
@@ -216,7 +229,7 @@ class RowRoles:
             if cutlass.const_expr(work.ranges is not None):
                 # The slot is used again only after dK, which needs this thread's dS.
                 shared.barriers.q_full.wait(step)
-            _, block = work.step(step, self.config.deterministic)
+            head, block = work.step(step, self.config.deterministic)
             edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
             edge = edge | (work.first_key + self.config.tile.n > work.band.key_length)
             first = half * (self.config.tile.m // COMPUTE_GROUPS)
@@ -225,10 +238,11 @@ class RowRoles:
             begin = Int32(cutlass.select_(edge, low - first_query, Int32(0)))
             end = Int32(cutlass.select_(edge, high - first_query, Int32(self.config.tile.m)))
             keys = backward_mask.of_step(work, step, key, first_query)
-            queries = Queries(first, step, Limits(begin, end), edge, keys)
+            bias = work.bias_of(head, key, first_query)
+            queries = Queries(first, step, Limits(begin, end), edge, keys, bias)
             p = self.probabilities(shared, queries, exponents)
             self.score_gradients(shared, queries, key_row, p)
-        self.write_gradients(maps, shared, work, half, key_row, scalars.scale)
+        self.write_gradients(maps, shared, work, half, key_row, scale)
 
     @cute.jit
     def probabilities(
@@ -246,8 +260,8 @@ class RowRoles:
         barriers.s_full.wait(step)
         ptx.fence_after_sync()
         lse, weights = StepStatistics(shared.lse_log2, slot), []
-        # With ranges there are no registers for all scores at once.
-        chunk = CHUNK if self.config.ranges else count
+        # With ranges or a bias there are no registers for all scores at once.
+        chunk = CHUNK if self.config.ranges or self.config.bias else count
         for start in cutlass.range_constexpr(0, count, chunk):
             scores = ptx.tmem_load(scores_at + start, chunk)
             of_chunk = queries if chunk == count else queries.after(start)

@@ -48,7 +48,7 @@ from kernels.common.key_visits import Visits, make_walk
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
-from kernels.interface import ForwardScalars, LogitBuffers, RangeBuffers, Sizes
+from kernels.interface import BiasBuffers, ForwardScalars, LogitBuffers, RangeBuffers, Sizes
 from kernels.kernel_source import KernelSource
 from kernels.sm100 import ptx, row_tiles
 from kernels.sm100.forward_data import Config, pop_work, push_work
@@ -74,6 +74,7 @@ class Forward(ForwardHost):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
         self.ranges, self.reads_cap, self.reads_mask = key.ranges, key.reads_cap, key.reads_mask
+        self.bias = key.bias
         self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
 
@@ -87,6 +88,7 @@ class Forward(ForwardHost):
         scalars: ForwardScalars,
         ranges: RangeBuffers | None = None,
         logits: LogitBuffers | None = None,
+        bias: BiasBuffers | None = None,
     ):
         tile, description = self.config.tile, self.config.description
         pair = tile.ctas == 2
@@ -104,7 +106,7 @@ class Forward(ForwardHost):
         cute.arch.mbarrier_init_fence()
         synchronise(self.config.tile.ctas)
 
-        window, call = scalars.window, Call(sizes, ranges, logits)
+        window, call = scalars.window, Call(sizes, ranges, logits, bias)
         # Each role counts its rounds: one number for all would stay in a register of every role.
         if warp < correction.first_warp:
             idle_registers = self.description.roles[1].registers

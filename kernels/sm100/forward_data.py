@@ -26,9 +26,9 @@ class Config:
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
         self.head_dim = key.head_dim
-        self.band, self.ranges = key.band, key.ranges
+        self.band, self.ranges, self.bias = key.band, key.ranges, key.bias
         self.tile = FORWARD_TILES[key.head_dim, key.pair]
-        self.description = description(key.head_dim, key.pair, key.ranges)
+        self.description = description(key.head_dim, key.pair, key.ranges, key.bias)
         pairs = self.tile.polynomial_pairs
         if key.ranges:
             pairs = min(pairs, RANGES_POLYNOMIAL_PAIRS)

@@ -31,10 +31,10 @@ UNIT = 8  # query rows of one head in a tile that heads share: an atom of the sw
 
 
 @functools.cache
-def description(head_dim: int, pair: bool, ranges: bool) -> Description:
-    """Describes the forward kernel of a head dim; `pair` and `ranges` as in `KernelKey`."""
+def description(head_dim: int, pair: bool, ranges: bool, bias: bool = False) -> Description:
+    """Describes the forward kernel of a head dim; the flags are as in `KernelKey`."""
     tile = FORWARD_TILES[head_dim, pair]
-    roles = _roles(tile, ranges)
+    roles = _roles(tile, ranges or bias)
     return Description(
         roles=roles,
         barriers=_barriers(tile, head_dim, roles),

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, row_ranges, tensors
+from kernels.common.bias import BiasInMemory
 from kernels.common.pair_masks import is_given
 from kernels.common.resources import Shared
 from kernels.common.ring import Use
@@ -26,11 +27,12 @@ from kernels.common.state import (
     Limits,
     Progress,
     Scales,
+    make_biased_scales,
     make_optional_scales,
     make_scales,
     soft_cap_of,
 )
-from kernels.interface import ForwardScalars, RangeBuffers, Sizes
+from kernels.interface import BiasBuffers, ForwardScalars, RangeBuffers, Sizes
 from kernels.sm100 import products, ptx, softmax
 from kernels.sm100.forward_data import Config, pop_work
 from kernels.sm100.forward_description import UNIT
@@ -45,11 +47,15 @@ NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the rows of a call have in memory: ranges and logits (`LogitBuffers`), or neither."""
+    """What the rows of a call have in memory: ranges and logits (`LogitBuffers`), a bias, or none.
+
+    The rows of a kernel have either ranges and logits, or a bias, or neither.
+    """
 
     sizes: Sizes
     ranges: RangeBuffers | None
     logits: Any
+    bias: BiasBuffers | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +80,14 @@ class Keys:
       tags: where those of the row and of its keys are, if rows have ranges of keys in memory.
       maximum: the row's largest score so far, likewise; the reference may lag behind it.
       hidden: what else hides keys, likewise.
+      bias: what is added to the scores: the row's elements and the number of keys, if there are any.
     """
 
     limits: Limits
     tags: row_ranges.TagsInMemory = row_ranges.NO_TAGS
     maximum: cute.Tensor = row_ranges.NO_TAGS
     hidden: Hidden = row_ranges.NO_TAGS
+    bias: tuple[cute.Pointer, Int32] = row_ranges.NO_TAGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +159,8 @@ class RowRoles:
     ):
         """Softmax warps: compute the probabilities of all blocks of all tiles, and the LSE."""
         scales = make_scales(scalars)
+        if cutlass.const_expr(self.config.bias):
+            scales = make_biased_scales(scalars)
         if cutlass.const_expr(self.config.ranges):
             scales = make_optional_scales(scalars, soft_cap_of(call.logits))
         thread, _, _ = cute.arch.thread_idx()
@@ -175,6 +185,9 @@ class RowRoles:
         """Returns which keys a row may see: by the band and, if there are any, by its ranges."""
         row = of.query
         low, high = bands.row_limits(work.band, row, tensors.INT32)
+        if call.bias is not None:
+            bias = BiasInMemory(call.bias, call.sizes).of_head(work.batch, of.head)
+            return Keys(Limits(low, high), bias=(bias.row(row), bias.keys))
         if call.ranges is None:
             return Keys(Limits(low, high))
         own = row_ranges.arrays(call.ranges, call.sizes, work.batch)
@@ -231,7 +244,7 @@ class RowRoles:
         if cutlass.const_expr(self.config.ranges):
             some = select(valid, state.row_sum, Float32(0.0))
             top = select(valid, state.reference * scales.scale_log2, -Float32.inf)
-            sink = row_ranges.f32(call.logits.sinks, row.head) * LOG2_E
+            sink = tensors.f32(call.logits.sinks, row.head) * LOG2_E
             inverse, logarithm = with_sink(top, some, sink)
             largest = select(valid, keys.maximum[0] * scales.scale_log2 * LN_2, -Float32.inf)
             self.raise_maximum(call, work.batch, row.head, largest)
@@ -282,7 +295,7 @@ class RowRoles:
             matches = self.matches(shared, block, use, keys)
         shared.barriers.s_full.wait(use)
         ptx.fence_after_sync()
-        scores = softmax.capped(ptx.tmem_load(scores_at, n), scales.before_cap)
+        scores = self.scores(scores_at, n, block, keys, scales, bool(masked))
         if cutlass.const_expr(masked):
             scores = self.mask(scores, block.index * n, keys, matches)
         # Most blocks leave the reference where it is, so their first exponentials need not wait for
@@ -294,8 +307,7 @@ class RowRoles:
         if cute.arch.vote_any_sync(new != state.reference):
             shift = finite_reference(new) * -scale_log2
             # The scores are loaded again, so that they do not stay in registers for a rare case.
-            first = ptx.tmem_load(scores_at, SPECULATIVE_KEYS)
-            first = softmax.capped(first, scales.before_cap)
+            first = self.scores(scores_at, SPECULATIVE_KEYS, block, keys, scales, bool(masked))
             if cutlass.const_expr(masked):
                 first = self.mask(first, block.index * n, keys, matches)
             values = self.first_exponentials(first, shift, scale_log2)
@@ -366,6 +378,26 @@ class RowRoles:
         if matches:
             return softmax.mask_bits(scores, matches)
         return softmax.mask(scores, first_key, keys.limits.low, keys.limits.high)
+
+    def scores(
+        self, at: Int32, count: int, block: Block, keys: Keys, scales: Scales, past_end: bool
+    ) -> list[Float32]:
+        """Loads the scores of a block's first keys: products, capped or biased if a call asks.
+
+        past_end: whether there may be keys past the last among them.
+        """
+        if keys.bias is None:
+            return softmax.capped(ptx.tmem_load(at, count), scales.before_cap)
+        of_row, key_count = keys.bias
+        values, first_key = ptx.tmem_load(at, count), block.index * self.config.tile.n
+        own, left, found = of_row + first_key, key_count - first_key, list[Float32]()
+        for i in range(count):
+            if i % CHUNK == 0 and i > 0:
+                # The compiler loads nothing early beyond this: registers would not suffice.
+                cute.arch.sync_warp()
+            added = common_ptx.load_below(own, i, left) if past_end else tensors.f32(own, i)
+            found.append(values[i] * scales.before_bias + added)
+        return found
 
     def first_exponentials(
         self, scores: list[Float32], shift: Float32, scale_log2: Float32

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from kernels.common.backward_schedule import Work
-from kernels.common.row_ranges import f32
+from kernels.common.tensors import f32
 from kernels.sm90 import softmax
 from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_mask import first_key, first_query, of_tile

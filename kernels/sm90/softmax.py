@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint32
 from kernels.common import ptx
 
 from kernels.common.bias import HeadBias
-from kernels.common.row_ranges import Tags, bits_below, f32
+from kernels.common.row_ranges import Tags, bits_below
 from kernels.common.softmax import (
     TANH_NEAR,
     exp2,
@@ -25,6 +25,7 @@ from kernels.common.softmax import (
     select,
     tanh,
 )
+from kernels.common.tensors import f32
 
 ROWS = 2  # rows of an accumulator fragment per thread
 

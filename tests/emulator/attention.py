@@ -38,7 +38,7 @@ from kernels.emulator.driver import arguments
 
 MULTIPROCESSORS = 2
 """The number is small, so that the CTAs of a persistent kernel get several tiles each."""
-_SAME = ("lse", "lse_tangent", "max_logit", "dq", "dk", "dv", "dq_acc", *HESSIAN_PRODUCTS)
+_SAME = ("lse", "lse_tangent", "max_logit", "dq", "dk", "dv", "dq_acc", "dbias", *HESSIAN_PRODUCTS)
 _RESULTS = {"output": "o", "output_tangent": "o_tangent"} | {name: name for name in _SAME}
 """The kernels' names of results, by the oracle's."""
 

@@ -1,0 +1,62 @@
+"""What kernels read of a bias, and what they return of its gradient: float32 arrays.
+
+A bias by distance is one number a distance, [B|1, N|1, 1, T + S - 1]; kernels tell it from a dense
+one of all rows alike by its length. (Of one row both are the same.) Its gradient comes in tiles of
+64 x 64 pairs, whose diagonals are two halves: where a tile's upper diagonals end the next one's
+lower ones begin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fa4_jax.bias import AtDistances
+from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
+
+Array = jax.Array
+
+
+def buffer(bias: Any) -> Array:
+    """The bias as kernels read it: [B|1, N|1, T|1, S] or, by distance, [B|1, N|1, 1, T + S - 1]."""
+    if isinstance(bias, AtDistances):
+        return bias.values[:, :, None].astype(jnp.float32)
+    return bias.astype(jnp.float32)
+
+
+def gradient_shape(shape: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Shape of the operand that says what shape a gradient has, and how many tiles a head has.
+
+    Args:
+      shape: of `buffer`.
+      lengths: T and S.
+    """
+    batch, heads, rows, columns = shape
+    row_tiles, key_tiles = (-(-length // TILE) for length in lengths)
+    if columns != lengths[1]:
+        units = row_tiles + key_tiles - 1
+        return batch, heads, 2, units * TILE, units, 0
+    return batch, heads, rows, columns, (row_tiles if rows != 1 else 1) * key_tiles, 0
+
+
+def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
+    """The bias's gradient, like the bias, from what the kernel returns.
+
+    Args:
+      found: of the shape that `gradient_shape` begins with.
+      lengths: T and S.
+    """
+    if not isinstance(bias, AtDistances):
+        return found.astype(bias.dtype)
+    rows, keys = lengths
+    if found.shape[2] == 2:
+        widths = [(0, 0), (0, 0)]
+        lower, upper = found[:, :, 0], found[:, :, 1]
+        found = jnp.pad(lower, [*widths, (0, TILE)]) + jnp.pad(upper, [*widths, (TILE, 0)])
+        first = -rows % TILE
+        found = found[:, :, first : first + rows + keys - 1]
+    else:
+        found = found[:, :, 0]
+    return AtDistances(bias.rows, found.astype(bias.values.dtype))
