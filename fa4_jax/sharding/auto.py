@@ -145,9 +145,7 @@ def _over_devices(bias: Any, alike: list[tuple[bool, bool]], split: Split) -> An
     found = list[jax.Array]()
     for x, (batch, heads) in zip(leaves, alike, strict=True):
         axes = (split.batch if batch else ()) + (split.heads if heads else ())
-        found.append(
-            jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
-        )
+        found.append(jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x)
     return jax.tree.unflatten(structure, found)
 
 

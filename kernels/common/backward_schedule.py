@@ -10,7 +10,6 @@ from cutlass import Int32
 
 from fa4_jax import bands
 from kernels.common import pair_masks, row_ranges, tensors
-from kernels.common.bias import BiasInMemory, KeyBias
 from kernels.common.backward_ranges import (
     NO_VISITS,
     Mask,
@@ -19,6 +18,7 @@ from kernels.common.backward_ranges import (
     next_block,
     with_count,
 )
+from kernels.common.bias import BiasInMemory, KeyBias
 from kernels.common.pair_masks import BitsInMemory
 from kernels.common.row_ranges import RangesInMemory
 from kernels.common.schedule import batch_band, nth_tile, ordered_tile, turn

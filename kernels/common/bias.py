@@ -34,7 +34,6 @@ class HeadBias:
         """Returns the elements of a row, by key."""
         return self.first + Int64(cutlass.min(row, self.last_row)) * self.row_step
 
-
     def of_key(self, key: Int32, first_row: Int32) -> "KeyBias":
         """Returns the bias of a key, by row from first_row on."""
         own = self.row(first_row) + cutlass.min(key, self.keys - 1)
@@ -77,9 +76,9 @@ class BiasInMemory:
     def of_head(self, batch: Int32, head: Int32) -> HeadBias:
         """Returns the bias of a query head."""
         own, sizes = self.buffers, self.sizes
-        batch = Int64(cutlass.select_(own.bias_batch == 1, Int32(0), batch))
+        plane = Int64(cutlass.select_(own.bias_batch == 1, Int32(0), batch))
         head = cutlass.select_(own.bias_heads == 1, Int32(0), head)
-        plane = (batch * own.bias_heads + head) * own.bias_rows * own.bias_columns
+        plane = (plane * own.bias_heads + head) * own.bias_rows * own.bias_columns
         by_distance = own.bias_columns > sizes.key_length
         rows_differ = own.bias_rows > 1
         step = Int32(cutlass.select_(rows_differ, own.bias_columns, Int32(0)))

@@ -1,4 +1,4 @@
-"""The gradient of a bias: sums of dS over whatever the bias broadcasts over; one source for all GPUs.
+"""The gradient of a bias: sums of dS over whatever it broadcasts over; one source for all GPUs.
 
     S = Q K^T   dP = dO V^T   P = exp2((S * scale + bias) * log2(e) - lse_log2)
     dS = P * (dP - delta)     dbias = the sum of dS over all pairs that have the same bias
@@ -28,7 +28,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from fa4_jax import bands
 from fa4_jax.key import BIAS_GRADIENT_TILE, KernelKey
 from kernels.common import hosts, matrix_rows, ptx, resources, tensors
-from kernels.common.bias import BiasInMemory, HeadBias
+from kernels.common.bias import BiasInMemory
 from kernels.common.bias_gradient_description import OPERANDS, description
 from kernels.common.bias_gradient_host import BiasGradientHost
 from kernels.common.resources import Maps, Shared

@@ -253,9 +253,7 @@ def _backward_post(key: KernelKey, description: Description) -> Launch:
 def _bias_gradient(key: KernelKey, description: Description) -> Launch:
     del key
     return Launch(
-        operands=(
-            *("q", "k", "v", "do", "extents", "lse_log2", "delta", "bias", "dbias_shape"),
-        ),
+        operands=(*("q", "k", "v", "do", "extents", "lse_log2", "delta", "bias", "dbias_shape"),),
         results=(Result("dbias", "f32", _dims("dbias_shape", (0, 1, 2, 3))),),
         params=(
             *_maps(description),

@@ -53,7 +53,8 @@ from kernels.kernel_source import KernelSource
 from kernels.sm100 import ptx, row_tiles
 from kernels.sm100.forward_data import Config, pop_work, push_work
 from kernels.sm100.forward_products import ProductRoles
-from kernels.sm100.forward_rows import Call, RowRoles
+from kernels.sm100.forward_row_data import Call
+from kernels.sm100.forward_rows import RowRoles
 from kernels.sm100.forward_schedule import (
     Work,
     assign,

@@ -91,7 +91,7 @@ def _arrays(work: Work) -> Ranges:
 
 
 def of_tile(work: Work, place: Step) -> Work:
-    """Returns the work for a mask or a bias, which needs more of it than registers can hold in every step."""
+    """Returns the work for a mask or a bias, which needs more of it than registers always hold."""
     return work if place.of_tile is None else reread(work, place.of_tile)
 
 

@@ -13,7 +13,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from kernels.common import ptx
-
 from kernels.common.bias import HeadBias
 from kernels.common.row_ranges import Tags, bits_below
 from kernels.common.softmax import (
