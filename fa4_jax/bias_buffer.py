@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from fa4_jax.bias import AtDistances
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
+from fa4_jax.operands import Operands
+from fa4_jax.problem import Problem
 
 Array = jax.Array
 
@@ -24,6 +26,16 @@ def buffer(bias: Any) -> Array:
     if isinstance(bias, AtDistances):
         return bias.values[:, :, None].astype(jnp.float32)
     return bias.astype(jnp.float32)
+
+
+def shape_of(operands: Operands, problem: Problem) -> tuple[Any, ...] | None:
+    """Shape of `buffer` of a call, or None where no kernel reads its bias."""
+    if problem.bias == "dense":
+        return operands.bias.shape
+    if problem.bias != "distance":
+        return None
+    batch = problem.batch if operands.offset is None else 1
+    return batch, problem.query_heads, 1, problem.query_length + problem.key_length - 1
 
 
 def gradient_shape(shape: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[Any, ...]:

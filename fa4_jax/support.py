@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax import bands, catalogue, designs, dispatch, validate
+from fa4_jax import bands, bias_buffer, catalogue, designs, dispatch, validate
 from fa4_jax.api import Call, attention, canonicalise, find_target
 from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
@@ -149,11 +150,21 @@ class Explanation:
         ]
 
 
-BitShape = tuple[int, ...] | None
-"""Shape of the words of bits that kernels would read of a mask, or None."""
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What kernels would read of a call that is not as the caller has it: shapes, or None.
+
+    Attributes:
+      bits: of the words of bits of a mask.
+      bias: of the numbers of a bias, f32, and whether they are the caller's own array.
+    """
+
+    bits: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    bias_is_given: bool = False
 
 
-def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, BitShape]:
+def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Held]:
     """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation.
 
     Raises:
@@ -168,21 +179,23 @@ def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     )
     leaves, structure = jax.tree.flatten((args, kwargs))
     unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    found: list[tuple[Any, BitShape]] = []
+    found: list[tuple[Any, Held]] = []
 
     def trace(arrays: list[jax.Array]) -> None:
         rest = iter(arrays)
         given = [next(rest) if flag else x for x, flag in zip(leaves, unknown, strict=True)]
         positional, named = jax.tree.unflatten(structure, given)
         if call is decode:
-            found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], None))
+            found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], Held()))
         else:
             operands, problem = canonicalise(Call(*positional, **named))
-            found.append((problem, bits.shape_of(operands)))
+            bias = bias_buffer.shape_of(operands, problem)
+            given = getattr(operands.bias, "dtype", None) == jnp.float32
+            found.append((problem, Held(bits.shape_of(operands), bias, given)))
 
     jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
-    problem, shape = found[0]
-    return problem, implementation, shape
+    problem, held = found[0]
+    return problem, implementation, held
 
 
 def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwargs: Any) -> Support:
@@ -238,21 +251,21 @@ def explain(
     Raises:
       ValueError, NotImplementedError: as the call.
     """
-    problem, implementation, packed = _problem(call, args, kwargs)
+    problem, implementation, held = _problem(call, args, kwargs)
     target = find_target(arch)
     if isinstance(problem, PagedProblem):
         plan = _plan_of_decode(problem, target, implementation)
         pairs = _pairs_of_decode(problem.attention, args, kwargs)
-        told = _explained(plan, pairs, target.manifest, None)
+        told = _explained(plan, pairs, target.manifest, held)
         return dataclasses.replace(told, workspaces=_copies(problem, plan) + told.workspaces)
     validate.known_sizes(problem, "explain")
     plan = make_plan(problem, target, implementation)
     rows = _known_rows(problem, args, kwargs)
-    return _explained(plan, visible_pairs(problem, kwargs, rows), target.manifest, packed)
+    return _explained(plan, visible_pairs(problem, kwargs, rows), target.manifest, held)
 
 
-def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitShape) -> Explanation:
-    """pairs: of a row and a key, for one head; packed: words of bits that kernels read."""
+def _explained(plan: Plan, pairs: int, manifest: Manifest | None, held: Held) -> Explanation:
+    """pairs: of a row and a key, for one head."""
     head_dim, value_dim = plan.problem.head_dims
     pairs *= plan.problem.query_heads
     has_backward = plan.backward_reason != _NO_BACKWARD
@@ -262,7 +275,7 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None, packed: BitSha
         tiles=_tiles(plan, manifest),
         designs=_designs(plan),
         splits=1 if plan.parts is None else plan.parts[0],
-        workspaces=_workspaces(plan, packed),
+        workspaces=_workspaces(plan, held),
         forward_flops=2 * (head_dim + value_dim) * pairs,
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs if has_backward else 0,
         forward_reason=plan.forward_reason,
@@ -334,16 +347,21 @@ def _copies(problem: PagedProblem, plan: Plan) -> tuple[Workspace, ...]:
     )
 
 
-def _workspaces(plan: Plan, packed: BitShape) -> tuple[Workspace, ...]:
+def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     launches = [kernel.launch for kernel in plan.forward + plan.backward]
     problem, own = plan.problem, {"parts": plan.parts, "tail": plan.tail_shape}
+    if held.bias is not None:
+        lengths = problem.query_length, problem.key_length
+        own |= {"bias": held.bias, "dbias_shape": bias_buffer.gradient_shape(held.bias, lengths)}
     found = [
         Workspace(name, result.dtype, shape)
         for name, (result, shape) in new_buffers(problem, launches, own).items()
         if name not in _OUTPUTS and 0 not in shape
     ]
-    if plan.forward and packed is not None:
-        found.append(Workspace("mask_bits", "i32", packed))
+    if plan.forward and held.bits is not None:
+        found.append(Workspace("mask_bits", "i32", held.bits))
+    if plan.forward and held.bias is not None and not held.bias_is_given:
+        found.append(Workspace("bias", "f32", held.bias))
     split = group_split(plan)
     if split.parts > 1:
         shapes = given_shapes(split.plan.problem)

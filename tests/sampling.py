@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import pytest
 
 from fa4_jax.conformance.cases import Case
+from fa4_jax.key import KernelKey
 
 FLAGS = (
     *("dtype", "is_causal", "numerics", "deterministic", "growing", "opposed", "poison"),
@@ -61,6 +63,19 @@ def sampled(calls: Iterable[tuple[Any, ...]], of: Callable[..., Iterable[Hashabl
     return [
         pytest.param(*call, marks=[] if call in chosen else pytest.mark.every_case)
         for call in calls
+    ]
+
+
+def alike(key: KernelKey) -> KernelKey:
+    """The key that stands for those whose kernels differ in the storage type alone."""
+    return dataclasses.replace(key, dtype="bf16")
+
+
+def only(keys: Iterable[KernelKey], chosen: Callable[[KernelKey], bool]) -> list[Any]:
+    """Returns parameters of a test of kernels: those not chosen run with --every-case alone."""
+    return [
+        pytest.param(key, marks=[] if chosen(key) else pytest.mark.every_case, id=key.name)
+        for key in keys
     ]
 
 

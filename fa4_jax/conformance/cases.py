@@ -14,6 +14,8 @@ from fa4_jax.problem import Problem, default_scale
 
 DenseShape = tuple[int, int, int, int]
 
+OF_BACKWARD = (Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST, Pass.BIAS_GRADIENT)
+
 
 @functools.cache
 def _built() -> frozenset[KernelKey]:
@@ -85,8 +87,9 @@ class Case:
         if kernel in HESSIAN_PASSES and no_hessian(self.problem, arch) is not None:
             return False
         forward, backward = kernel_keys(self.problem, arch)
-        of_backward = (Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST)
-        needed = forward + backward if kernel in of_backward else forward
+        if kernel is Pass.BIAS_GRADIENT and self.bias is None:
+            return False
+        needed = forward + backward if kernel in OF_BACKWARD else forward
         return unread_mask(self.problem, needed) is None and set(needed) <= _built()
 
     @property

@@ -13,10 +13,10 @@ from multiprocessing import util
 import numpy as np
 
 from fa4_jax import api, catalogue, launches, splits, tail
-from fa4_jax.conformance import runner
+from fa4_jax.conformance import biases, runner
 from fa4_jax.conformance.cases import Case
-from fa4_jax.conformance.oracle import HESSIAN_PRODUCTS, Inputs
-from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
+from fa4_jax.conformance.oracle import HESSIAN_PRODUCTS, STORAGE, Inputs
+from fa4_jax.key import BIAS_GRADIENT_TILE, HESSIAN_PASSES, KernelKey, Pass
 from fa4_jax.plan import (
     Kernel,
     Plan,
@@ -86,6 +86,7 @@ def names(key: KernelKey) -> Names:
 class Attention:
     """Launches of one case, in order, sharing their arrays by name."""
 
+    case: Case
     arrays: dict[str, np.ndarray]
     attributes: dict[str, float]
     keys: tuple[KernelKey, ...]
@@ -103,6 +104,8 @@ class Attention:
             arrays |= self._launch(key, arrays, policy, seed, text_of)
         if arrays.get("row_max", np.zeros(0)).size:
             arrays["max_logit"] = arrays["row_max"].max(axis=-1)
+        if "dbias" in arrays:
+            arrays["dbias"] = _bias_gradient(self.case, arrays["dbias"])
         return {name: arrays[short] for name, short in _RESULTS.items() if short in arrays}
 
     def after(self, kernel: Pass) -> Attention:
@@ -169,6 +172,7 @@ def attention(
         backward = ()
     keys = forward + backward if gradients else forward
     return Attention(
+        case,
         arrays=_parts(case, forward)
         | _tail(case, backward)
         | _forward_buffers(case, inputs, keys)
@@ -183,6 +187,24 @@ def attention(
         attributes=scalars(case.problem),
         keys=keys,
     )
+
+
+def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
+    """The gradient of a case's bias from the kernel's, as `bias_buffer.gradient` and JAX make it.
+
+    found: dense, or by distance two halves of the diagonals of tiles of 64 x 64 pairs.
+    """
+    if case.bias_kind is None:
+        return found.astype(STORAGE[case.dtype])
+    rows, tile = case.query_length, BIAS_GRADIENT_TILE
+    total = np.zeros((*found.shape[:2], found.shape[3] + tile), np.float32)
+    for half in range(found.shape[2]):
+        total[..., half * tile : half * tile + found.shape[3]] += found[:, :, half]
+    first = -rows % tile if found.shape[2] == 2 else 0
+    total = total[:, :, None, first : first + rows + case.key_length - 1]
+    offset = np.array(case.extents)[: found.shape[0], 2, None, None]
+    distance = np.arange(total.shape[3]) - (rows - 1) - offset
+    return biases.KINDS[case.bias_kind].gathered(total, distance)
 
 
 def _at_rest(inputs: Inputs) -> Inputs:

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import re
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,6 +94,37 @@ def vmapped_over_queries(
     return [np.asarray(x, np.float32) for x in together], [
         np.stack([np.asarray(x, np.float32) for x in some]) for some in apart
     ]
+
+
+def vmapped_with_bias(
+    case: Case, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray], list[str], list[str]]:
+    """Gradients of two queries with biases of their own, by vmap and one by one; and the kernels
+    of a program with, and of one without, the gradient of a bias.
+    """
+    inputs = [make_inputs(case, seed + i) for i in range(2)]
+    query, bias = (np.stack([getattr(x, name) for x in inputs]) for name in ("query", "bias"))
+    key, value = jnp.asarray(inputs[0].key), jnp.asarray(inputs[0].value)
+
+    def loss(query: jax.Array, bias: jax.Array) -> jax.Array:
+        output, lse = _forward(query, key, value, bias)
+        return output.astype(jnp.float32).sum() + lse.sum()
+
+    gradient = jax.grad(loss, (0, 1))
+    together = jax.jit(jax.vmap(gradient))(query, bias)
+    apart = [jax.jit(gradient)(query[i], bias[i]) for i in range(2)]
+
+    def kernels(function: Any) -> list[str]:
+        text = jax.jit(function).lower(query[0], bias[0]).compile().as_text()
+        assert text is not None
+        return re.findall(r'kernel = "(\w+)"', text)
+
+    return (
+        [np.asarray(x, np.float32) for x in together],
+        [np.stack([np.asarray(x, np.float32) for x in some]) for some in zip(*apart, strict=True)],
+        kernels(gradient),
+        kernels(jax.grad(loss)),
+    )
 
 
 def on_two_devices(scheme: Any, options: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -48,7 +48,7 @@ from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
 from fa4_jax.plan import hessian_keys, kernel_keys, tangent_key
 from kernels import emulator
 from kernels.emulator import EmulationError, Policy
-from tests.emulator import attention, mutation_score
+from tests.emulator import attention, mutation_cases
 from tests.emulator.mutation_score import FORWARDS, OF_DERIVATIVES
 from tests.emulator.split_launches import launch_in_pages
 
@@ -62,8 +62,11 @@ QUANTITIES = {
     Pass.HESSIAN_QUERY: ("dq_tangent",),
     Pass.HESSIAN_KEY: ("dk_tangent", "dv_tangent"),
     Pass.BACKWARD: ("dq", "dk", "dv"),
+    Pass.BIAS_GRADIENT: ("dbias",),
 }
 """What comes of a kernel, and of those that it needs before and after it."""
+
+OF_BACKWARD = (Pass.BACKWARD, Pass.BIAS_GRADIENT)
 
 ADVERSARIES = (
     Policy("random", "late", start_order="random", global_races=True),
@@ -157,7 +160,7 @@ def key_of(case: Case, kernel: Pass, arch: str, design: str | None = None) -> Ke
         return tangent_key(case.problem, arch)
     if kernel in HESSIAN_PASSES:
         return next(key for key in hessian_keys(case.problem, arch) if key.kernel is kernel)
-    if kernel is Pass.BACKWARD:
+    if kernel in OF_BACKWARD:
         return next(key for key in backward if key.kernel is kernel)
     return forward[0]
 
@@ -174,7 +177,7 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
     found = [
         (case, key)
         for arch in catalogue.ARCHITECTURES
-        for kernel in (Pass.FORWARD, *OF_DERIVATIVES, Pass.BACKWARD)
+        for kernel in (Pass.FORWARD, *OF_DERIVATIVES, *OF_BACKWARD)
         for case in fitting
         if case.has_kernels(arch, kernel)
         for key in {key_of(case, kernel, arch, design): None for design in designs.DESIGNS}
@@ -198,7 +201,7 @@ def covering(seed: int) -> list[tuple[Case, KernelKey]]:
     found = []
     for key in catalogue.all_keys():
         if key.kernel in QUANTITIES:
-            cases = mutation_score.cases(key)
+            cases = mutation_cases.cases(key)
             case = cases[seed % len(cases)]
             if key.polynomial_exp2:
                 case = dataclasses.replace(case, numerics="fast")
@@ -257,7 +260,7 @@ def verdicts(problem: Problem, policy: Policy, seed: int) -> list[Verdict]:
 @functools.lru_cache(maxsize=64)
 def launches_of(problem: Problem) -> attention.Attention:
     """The launches of the forward, or those of the backward on what a forward has left."""
-    gradients = problem.kernel in (Pass.BACKWARD, *HESSIAN_PASSES)
+    gradients = problem.kernel in (*OF_BACKWARD, *HESSIAN_PASSES)
     inputs = inputs_of(problem.case, problem.inputs_seed, problem.kernel)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
     if problem.paged:
@@ -267,6 +270,8 @@ def launches_of(problem: Problem) -> attention.Attention:
             key for key in launches.keys if key.kernel not in {*HESSIAN_PASSES} - {problem.kernel}
         ]
         return dataclasses.replace(launches, keys=tuple(own)).only(problem.kernel)
+    if problem.kernel is Pass.BIAS_GRADIENT:
+        return launches.only(problem.kernel)
     last = next(key for key in reversed(launches.keys) if key.kernel in FORWARDS)
     return launches if problem.kernel in FORWARDS else launches.after(last.kernel)
 

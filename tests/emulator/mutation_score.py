@@ -22,22 +22,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from fa4_jax import catalogue, designs
-from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs, with_tangents
-from fa4_jax.key import HESSIAN_PASSES, SHORT_TILES, TICKETS_WITH_BANDS, KernelKey, Pass
-from kernels.descriptions import describe
+from fa4_jax.key import (
+    HESSIAN_PASSES,
+    KernelKey,
+    Pass,
+)
 from kernels.emulator import Policy
-from kernels.sm90 import hessian_description
-from kernels.sm90 import tiles as sm90_tiles
-from kernels.sm100 import tiles as sm100_tiles
-from tests.emulator import attention
+from tests.emulator import attention, mutation_cases
 from tests.emulator.attention import Attention
 from tests.emulator.mutations import Mutation, Trial, moved, mutations, notices
 from tests.emulator.split_launches import launch_in_pages
@@ -81,264 +79,6 @@ def policies(key: KernelKey) -> tuple[Policy, ...]:
     )
 
 
-def cases(key: KernelKey) -> tuple[Case, ...]:
-    """Cases, the cheapest first; one has padding, and one uses every ring slot again."""
-    common = {"head_dim": key.head_dim, "value_dim": key.value_dim, "dtype": key.dtype}
-    common["is_causal"] = key.band
-    if key.ranges:  # Tags are compared in both; few pairs of the first see each other.
-        common["masks"] = ("scattered",) if key.kernel == Pass.FORWARD else ("unsorted",)
-    common["soft_cap"] = 9.0 if key.reads_cap else None
-    if key.kernel == Pass.FORWARD and key.ranges:
-        common |= {"sinks": True, "max_logit": True}
-    if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
-        return _split_cases(key, common | {"growing": True})
-    if key.kernel == Pass.TANGENT:
-        return _tangent_cases(key, common)
-    if key.kernel in HESSIAN_PASSES:
-        return _hessian_cases(key, common)
-    if key.kernel == Pass.FORWARD and key.paged:
-        return _paged_cases(key, common | {"growing": True, "numerics": "exact"})
-    if key.kernel == Pass.FORWARD:
-        return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
-    return _backward_cases(key, common | {"deterministic": key.deterministic})
-
-
-def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases that take a forward through its paths.
-
-    The first has padded keys, and tiles of three blocks, none, one, two, and three of one: enough
-    that a barrier of four which asks for three gets out of step. The second has three tiles of four
-    blocks, or in a band with a left edge of three to five: some blocks are masked on the right,
-    some not at all, some on the left, where an edge off the blocks' corners masks several.
-
-    Hopper has a loop of its own for blocks that the diagonal crosses after the first, so a band has
-    a case for it there; two blocks come after those, so that their ring slots are used again.
-    Where tags are compared, every block is masked. With ranges one more case compares none, so that
-    it has the same blocks as a band's, and one has a mask of pairs.
-
-    Blackwell packs the heads of a group into a tile. A tile of its pairs uses the slots of their
-    ring again, which K and V of four or eight blocks fill, only if it has more blocks; and the load
-    warp can be a ring ahead when it begins a tile only if the tile before has more, too.
-
-    Hopper's tall tiles of a band are for rows that see many keys.
-    """
-    if not key.band and key.arch in TICKETS_WITH_BANDS:
-        return _dense_cases(key, common)
-    rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
-    tall = (key.arch, key.head_dim) in SHORT_TILES and not key.short
-    far = 9 * block if tall else 0
-    diagonal = Case(
-        **common,
-        batch=1,
-        heads=(1, 1),
-        query_length=block,
-        key_length=460 + far,
-        query_offset=326 + far,
-    )
-    ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
-    more = (ring // 2 + 2) * block
-    without_masks: dict[str, Any] = {**common, "masks": ()}
-    long = Case(
-        **without_masks,
-        batch=2,
-        heads=(1, 1),
-        query_length=rows,
-        key_length=more,
-        query_offset=more - rows if key.band else 0,
-    )
-    wide = Case(
-        **common,
-        batch=1,
-        heads=(1, 1),
-        query_length=2 * rows + 40,
-        key_length=2 * rows + 40 + 3 * block + far if key.band else 3 * block + 9,
-        window=(3 * block - 40 + far, None) if key.band else None,
-        query_offset=3 * block + far if key.band else 0,
-    )
-    others = ((), ("function",)) if key.ranges else ()
-    return (
-        *([diagonal] if key.band and key.arch == "sm_90a" else []),
-        Case(
-            **common,
-            batch=7,
-            heads=(heads, 1),
-            query_length=(rows - 20) // heads,
-            key_length=3 * block + far,
-            query_offset=3 * block,
-            key_lengths=(2 * block + 11, 0, block - 30, block + 10, block - 20, 10, 40),
-            poison=not key.ranges,
-        ),
-        *([long] if key.pair else []),
-        wide,
-        *(dataclasses.replace(wide, masks=masks) for masks in others),
-    )
-
-
-def _paged_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases of forwards of many rows from pages: of 16 keys in the first, of 64 in the second.
-
-    Some tiles have no block, some have one, and some have so many that they use ring slots again.
-    The last page and the last block are not full. A window hides the first blocks of the second
-    case.
-    """
-    rows, block = describe(key).division.rows, 128
-    lengths = (5 * block - 100, 0, 40, block)
-    offsets = tuple(length - rows + 20 for length in lengths)
-    several = Case(
-        **common,
-        batch=len(lengths),
-        heads=(1, 1),
-        query_length=rows - 20,
-        key_length=5 * block - 16,
-        query_offset=offsets,
-        key_lengths=lengths,
-        poison=True,
-    )
-    wide = Case(
-        **common,
-        batch=1,
-        heads=(2, 1),
-        query_length=2 * rows + 40,
-        key_length=7 * block,
-        query_offset=7 * block - 30 - 2 * rows - 40,
-        key_lengths=(7 * block - 30,),
-        window=(3 * block - 40, None),
-    )
-    return several, wide
-
-
-def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases of Hopper's dense forwards, which get no lengths.
-
-    The first has seven tiles of one block, the second at least three tiles of five, so that both
-    slots of a ring are used by turns. The rows fill a tall tile, where there are two tiles.
-    """
-    rows = describe(key).division.rows
-    return (
-        Case(**common, batch=7, heads=(1, 1), query_length=rows - 20, key_length=98),
-        Case(**common, batch=1, heads=(1, 1), query_length=552, key_length=4 * 128 + 9),
-    )
-
-
-def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Returns cases that take the tangents' kernel through its paths.
-
-    Some tiles have no block, some have one, and some use ring slots again. All kernels but
-    Hopper's dense ones, which get no lengths, have padded keys. Under a band blocks are masked on
-    the left, on the right, on both sides, or not at all. On Blackwell two heads share a tile in
-    the first case.
-    """
-    tiles = {"sm_90a": sm90_tiles, "sm_100f": sm100_tiles}[key.arch].TANGENT_TILES
-    rows, keys = describe(key).division.rows, 6 * tiles[key.head_dim].n
-    heads = 2 if key.arch == "sm_100f" else 1
-    padded = key.band or key.arch not in TICKETS_WITH_BANDS
-    lengths = {"key_lengths": (keys - 20, 0, 30, 70), "poison": True} if padded else {}
-    several = {"batch": 4, "heads": (heads, 1), "key_length": keys}
-    several["query_length"] = (rows - 20) // heads
-    window = {"window": (keys - 40, None), "query_offset": keys // 2} if key.band else {}
-    return (
-        Case(**common, **several, **lengths, query_offset=keys // 2 if key.band else 0),
-        Case(**common, **window, batch=1, heads=(2, 1), query_length=2 * rows, key_length=keys + 9),
-    )
-
-
-def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Returns cases that take a kernel of Hessian-vector products through its paths.
-
-    Some rows see no block, some see one, and some see so many that ring slots are used again; the
-    blocks are of one head, or of all heads of a group. Under a band rows and columns have padding,
-    and blocks are masked on the left, on the right, or not at all.
-    """
-    tile = hessian_description.tile_of(key)
-    rows, columns = tile.m, (tile.stages + 3) * tile.n
-    if key.kernel is Pass.HESSIAN_KEY:
-        rows, columns = columns, rows
-    lengths: dict[str, Any] = {}
-    if key.band:
-        padded = {"query_lengths": (rows - 20, rows, 0), "key_lengths": (columns - 9, 10, columns)}
-        lengths = {**padded, "poison": True, "query_offset": columns}
-    window = {"window": (columns - 40, None), "query_offset": columns // 2} if key.band else {}
-    return (
-        Case(**common, **lengths, batch=3, heads=(1, 1), query_length=rows, key_length=columns),
-        Case(
-            **(common | window),
-            batch=1,
-            heads=(2, 1),
-            query_length=rows + 30,
-            key_length=columns + 30,
-        ),
-    )
-
-
-def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases that take a split forward through its paths, with two parts of the keys.
-
-    One has four warps for the same rows, none and one block in some parts, and padded keys; one has
-    a warp for each 16 rows, several rounds of the ring in a part, and all that scores may have.
-    Pages are those of `split_launches.page_of`: long ones in the first, short ones in the second.
-    Each have a loop of their own, so that the first has several rounds of the ring, too.
-    """
-    masks = () if key.paged else ("scattered",)
-    most = 31 * 64 if key.paged else 300
-    scores = {"soft_cap": 9.0, "sinks": True, "max_logit": True, "masks": masks}
-    return (
-        Case(
-            **common,
-            batch=3,
-            heads=(5, 1),
-            query_length=1,
-            key_length=most,
-            key_lengths=(0, 70, most),
-            poison=True,
-        ),
-        Case(**(common | scores), batch=1, heads=(4, 1), query_length=13, key_length=2000),
-    )
-
-
-def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases that take a backward through its paths.
-
-    Keys and queries are padded, each in a CTA's first step and in later ones, alone and together;
-    a CTA has six steps, and in the deterministic kernel key tiles wait for their dQ turn. In a
-    pair's block of few queries, both CTAs have padding.
-
-    The other kernel has two key tiles, whose sum is the same in either order. The deterministic
-    one visits the last query block first, so that only a second head has it later. Hopper's rings
-    have enough rounds that a barrier of eight which asks for seven gets out of step, also where two
-    CTAs have half of the queries each.
-    """
-    rows, few = (64, 20) if key.head_dim > 128 else (128, 40 if key.pair else 98)
-    ctas = 2 if key.pair else 1  # of 128 keys, that share a key tile
-    key_length = (300 if key.deterministic else 200) * ctas
-    many_turns = []
-    if key.arch == "sm_90a" and key.kernel == Pass.BACKWARD:
-        parts = 2 if describe(key).division.splits_tail else 1
-        length = 23 * parts * sm90_tiles.BACKWARD_TILES[key.head_dim, key.value_dim].m
-        many_turns = [Case(**common, batch=1, heads=(1, 1), query_length=length, key_length=100)]
-    return (
-        Case(
-            **common,
-            batch=4,
-            heads=(2, 1) if key.deterministic else (1, 1),
-            query_length=rows + 20,
-            key_length=200 * ctas,
-            query_offset=200 * ctas - 20,
-            query_lengths=(rows + 10, few, 0, rows + 20),
-            key_lengths=tuple(length * ctas for length in (150, 70, 200, 90)),
-            poison=not key.ranges,
-        ),
-        Case(
-            **common,
-            batch=1,
-            heads=(2, 1),
-            query_length=2 * rows + 40,
-            key_length=key_length,
-            query_offset=key_length - 2 * rows if key.band else 0,
-        ),
-        *many_turns,
-    )
-
-
 _SEEDS = (5, 6)
 """Two seeds, which starve different warps; in Hopper's banded forward, two of warpgroup 0."""
 
@@ -346,7 +86,7 @@ _SEEDS = (5, 6)
 def problems(key: KernelKey) -> list[Attention]:
     """The launches of a kernel that its mutations are put through, on what those before it left."""
     made = []
-    for case in cases(key):
+    for case in mutation_cases.cases(key):
         inputs = attention.reversed_keys(case, make_inputs(case, 0))
         if key.kernel in OF_DERIVATIVES:
             inputs = with_tangents(case, inputs, 0)

@@ -1,6 +1,6 @@
 """Hessian-vector products on the emulator: kernels under adversarial timing, and end to end.
 
-They take about four minutes of a core.
+They take about two minutes of a core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ TARGETS = [(case, key) for case, key in targets(least=1) if key.kernel in HESSIA
 
 
 def _features(case: Case, key: KernelKey) -> Iterable[Hashable]:
-    return {*sampling.features(case), key}
+    return {*sampling.features(case), sampling.alike(key)}
+
+
+def _first(key: KernelKey) -> bool:
+    return key.dtype == "bf16" and key.band and key.head_dim == 64
 
 
 @pytest.mark.parametrize(("case", "key"), sampling.sampled(TARGETS, _features))
@@ -42,7 +46,7 @@ def test_the_cases_reach_every_kernel() -> None:
     assert {key for _, key in TARGETS} == set(KERNELS)
 
 
-@pytest.mark.parametrize("key", KERNELS, ids=lambda key: key.name)
+@pytest.mark.parametrize("key", sampling.only(KERNELS, _first))
 def test_ctas_start_in_any_order(key: KernelKey) -> None:
     """Bit by bit the same results, whatever CTA starts first and however few there are."""
     launch = mutation_score.problems(key)[1]

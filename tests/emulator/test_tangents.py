@@ -1,6 +1,6 @@
 """Tangents on the emulator: the kernels alone under adversarial timing, and jax.jvp end to end.
 
-They take about five minutes of a core.
+They take about four minutes of a core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ TARGETS = [(case, key) for case, key in targets(least=1) if key.kernel is Pass.T
 
 
 def _features(case: Case, key: KernelKey) -> Iterable[Hashable]:
-    return {*sampling.features(case), key}
+    return {*sampling.features(case), sampling.alike(key)}
+
+
+def _first_and_last(key: KernelKey) -> bool:
+    """The narrowest and the widest tile, whose kernels are arranged differently."""
+    return key.dtype == "bf16" and key.band and key.head_dim in (64, 256)
 
 
 @pytest.mark.parametrize(("case", "key"), sampling.sampled(TARGETS, _features))
@@ -43,7 +48,7 @@ def test_the_cases_reach_every_kernel() -> None:
     assert {key for _, key in TARGETS} == set(KERNELS)
 
 
-@pytest.mark.parametrize("key", KERNELS, ids=lambda key: key.name)
+@pytest.mark.parametrize("key", sampling.only(KERNELS, _first_and_last))
 def test_ctas_start_in_any_order(key: KernelKey) -> None:
     """Bit by bit the same results, whatever CTA starts first and however few there are."""
     launch = mutation_score.problems(key)[1]

@@ -133,11 +133,11 @@ def test_a_program_for_cuda_without_kernels_is_told_of_once(caplog):
         (message,) = messages(caplog)
         assert message.startswith("attention uses the default path for its forward and backward: ")
         assert "arch= names the GPU" in message
-        bias = jnp.zeros((1, 1, 1, 128), jnp.bfloat16)
+        bias = jnp.zeros((1, 1, 128, 1), jnp.bfloat16)
         program(lambda q: attention(q, q, q, bias, arch="sm_90a"), Q)
         assert messages(caplog)[1:] == [
             "attention uses the default path for its forward and backward: "
-            "bias: the kernels take none"
+            "bias: the kernels take alibi, relative, and a dense one with an element a key"
         ]
 
 
@@ -182,7 +182,7 @@ def test_supports_and_explain_take_every_argument_of_attention(name: str):
     options: dict[str, Any] = operands | {name: values.get(name, True)}
     assert explain(**options).forward_flops > 0
     options |= {"arch": "sm_90a"}
-    default_path = {"bias", "implementation", "score_fn"}
+    default_path = {"implementation", "score_fn"}
     assert bool(supports(**options)) == (name not in default_path)
     with pytest.raises(ValueError, match="return_residual must be"):
         supports(Q, Q, Q, return_residual=2)

@@ -148,7 +148,7 @@ def test_narrower_values_have_tiles_of_their_own(arch: str, head_dims: tuple[int
 def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch: str):
     used: set[KernelKey] = set()
     names = ("has_ranges", "has_sinks", "returns_max_logit", "has_soft_cap")
-    asked = ({}, *({name: True} for name in names))
+    asked = ({}, {"bias": "dense"}, *({name: True} for name in names))
     for design, asks, dtype, window, deterministic, numerics, value_dim in itertools.product(
         DESIGNS,
         asked,

@@ -31,7 +31,6 @@ DECODE = Problem(8, 1, 8192, 32, 8, 128, "bf16", 1.0)
         ({"has_ranges": True, "has_tags": True}, True),
         ({"returns_max_logit": True}, True),
         ({"has_mask": True}, False),
-        ({"bias": "dense"}, False),
     ],
 )
 def test_the_forward_of_few_rows_is_split(changes: dict[str, object], short: bool) -> None:
@@ -43,6 +42,12 @@ def test_the_forward_of_few_rows_is_split(changes: dict[str, object], short: boo
         Pass.BACKWARD,
         Pass.BACKWARD_POST,
     ]
+
+
+def test_no_forward_with_a_bias_is_split() -> None:
+    (forward,), backward = kernel_keys(dataclasses.replace(DECODE, bias="dense"), "sm_90a")
+    assert forward.kernel is Pass.FORWARD and forward.bias
+    assert backward[-1].kernel is Pass.BIAS_GRADIENT
 
 
 @pytest.mark.parametrize("arch", sorted(splits.MULTIPROCESSORS))

@@ -46,7 +46,8 @@ def test_supports_by_the_key_list():
 def test_supports_here(kernels_present: None):
     assert supports(Q, K, K)
     assert supports(Q, K, K, key_value_seq_lengths=struct(2, dtype=jnp.int32))
-    assert "bias" in str(supports(Q, K, K, struct(1, 1, 300, 500)))
+    assert supports(Q, K, K, struct(1, 1, 300, 500))
+    assert "bias: the kernels take" in str(supports(Q, K, K, struct(1, 1, 300, 1)))
 
 
 def test_explain_kernels(kernels_present: None):

@@ -1,0 +1,145 @@
+"""Biases on the emulator: kernels under adversarial timing, and jax.grad end to end.
+
+They take about four minutes of a core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.compare import compare
+from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
+from fa4_jax.key import KernelKey, Pass
+from tests import sampling
+from tests.emulator import attention, emulated_gpu
+from tests.emulator.kernel_conformance import ADVERSARIES, Problem, targets, verdicts
+from tests.emulator.processes import HOW, Gpu
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
+
+
+def _reads_bias(key: KernelKey) -> bool:
+    return key.bias or key.kernel is Pass.BIAS_GRADIENT
+
+
+KERNELS = {key for key in catalogue.all_keys() if _reads_bias(key)}
+TARGETS = [(case, key) for case, key in targets(least=1) if _reads_bias(key)]
+
+
+def _features(case: Case, key: KernelKey) -> Iterable[Hashable]:
+    """Every argument for each pass of either architecture, and every kernel but for its type."""
+    of_pass = (key.arch, key.kernel)
+    form = (case.bias_form, case.bias_kind)
+    return {*sampling.features(case), sampling.alike(key), (of_pass, form)}
+
+
+@pytest.mark.parametrize(("case", "key"), sampling.sampled(TARGETS, _features))
+def test_conforms(case: Case, key: KernelKey, seed: int) -> None:
+    problem = Problem(case, key.kernel, key.arch, seed % 2)
+    found = verdicts(problem, ADVERSARIES[seed % len(ADVERSARIES)], seed)
+    assert found
+    assert not [verdict for verdict in found if verdict.failure]
+
+
+def test_the_cases_reach_every_kernel() -> None:
+    assert {key for _, key in TARGETS} == KERNELS
+
+
+SPECIAL = Case(
+    batch=1,
+    heads=(2, 1),
+    query_length=70,
+    key_length=150,
+    is_causal=True,
+    query_offset=80,
+    bias=(1, 2, 70, 150),
+    deterministic=True,
+)
+
+
+def _all_results(case: Case, inputs: Inputs, arch: str) -> dict[str, np.ndarray]:
+    return attention.attention(case, inputs, arch=arch).run(ADVERSARIES[0], 1)
+
+
+@pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
+def test_minus_infinity_hides(arch: str) -> None:
+    """A row of nothing else sees no key: 0 and -inf, and no gradient."""
+    inputs = make_inputs(SPECIAL, 0)
+    assert inputs.bias is not None
+    bias = np.where(np.random.default_rng(0).random(SPECIAL.bias) < 0.3, -np.inf, inputs.bias)
+    bias[0, 1, 3] = -np.inf
+    inputs = dataclasses.replace(inputs, bias=bias.astype(inputs.bias.dtype))
+    results = _all_results(SPECIAL, inputs, arch)
+    with np.errstate(all="ignore"):
+        exact = oracle(SPECIAL, inputs)
+        usual = [ordinary(SPECIAL, inputs, shift) for shift in REFERENCE_SHIFTS]
+    for name, expected in exact.items():
+        verdict = compare(name, "bf16", results[name], expected, [x[name] for x in usual])
+        assert verdict.failure is None, verdict
+    assert (results["output"][0, 3, 1] == 0).all() and results["lse"][0, 1, 3] == -np.inf
+    assert (results["dbias"][0, 1, 3] == 0).all() and (results["dq"][0, 3, 1] == 0).all()
+
+
+@pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
+def test_nan_stays_in_its_row(arch: str) -> None:
+    inputs = make_inputs(SPECIAL, 0)
+    assert inputs.bias is not None
+    plain = _all_results(SPECIAL, inputs, arch)
+    bias = inputs.bias.copy()
+    bias[0, 1, 5, 7] = np.nan
+    found = _all_results(SPECIAL, dataclasses.replace(inputs, bias=bias), arch)
+    rows = np.arange(SPECIAL.query_length) != 5
+    assert np.isnan(found["output"][0, 5, 1]).all() and np.isnan(found["lse"][0, 1, 5])
+    for name in ("output", "dq"):
+        np.testing.assert_array_equal(found[name][0, rows], plain[name][0, rows])
+        np.testing.assert_array_equal(found[name][0, 5, 0], plain[name][0, 5, 0])
+    np.testing.assert_array_equal(found["dbias"][0, 1, rows], plain["dbias"][0, 1, rows])
+
+
+@pytest.fixture(params=["gpu", "blackwell"])
+def device(request: pytest.FixtureRequest) -> Gpu:
+    """Calls functions in a process whose GPU is an emulated Hopper, or Blackwell."""
+    return request.getfixturevalue(request.param)
+
+
+SMALL = (
+    Case(batch=2, heads=(2, 1), query_length=70, key_length=150, bias=(1, 2, 70, 150)),
+    Case(batch=2, heads=(2, 2), query_length=90, key_length=130, bias="alibi", is_causal=True),
+    Case(
+        batch=2,
+        heads=(4, 2),
+        head_dim=128,
+        query_length=100,
+        key_length=90,
+        bias="relative",
+        query_offset=(20, -30),
+        key_lengths=(90, 50),
+        poison=True,
+        deterministic=True,
+    ),
+)
+"""Calls from end to end: each form of a bias, with offsets and lengths."""
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_grad(device: Gpu, case: Case, seed: int) -> None:
+    found = device(emulated_gpu.verdicts, case, seed, HOW[seed % len(HOW)])
+    assert [verdict.name for verdict in found] == ["output", "lse", "dq", "dk", "dv", "dbias"]
+    assert not [verdict for verdict in found if verdict.failure]
+
+
+def test_vmap_and_launches(device: Gpu, seed: int) -> None:
+    """Calls with biases of their own; and the gradient's kernel runs only where it is asked for."""
+    together, apart, with_bias, without = device(emulated_gpu.vmapped_with_bias, SMALL[0], seed)
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [name for name in with_bias if "bias_grad" in name] and len(with_bias) == 5
+    assert not [name for name in without if "bias_grad" in name] and len(without) == 4

@@ -1,0 +1,191 @@
+"""What kernels read of a bias and return of its gradient, and biases on meshes of four devices.
+
+What kernels compute on meshes is computed by the default path here, which sees each device's part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fa4_jax import api, attention, bias, bias_buffer, explain, launches, supports, xla
+from fa4_jax.boxes import Whole
+from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
+from fa4_jax.problem import Problem
+from tests.fakes import fake_target
+
+KINDS = [AxisType.Auto, AxisType.Explicit, AxisType.Manual]
+LENGTHS = st.integers(1, 200)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=LENGTHS, keys=LENGTHS, seed=st.integers(0, 100))
+def test_diagonals_of_tiles_add_up_to_those_of_the_whole(rows: int, keys: int, seed: int) -> None:
+    """The kernel's halves, made here by their definition, become the sums of whole diagonals."""
+    ds = np.random.default_rng(seed).normal(size=(rows, keys)).astype(np.float32)
+    of = bias.AtDistances(rows, jnp.zeros((1, 1, rows + keys - 1)))
+    shape = bias_buffer.gradient_shape(bias_buffer.buffer(of).shape, (rows, keys))
+    found = np.zeros(shape[:4], np.float32)
+    assert shape[5] == 0
+    if rows == 1:
+        found[0, 0, 0] = ds[0]
+    else:
+        tiles = -(-rows // TILE), -(-keys // TILE)
+        assert shape[4] == sum(tiles) - 1
+        padded = np.zeros((tiles[0] * TILE, tiles[1] * TILE), np.float32)
+        padded[:rows, :keys] = ds
+        for i, j in np.ndindex(*tiles):
+            tile = padded[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+            unit = j - i + tiles[0] - 1
+            for t in range(2 * TILE - 1):
+                place = unit * TILE + t % TILE
+                found[0, 0, t // TILE, place] += np.trace(tile, t - (TILE - 1))
+    expected = [np.trace(ds, d) for d in range(1 - rows, keys)]
+    got = bias_buffer.gradient(of, jnp.asarray(found), (rows, keys))
+    np.testing.assert_allclose(got.values[0, 0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [np.array([3]), np.array([3, -9])])
+def test_at_distances_is_the_bias_that_it_comes_from(
+    offset: np.ndarray, rng: np.random.Generator
+) -> None:
+    sizes, box = (2, 4, 21), Whole(21, 30)
+    table = jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)
+    slopes = jnp.asarray(rng.normal(size=4), jnp.float32)
+    for value in (bias.alibi(slopes), bias.relative(table, max_distance=10)):
+        plain = value.checked(sizes, 4)
+        made = bias.AtDistances.of(plain, (21, 30), jnp.asarray(offset))
+        assert made.values.shape == (len(offset), 4, 50)
+        expected = plain.added(box, jnp.asarray(offset))
+        np.testing.assert_allclose(made.added(box, jnp.zeros(1, int)), expected, rtol=1e-6)
+
+
+Q = jax.ShapeDtypeStruct((2, 100, 4, 64), jnp.bfloat16)
+
+
+def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> None:
+    del kernels
+    dense = jax.ShapeDtypeStruct((1, 4, 100, 100), jnp.bfloat16)
+    told = explain(Q, Q, Q, dense)
+    assert told.forward == ("sm_90a_fwd_bf16_d64_band_bias_short",)
+    assert told.backward == (
+        "sm_90a_bwd_pre_bf16_d64",
+        "sm_90a_bwd_bf16_d64_band_bias",
+        "sm_90a_bwd_post_bf16_d64",
+        "sm_90a_bias_grad_bf16_d64_band",
+    )
+    assert "bias: no kernel computes tangents" in str(told.tangent_reason)
+    memory = {space.name: space.num_bytes for space in told.workspaces}
+    assert memory["bias"] == memory["dbias"] == 4 * 100 * 100 * 4
+    slopes = jax.ShapeDtypeStruct((4,), jnp.float32)
+    told = explain(Q, Q, Q, bias.alibi(slopes), is_causal=True)
+    memory = {space.name: space.num_bytes for space in told.workspaces}
+    assert memory["bias"] == 4 * 199 * 4
+    assert memory["dbias"] == 4 * 2 * 3 * TILE * 4
+
+
+def test_what_no_kernel_takes_is_named(kernels: list[Problem]) -> None:
+    del kernels
+    dense = jax.ShapeDtypeStruct((1, 4, 100, 100), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 100), jnp.int32)
+    for options in ({"segment_ids": ids}, {"logits_soft_cap": 3.0}, {"return_max_logit": True}):
+        assert "bias beside" in str(supports(Q, Q, Q, dense, **options))
+    banded = bias.banded(jax.ShapeDtypeStruct((1, 4, 100, 5), jnp.float32))
+    assert "bias: the kernels take" in str(supports(Q, Q, Q, banded))
+    with pytest.raises(NotImplementedError, match="bias: the kernels take alibi, relative"):
+        q = jnp.zeros(Q.shape, Q.dtype)
+        attention(q, q, q, jnp.zeros((1, 1, 100, 1)), implementation="kernel")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
+    """Problems that kernels get, which the default path computes in their place."""
+    problems: list[Problem] = []
+    target = dataclasses.replace(fake_target(), platforms=("cuda", "cpu"))
+
+    def forward(plan: Any, operands: Any) -> Any:
+        assert operands.query.shape[::2] == (plan.problem.batch, plan.problem.query_heads)
+        problems.append(plan.problem)
+        return xla.forward(plan.problem, operands)
+
+    def backward(plan: Any, operands: Any, cotangents: Any) -> Any:
+        problems.append(plan.problem)
+        return xla.backward(plan.problem, operands, cotangents)
+
+    jax.clear_caches()
+    monkeypatch.setattr(api, "current_target", lambda: target)
+    monkeypatch.setattr(launches, "forward", forward)
+    monkeypatch.setattr(launches, "backward", backward)
+    yield problems
+    jax.clear_caches()
+
+
+FORMS = {
+    "dense": ((4, 4, 40, 40), P("x", "y")),
+    "of all entries": ((1, 4, 40, 40), P(None, "y")),
+    "of all heads": ((4, 1, 40, 40), P("x")),
+    "of all": ((1, 1, 1, 40), P()),
+    "alibi": ((4,), P("y")),
+    "relative": ((8, 4), P(None, "y")),
+}
+
+
+def _value(form: str, array: jax.Array) -> Any:
+    if form == "relative":
+        return bias.relative(array, max_distance=10)
+    return bias.alibi(array) if form == "alibi" else array
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_batch_and_heads(
+    kind: AxisType, form: str, kernels: list[Problem], rng: np.random.Generator
+) -> None:
+    """Devices that share a bias add up their gradients of it."""
+    kinds = (AxisType.Auto if kind is AxisType.Manual else kind,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
+    shape, spec = FORMS[form]
+    operands = [jnp.asarray(rng.normal(size=(4, 40, 4, 64)), jnp.float16) for _ in range(3)]
+    operands.append(jnp.asarray(rng.normal(size=shape), jnp.float32))
+
+    def gradients(*operands: jax.Array) -> Any:
+        def loss(*x: jax.Array) -> jax.Array:
+            out = attention(*x[:3], _value(form, x[3]), is_causal=True)
+            return (jnp.cos(out.astype(jnp.float32))).sum()
+
+        return jax.grad(loss, (0, 3))(*operands)
+
+    expected = jax.jit(gradients)(*operands)
+    specs = (*(P("x", None, "y"),) * 3, spec)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, own)) for x, own in zip(operands, specs, strict=True)
+    ]
+    kernels.clear()
+    run = gradients
+    if kind is AxisType.Manual:
+        run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(specs[0], spec))
+    context = functools.partial(jax.set_mesh, mesh) if kind is AxisType.Explicit else None
+    if context is None:
+        found = jax.jit(run)(*placed)
+    else:
+        with context():
+            found = jax.jit(run)(*placed)
+    for mine, whole in zip(found, expected, strict=True):
+        assert mine.shape == whole.shape and mine.dtype == whole.dtype
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float32),
+            np.asarray(whole, np.float32),
+            atol=4e-3 * float(np.abs(np.asarray(whole, np.float32)).max()),
+        )
+    assert kernels and (kernels[-1].batch, kernels[-1].query_heads) == (2, 2)
