@@ -441,6 +441,7 @@ def table() -> str:
         "segments, ranges, sinks",
         "any mask",
         "soft cap",
+        "bias",
         "deterministic",
     )
     head = ("architecture", "type", "pass", "head_dim tiles", *features)
@@ -451,9 +452,9 @@ def table() -> str:
             groups.setdefault((key.arch, key.dtype, name), []).append(key)
     for (arch, dtype, name), keys in groups.items():
         tiles = sorted({_head_dims(key) for key in keys})
-        band, ranges, masked, capped, ordered = (
+        band, ranges, masked, capped, biased, ordered = (
             {_head_dims(key) for key in keys if getattr(key, flag)} == set(tiles)
-            for flag in ("band", "ranges", "reads_mask", "reads_cap", "deterministic")
+            for flag in ("band", "ranges", "reads_mask", "reads_cap", "bias", "deterministic")
         )
         # Outside a backward all that adds to an output does so in one order.
         repeatable = ordered or name != "backward"
@@ -461,7 +462,8 @@ def table() -> str:
             band, ranges, capped = True, True, True
         named = (str(d) if d == dv else f"({d}, {dv})" for d, dv in tiles)
         cells = [arch, dtype, name, ", ".join(named)]
-        cells += ["yes" if flag else "no" for flag in (band, ranges, masked, capped, repeatable)]
+        flags = (band, ranges, masked, capped, biased, repeatable)
+        cells += ["yes" if flag else "no" for flag in flags]
         if name == _DECODE:
             cells[5] = "sinks"
         rows.append("| " + " | ".join(cells) + " |")
