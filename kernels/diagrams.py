@@ -72,6 +72,10 @@ SHOWN = (
     Shown("Hopper forward", _key("sm_90a", Pass.FORWARD, 128, 128, False)),
     Shown("Split forward, Hopper", _key("sm_90a", Pass.FORWARD_SPLIT, 128, 128, False)),
     Shown("Kernel after a split forward", _key("sm_90a", Pass.FORWARD_JOIN, 128, 128, False)),
+    Shown(
+        "Gradient of a bias, Hopper",
+        KernelKey("sm_90a", Pass.BIAS_GRADIENT, "bf16", 128, band=True),
+    ),
     Shown("Hopper tangents", _key("sm_90a", Pass.TANGENT, 128, 128, False)),
     Shown("Hopper Hessian, of queries", _key("sm_90a", Pass.HESSIAN_QUERY, 128, 128, False)),
     Shown("Hopper Hessian, of keys", _key("sm_90a", Pass.HESSIAN_KEY, 128, 128, False)),

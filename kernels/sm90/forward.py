@@ -230,7 +230,7 @@ class Forward(ForwardHost, Loads, Turns):
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
         if count > 0:
-            own = Scores(work.first_row, scales, head.bias)
+            own = Scores(work, scales, head.bias)
             self.first_block(shared, work, mma, rows, own, blocks_done)
 
             place = Place(group, blocks_done + end - 1)
@@ -341,15 +341,20 @@ class Forward(ForwardHost, Loads, Turns):
         wgmma.round_fragment(mma.scores, mma.probabilities)
 
     def add_bias(self, scores: cute.Tensor, own: Scores, block: Int32, past_end: bool):
-        """Replaces products by biased scores, where a call has a bias; as `softmax.add_bias`."""
-        if not self.bias:
+        """Replaces products by biased scores, where a call has a bias.
+
+        past_end: whether the block may have keys past the last.
+        """
+        if own.bias is None:
             return
         # No register is left for what is the same in every block.
         thread, _, _ = cute.arch.thread_idx()
         thread = ptx.anew(thread) - WARPGROUP
-        row = own.first_row + thread // 32 * 16 + thread % 32 // 4
+        row = own.work.first_row + thread // 32 * 16 + thread % 32 // 4
         first = row, block * self.tile.n + thread % 4 * 2
-        softmax.add_bias(scores, own.bias, first, own.scales.before_bias, past_end)
+        bias = own.bias.of_head(ptx.anew(own.work.batch), ptx.anew(own.work.head))
+        how = ("predicate" if self.tile.bias_by_predicate else "clamp") if past_end else None
+        softmax.add_bias(scores, bias, first, own.scales.before_bias, how)
 
     def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
         """Replaces scores by P, updates row references and sums, returns rescale factors."""

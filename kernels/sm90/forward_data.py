@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import row_ranges, tensors
-from kernels.common.bias import HeadBias
+from kernels.common.bias import BiasInMemory
 from kernels.common.pair_masks import BitsInMemory
 from kernels.common.state import Scales
 from kernels.interface import RangeBuffers, Sizes
@@ -83,14 +83,14 @@ class Scores:
     """How a tile's products become scores.
 
     Attributes:
-      first_row: of the tile.
+      work: of the tile.
       scales: of the call.
-      bias: of the head, or None.
+      bias: where it is, or None.
     """
 
-    first_row: Int32
+    work: Work
     scales: Scales
-    bias: HeadBias | None
+    bias: BiasInMemory | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from kernels.common import ptx, resources, tensors
-from kernels.common.bias import BiasInMemory, HeadBias
+from kernels.common.bias import BiasInMemory
 from kernels.common.resources import Maps
 from kernels.common.softmax import LN_2, LOG2_E, fmax, select, with_sink
 from kernels.description import NamedBarrier
@@ -41,14 +41,14 @@ class HeadResults:
       sink_log2: its sink, in units of log2; -inf without sinks.
       wants_maximum: whether `max_logit` is there.
       max_logit: its largest score so far, global memory.
-      bias: what is added to its scores, or None.
+      bias: where what is added to scores is, or None.
     """
 
     lse: cute.Tensor
     sink_log2: Float32 | None = None
     wants_maximum: cutlass.Boolean | None = None
     max_logit: cute.Pointer | None = None
-    bias: HeadBias | None = None
+    bias: BiasInMemory | None = None
 
 
 def soft_cap_of(results: RowResults) -> Float32 | None:
@@ -65,7 +65,7 @@ def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
     lse = cute.make_tensor(results.lse + head * sizes.query_length, rows)
     logits, bias = results.logits, None
     if results.bias is not None:
-        bias = BiasInMemory(results.bias, sizes).of_head(work.batch, work.head)
+        bias = BiasInMemory(results.bias, sizes)
     if logits is None:
         return HeadResults(lse, bias=bias)
     sink = cute.make_tensor(logits.sinks + work.head, cute.make_layout(1))[0]

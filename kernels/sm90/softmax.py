@@ -7,6 +7,7 @@ Scores are kept unscaled; exponents are in units of log2, so that exp is one exp
 """
 
 import itertools
+from typing import Literal
 
 import cutlass
 import cutlass.cute as cute
@@ -107,18 +108,22 @@ def mask_tags(acc: cute.Tensor, first_column: Int32, tags: Tags):
             acc[index] = select(matches, acc[index], -Float32.inf)
 
 
+PastEnd = Literal["predicate", "clamp"] | None
+
+
 def add_bias(
     acc: cute.Tensor,
     bias: HeadBias,
     first: tuple[Int32, Int32],
     before_bias: Float32,
-    past_end: bool,
+    past_end: PastEnd,
 ):
     """Replaces products by scores: times before_bias, plus the bias.
 
     Args:
       first: of the thread's rows and of its columns (keys).
-      past_end: whether the block may have keys past the last.
+      past_end: how keys past the last, which a block may have, read nothing past the array; None in
+        a block that has none.
     """
     first_row, first_column = first
     for row in range(ROWS):
@@ -126,8 +131,10 @@ def add_bias(
         of_block = of_row + first_column
         for pair, column in fragment_columns(acc):
             index, offset = fragment_index(pair, row, column), pair * 8 + column
-            if past_end:
+            if past_end == "predicate":
                 added = ptx.load_below(of_block, offset, bias.keys - first_column)
+            elif past_end == "clamp":
+                added = f32(of_row, cutlass.min(first_column + offset, bias.keys - 1))
             else:
                 added = f32(of_block, offset)
             acc[index] = acc[index] * before_bias + added

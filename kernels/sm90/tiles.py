@@ -58,6 +58,8 @@ class ForwardTile:
       skips_rescaling: a warp in which no row's reference moved does not multiply its output by the
         factors, which are 1; otherwise it always multiplies, while exponentials are computed
         (`Forward.softmax_side_by_side`). Which costs more was measured.
+      bias_by_predicate: of a bias, elements past the last key are not loaded; otherwise the last
+        one is, in their place. Which spills no registers was tried.
     """
 
     m: int
@@ -66,6 +68,7 @@ class ForwardTile:
     span_bytes: int = 128
     own_output: bool = True
     skips_rescaling: bool = True
+    bias_by_predicate: bool = False
 
     @property
     def mma_warpgroups(self) -> int:
@@ -82,7 +85,14 @@ FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
     (64, 64, False): ForwardTile(m=192, n=128, kv_stages=2),
     (64, 64, True): ForwardTile(m=128, n=128, kv_stages=4, skips_rescaling=False),
     (96, 96, False): ForwardTile(m=192, n=112, kv_stages=2, span_bytes=64),
-    (96, 96, True): ForwardTile(m=128, n=128, kv_stages=2, span_bytes=64, skips_rescaling=False),
+    (96, 96, True): ForwardTile(
+        m=128,
+        n=128,
+        kv_stages=2,
+        span_bytes=64,
+        skips_rescaling=False,
+        bias_by_predicate=True,
+    ),
     (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
     (192, 128, False): ForwardTile(
         m=128, n=128, kv_stages=2, own_output=False, skips_rescaling=False

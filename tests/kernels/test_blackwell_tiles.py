@@ -215,8 +215,8 @@ def test_machine_code_of_the_backward_is_what_the_design_says(key: KernelKey) ->
         "UTCHMMA": (2 * columns + 3 * m + tile.dq_products * n) // 16,
         "UTCBAR": 2 + 2 + 2 + 1 + 1 + 1,  # S, dP, dV, dK, dQ, everything
         "LDTM": (m // 2 + m // 2 + dq_columns) // 32 + 2,
-        # P, with ranges by 32 queries, and dS.
-        "STTM": (m // 2 // 32 if key.ranges else 1) + m // 2 // 32,
+        # P, with ranges or a bias by 32 queries, and dS.
+        "STTM": (m // 2 // 32 if key.ranges or key.bias else 1) + m // 2 // 32,
         "UTMALDG": spans * (1 + 2),  # K, V; Q, dO
         "UBLKCP": 2 * 2,  # lse_log2, delta
         "UTMASTG": spans,
