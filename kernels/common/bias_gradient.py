@@ -253,8 +253,9 @@ class BiasGradient(BiasGradientHost):
         thread, _, _ = cute.arch.thread_idx()
         span = self.span_bytes
         own_rows = thread // 32 * (16 * span) + stage
-        a_at = matrix_rows.lane_address(rows, span, rows_first=True) + own_rows
-        b_at = matrix_rows.lane_address(keys, span, rows_first=False) + stage
+        (a_at,) = matrix_rows.lane_addresses((), (rows,), span)
+        (b_at,) = matrix_rows.lane_addresses((keys,), (), span)
+        a_at, b_at = a_at + own_rows, b_at + stage
         tiles = [[Float32(0.0)] * 4 for _ in range(TILE // _COLUMNS)]
         for column in range(0, self.head_dim, _DEPTH):
             bits, offset = matrix_rows.place(0, column, span)

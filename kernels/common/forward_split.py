@@ -278,8 +278,7 @@ class ForwardSplit(SplitHost):
 
     def make_addresses(self, shared: Shared) -> Addresses:
         """Returns where this lane's rows of matrices lie: ldmatrix of 16 keys and 16 columns."""
-        of_v = matrix_rows.lane_address(shared.v, self.span_bytes, rows_first=True)
-        return Addresses(matrix_rows.lane_address(shared.k, self.span_bytes, False), of_v)
+        return Addresses(*matrix_rows.lane_addresses((shared.k,), (shared.v,), self.span_bytes))
 
     def place(self, key: int, column: int) -> tuple[int, int]:
         """Returns of 16 keys and 16 columns what changes bits of their address, and the offset."""

@@ -10,20 +10,25 @@ from cutlass import Int32
 ROWS = 64
 
 
-def lane_address(tile: cute.Tensor, span_bytes: int, rows_first: bool) -> Int32:
-    """Returns the address of this lane's row of 16 rows and 16 columns: four matrices.
+def lane_addresses(
+    by_columns: tuple[cute.Tensor, ...], by_rows: tuple[cute.Tensor, ...], span_bytes: int
+) -> list[Int32]:
+    """Returns the address of this lane's row of 16 rows and 16 columns, four matrices, of tiles.
 
-    Of the four matrices the first two are 16 rows of the first eight columns, if rows_first: then
-    they are operand A of mma.sync, or transposed two B. Otherwise they are 16 columns of the first
-    eight rows: two operands B, of eight rows each.
+    Of the four matrices the first two are 16 columns of the first eight rows in `by_columns`: two
+    operands B of mma.sync, of eight rows each. In `by_rows` they are 16 rows of the first eight
+    columns: operand A, or transposed two B.
     """
     lane = cute.arch.lane_idx()
     row, low, high = lane % 8, (lane // 8) % 2, lane // 16
-    row_bit, chunk_bit = (low, high) if rows_first else (high, low)
     chunks = span_bytes // 16
     turn = (row // (8 // chunks)) % chunks
-    start = tile.iterator.toint().to(Int32) + (8 * row_bit + row) * span_bytes
-    return start + (chunk_bit ^ turn) * 16
+    found = []
+    of_columns = [(tile, high, low) for tile in by_columns]
+    for tile, row_bit, chunk_bit in (*of_columns, *((tile, low, high) for tile in by_rows)):
+        start = tile.iterator.toint().to(Int32) + (8 * row_bit + row) * span_bytes
+        found.append(start + (chunk_bit ^ turn) * 16)
+    return found
 
 
 def place(row: int, column: int, span_bytes: int) -> tuple[int, int]:

@@ -35,10 +35,9 @@ TARGETS = [(case, key) for case, key in targets(least=1) if _reads_bias(key)]
 
 
 def _features(case: Case, key: KernelKey) -> Iterable[Hashable]:
-    """Every argument for each pass of either architecture, and every kernel but for its type."""
-    of_pass = (key.arch, key.kernel)
-    form = (case.bias_form, case.bias_kind)
-    return {*sampling.features(case), sampling.alike(key), (of_pass, form)}
+    """Every argument, and each head dim, form and order of sums for a pass of an architecture."""
+    of_pass = ((key.head_dim, key.value_dim), (case.bias_form, case.bias_kind), key.deterministic)
+    return {*sampling.features(case), *((key.arch, key.kernel, x) for x in of_pass)}
 
 
 @pytest.mark.parametrize(("case", "key"), sampling.sampled(TARGETS, _features))
@@ -111,7 +110,14 @@ def device(request: pytest.FixtureRequest) -> Gpu:
 
 
 SMALL = (
-    Case(batch=2, heads=(2, 1), query_length=70, key_length=150, bias=(1, 2, 70, 150)),
+    Case(
+        batch=2,
+        heads=(2, 1),
+        query_length=70,
+        key_length=150,
+        bias=(1, 2, 70, 150),
+        deterministic=True,
+    ),
     Case(
         batch=2,
         heads=(2, 1),
@@ -134,7 +140,7 @@ SMALL = (
         deterministic=True,
     ),
 )
-"""Calls from end to end: each form of a bias, with offsets and lengths."""
+"""Calls from end to end: each form of a bias, with offsets and lengths. HOW needs fixed orders."""
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)

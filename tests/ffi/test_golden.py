@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fa4_jax import runtime
+from fa4_jax import bias_buffer, runtime
 from fa4_jax.key import SPLIT_ROWS, STATISTICS_ROWS, KernelKey, Pass
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from fa4_jax.masks.table import TILE_ROWS
@@ -220,9 +220,12 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     tail = p.key_length % 7, p.key_length % 7 * p.batch, 0
     arrays |= {"parts": Array("i32", parts), "tail": Array("i32", tail)}
     arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
+    of_bias = (1, p.heads, *((p.query_length, p.key_length) if p.batch % 2 else (1, 900)))
+    shape = bias_buffer.gradient_shape(of_bias, (p.query_length, p.key_length))
+    arrays |= {"bias": Array("f32", of_bias), "dbias_shape": Array("i32", shape)}
     if key.kernel is Pass.FORWARD_JOIN:
         arrays |= results(earlier(key, Pass.FORWARD_SPLIT), arrays)
-    if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST):
+    if key.kernel in (Pass.BACKWARD, Pass.BACKWARD_POST, Pass.BIAS_GRADIENT):
         arrays |= results(earlier(key, Pass.BACKWARD_PRE), arrays)
     return arrays
 
@@ -231,7 +234,7 @@ def earlier(key: KernelKey, kernel: Pass) -> Cubin:
     """Returns the kernel of an earlier pass whose results this key's kernel reads."""
     installed = runtime.manifest()
     assert installed is not None
-    plain = dict.fromkeys(("band", "ranges", "soft_cap", "pair"), False)
+    plain = dict.fromkeys(("band", "ranges", "soft_cap", "bias", "pair"), False)
     want = dataclasses.replace(key, kernel=kernel, **plain)
     return installed.cubins[want]
 
