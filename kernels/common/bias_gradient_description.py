@@ -21,7 +21,7 @@ from kernels.description import (
 
 MMA_WARPS = 4
 OPERANDS = ("q", "k", "v", "do")
-STAGES = {64: 2, 96: 2, 128: 2, 192: 2, 256: 1}
+STAGES = {64: 3, 96: 2, 128: 2, 192: 2, 256: 1}
 """Visits whose operands are there or on their way, by head dim: shared memory has room for them."""
 
 PADDED_KEYS = BIAS_GRADIENT_TILE + 1

@@ -55,17 +55,19 @@ def test_key_list() -> None:
         Pass.TANGENT: 2 * 5 * 2,
         Pass.BACKWARD_PRE: 2 * 6 * 2,
         Pass.BACKWARD_POST: 2 * 6,
+        Pass.BIAS_GRADIENT: 2 * 5,
     }
     # Dense, a band, ranges, ranges with a cap; at d = 64 and 96 a short tile for a band and for
-    # ranges, which have no tall one at 96; pages.
-    forward = 2 * (6 * 4 + 2 * 2 - 1 + 5)
-    backward = 2 * 6 * 4 * 2
+    # ranges, which have no tall one at 96; pages; a bias.
+    forward = 2 * (6 * 4 + 2 * 2 - 1 + 5 + 6)
+    backward = 2 * 6 * (4 + 1) * 2
     hessian = dict.fromkeys(HESSIAN_PASSES, 2 * 3 * 2)
     own = {Pass.FORWARD: forward, Pass.BACKWARD: backward, **hessian}
     assert counts("sm_90a") == {**own, **both}
-    # Dense, a band, ranges; polynomials or not up to d = 128; pairs or not of two head dims.
-    forward = 2 * 3 * (5 + 3 + 2 * 2)
-    backward = 2 * 3 * 2 * (6 + 2)
+    # Dense, a band, ranges; polynomials or not up to d = 128; pairs or not of two head dims. A bias
+    # has none of these.
+    forward = 2 * (3 * (5 + 3 + 2 * 2) + 5)
+    backward = 2 * (3 * (6 + 2) + 6) * 2
     assert counts("sm_100f") == {Pass.FORWARD: forward, Pass.BACKWARD: backward, **both}
 
 
@@ -170,6 +172,8 @@ def test_every_kernel_is_compiled_again_when_its_tiles_change(key: KernelKey) ->
     tiles = f"{package}.tiles"
     if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
         tiles = "kernels.common.split_description"
+    if key.kernel is Pass.BIAS_GRADIENT:
+        tiles = "kernels.common.bias_gradient_description"
     assert tiles in cache.sources_of(sources.module(key))
 
 
@@ -191,7 +195,8 @@ def test_cache_passes_over_records_of_another_form(
 def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list", "--only", "sm_90a_fwd_bf16_d128*"]) == 0
     dense = "sm_90a_fwd_bf16_d128"
-    listed = [dense, *(f"{dense}_band{x}" for x in ("", "_paged", "_ranges", "_ranges_soft_cap"))]
+    ends = ("", "_bias", "_paged", "_ranges", "_ranges_soft_cap")
+    listed = [dense, *(f"{dense}_band{x}" for x in ends)]
     assert capsys.readouterr().out.split() == listed
     assert command.main(["--only", "nothing*"]) == 2
     assert "nothing*" in capsys.readouterr().err

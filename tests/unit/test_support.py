@@ -150,11 +150,11 @@ def test_the_table_names_every_tile_of_the_key_list():
     for key in catalogue.all_keys():
         assert any(key.arch in row and f" {key.head_dim}" in row for row in table.splitlines())
     for row in table.splitlines()[2:]:
-        # Kernels of few rows read no masks of pairs; calls with one take the ordinary forward.
+        # Kernels of few rows read no masks of pairs and no bias; such calls take the ordinary one.
         few = " few rows " in row or " decode " in row
-        # Those for tangents and what follows them read no ranges, masks and caps.
+        # Those for tangents and what follows them read no ranges, masks, caps and biases.
         derivative = "| tangents |" in row or "| Hessian products |" in row
-        assert row.split().count("no") == (3 if derivative else few)
+        assert row.split().count("no") == (4 if derivative else 2 * few)
 
 
 def installed(directory: pathlib.Path) -> Manifest:
