@@ -182,7 +182,13 @@ class Call:
         if self.soft_cap is not None:
             s = self.soft_cap * lax.tanh(s / self.soft_cap)
         if self.bias is not None:
-            s += additions.of_tile(self.bias, tile, self.problem, self.offset).astype(s.dtype)
+            added = additions.of_tile(self.bias, tile, self.problem, self.offset)
+            if self.problem.has_lengths:
+                # Keys past their length are hidden; of rows past theirs a bias may hold anything.
+                row = positions(tile.row, tile.rows)
+                used = row[None, :] < self.extents[:, :1]
+                added = jnp.where(used[:, None, None, :, None], added, 0)
+            s += added.astype(s.dtype)
         return s
 
     def changed(self, s: Array, tile: Tile) -> Array:
