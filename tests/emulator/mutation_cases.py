@@ -193,8 +193,9 @@ def _bias_gradient_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, 
     tile, ring = BIAS_GRADIENT_TILE, describe(key).barrier("full").count
     several: dict[str, Any] = {**common, "batch": ring + 2, "heads": (2, 1)}
     lengths = tuple((tile, 0, 30, 2 * tile)[b % 4] for b in range(ring + 2))
-    sizes = {"query_length": tile + 20, "key_length": 2 * tile + 9, "query_offset": 40}
-    padded = {"key_lengths": lengths, "poison": True}
+    sizes: dict[str, Any] = {"query_length": tile + 20, "key_length": 2 * tile + 9}
+    sizes["query_offset"] = 40
+    padded: dict[str, Any] = {"key_lengths": lengths, "poison": True}
     return (
         Case(**several, **sizes, **padded, bias=(1, 1, tile + 20, 2 * tile + 9)),
         Case(**several, **sizes, bias=(1, 2, 1, 2 * tile + 9)),

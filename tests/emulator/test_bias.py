@@ -73,7 +73,7 @@ def test_minus_infinity_hides(arch: str) -> None:
     """A row of nothing else sees no key: 0 and -inf, and no gradient."""
     inputs = make_inputs(SPECIAL, 0)
     assert inputs.bias is not None
-    bias = np.where(np.random.default_rng(0).random(SPECIAL.bias) < 0.3, -np.inf, inputs.bias)
+    bias = np.where(np.random.default_rng(0).random(inputs.bias.shape) < 0.3, -np.inf, inputs.bias)
     bias[0, 1, 3] = -np.inf
     inputs = dataclasses.replace(inputs, bias=bias.astype(inputs.bias.dtype))
     results = _all_results(SPECIAL, inputs, arch)

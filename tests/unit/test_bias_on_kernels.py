@@ -99,7 +99,9 @@ def test_what_no_kernel_takes_is_named(kernels: list[Problem]) -> None:
     del kernels
     dense = jax.ShapeDtypeStruct((1, 4, 100, 100), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((2, 100), jnp.int32)
-    for options in ({"segment_ids": ids}, {"logits_soft_cap": 3.0}, {"return_max_logit": True}):
+    beside: list[dict[str, Any]] = [{"segment_ids": ids}, {"logits_soft_cap": 3.0}]
+    beside.append({"return_max_logit": True})
+    for options in beside:
         assert "bias beside" in str(supports(Q, Q, Q, dense, **options))
     banded = bias.banded(jax.ShapeDtypeStruct((1, 4, 100, 5), jnp.float32))
     assert "bias: the kernels take" in str(supports(Q, Q, Q, banded))
@@ -161,7 +163,8 @@ def test_batch_and_heads(
 
     def gradients(*operands: jax.Array) -> Any:
         def loss(*x: jax.Array) -> jax.Array:
-            out = attention(*x[:3], _value(form, x[3]), is_causal=True)
+            query, key, value, array = x
+            out = attention(query, key, value, _value(form, array), is_causal=True)
             return (jnp.cos(out.astype(jnp.float32))).sum()
 
         return jax.grad(loss, (0, 3))(*operands)
