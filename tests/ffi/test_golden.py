@@ -221,8 +221,8 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     arrays |= {"parts": Array("i32", parts), "tail": Array("i32", tail)}
     arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
     of_bias = (1, p.heads, *((p.query_length, p.key_length) if p.batch % 2 else (1, 900)))
-    if p.key_length > 5000:
-        of_bias = (1, 1, 1, p.key_length)  # More of the huge problem's would take memory.
+    if p.key_length > 1000:
+        of_bias = (1, 1, 1, p.key_length)  # More would take time and memory.
     shape = bias_buffer.gradient_shape(of_bias, (p.query_length, p.key_length))
     arrays |= {"bias": Array("f32", of_bias), "dbias_shape": Array("i32", shape)}
     if key.kernel is Pass.FORWARD_JOIN:
