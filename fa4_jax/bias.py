@@ -110,9 +110,10 @@ class ByDistance(Bias):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class AtDistances(Bias):
-    """What kernels read of a bias that is by distance: values [B|1, N, T + S - 1].
+    """What kernels read of a bias that is by distance: values [B|1, N, T + S - 1], float32.
 
-    Row i and key j get values[b, n, j - i + T - 1], whatever the query offset: it has been counted.
+    Row i and key j get values[b, n, j - i + T - 1]. The values are those of the query offset, so
+    that nobody counts it again.
     """
 
     DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY)}
@@ -130,8 +131,9 @@ class AtDistances(Bias):
         """
         rows, keys = lengths
         distance = positions(0, rows + keys - 1) - (rows - 1)
-        values = bias.at_distances(distance[None] - offset[:, None])
-        return cls(rows, values.astype(jnp.float32))
+        # A 16-bit type holds few distances exactly.
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
+        return cls(rows, wide.at_distances(distance[None] - offset[:, None]))
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset
@@ -229,7 +231,10 @@ def banded(table: Any, first: int = 0) -> Bias:
 
 
 def form(bias: Any, keys: Any) -> str | None:
-    """`Problem.bias` of a checked bias of a call with so many keys."""
+    """Returns what `Problem.bias` says of a bias that `checked` has returned.
+
+    keys: the key length of the call, S.
+    """
     if bias is None:
         return None
     if isinstance(bias, Bias):

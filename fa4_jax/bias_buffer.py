@@ -1,9 +1,9 @@
 """What kernels read of a bias, and what they return of its gradient: float32 arrays.
 
-A bias by distance is one number a distance, [B|1, N|1, 1, T + S - 1]; kernels tell it from a dense
-one of all rows alike by its length. (Of one row both are the same.) Its gradient comes in tiles of
-64 x 64 pairs, whose diagonals are two halves: where a tile's upper diagonals end the next one's
-lower ones begin.
+A bias by distance has one number a distance, [B|1, N|1, 1, T + S - 1]. Kernels tell it from a dense
+bias whose rows are alike by its length; where T is 1, both are the same. Kernels sum its gradient
+along the diagonals of tiles of 64 x 64 pairs: a lower half of 64 diagonals and an upper one of 63.
+The upper half of a tile and the lower half of the next one have the same distances.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = jax.Array
 def buffer(bias: Any) -> Array:
     """The bias as kernels read it: [B|1, N|1, T|1, S] or, by distance, [B|1, N|1, 1, T + S - 1]."""
     if isinstance(bias, AtDistances):
-        return bias.values[:, :, None].astype(jnp.float32)
+        return bias.values[:, :, None]
     return bias.astype(jnp.float32)
 
 
@@ -71,4 +71,4 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
         found = found[:, :, first : first + rows + keys - 1]
     else:
         found = found[:, :, 0]
-    return AtDistances(bias.rows, found.astype(bias.values.dtype))
+    return AtDistances(bias.rows, found)

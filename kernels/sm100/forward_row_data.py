@@ -41,7 +41,7 @@ class Keys:
     Attributes:
       limits: by the band and by the row's range, if it has one.
       tags: where those of the row and of its keys are, if rows have ranges of keys in memory.
-      maximum: the row's largest score so far, likewise; the reference may lag behind it.
+      maximum: the row's largest score so far, if rows have ranges. The reference may be smaller.
       hidden: what else hides keys, likewise.
       bias: what is added to the scores, if anything is: the row's elements, and how many.
     """

@@ -27,7 +27,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     if key.ranges:  # Tags are compared in both; few pairs of the first see each other.
         common["masks"] = ("scattered",) if key.kernel == Pass.FORWARD else ("unsorted",)
     common["soft_cap"] = 9.0 if key.reads_cap else None
-    common["bias"] = "relative" if key.bias else None
+    if key.bias:
+        common["bias"] = "relative"
     if key.kernel == Pass.FORWARD and key.ranges:
         common |= {"sinks": True, "max_logit": True}
     if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
@@ -119,9 +120,8 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _paged_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases of forwards of many rows from pages: of 16 keys in the first, of 64 in the second.
 
-    Some tiles have no block, some have one, and some have so many that they use ring slots again.
-    The last page and the last block are not full. A window hides the first blocks of the second
-    case.
+    Tiles have no block, one block, or more blocks than the ring has slots. The last page and the
+    last block are not full. A window hides the first blocks of the second case.
     """
     rows, block = describe(key).division.rows, 128
     lengths = (5 * block - 100, 0, 40, block)
@@ -187,8 +187,8 @@ def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _bias_gradient_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take the kernel of a bias's gradient through its paths.
 
-    Sums are of whole tiles, of columns and of diagonals. CTAs visit no pair of tiles, one, or so
-    many that ring slots are used again, and skip some that lie outside of the band.
+    The cases sum whole tiles, columns and diagonals. A CTA visits no pair of tiles, one pair, or
+    more pairs than the ring has slots, and skips those outside of the band.
     """
     tile, ring = BIAS_GRADIENT_TILE, describe(key).barrier("full").count
     several: dict[str, Any] = {**common, "batch": ring + 2, "heads": (2, 1)}
@@ -206,9 +206,9 @@ def _bias_gradient_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, 
 def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take a kernel of Hessian-vector products through its paths.
 
-    Some rows see no block, some see one, and some see so many that ring slots are used again; the
-    blocks are of one head, or of all heads of a group. Under a band rows and columns have padding,
-    and blocks are masked on the left, on the right, or not at all.
+    Rows see no block, one block, or more blocks than the ring has slots. The blocks belong to one
+    head, or to all heads of a group. Under a band rows and columns have padding, and blocks are
+    masked on the left, on the right, or not at all.
     """
     tile = hessian_description.tile_of(key)
     rows, columns = tile.m, (tile.stages + 3) * tile.n

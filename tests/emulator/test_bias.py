@@ -18,7 +18,7 @@ from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
 from fa4_jax.key import KernelKey, Pass
 from tests import sampling
-from tests.emulator import attention, emulated_gpu
+from tests.emulator import attention, emulated_gpu, mutation_score
 from tests.emulator.kernel_conformance import ADVERSARIES, Problem, targets, verdicts
 from tests.emulator.processes import HOW, Gpu
 
@@ -50,6 +50,21 @@ def test_conforms(case: Case, key: KernelKey, seed: int) -> None:
 
 def test_the_cases_reach_every_kernel() -> None:
     assert {key for _, key in TARGETS} == KERNELS
+
+
+OF_GRADIENTS = [key for key in KERNELS if key.kernel is Pass.BIAS_GRADIENT]
+
+
+@pytest.mark.parametrize(
+    "key",
+    sampling.only(sorted(OF_GRADIENTS), lambda key: key.dtype == "bf16" and key.head_dim == 64),
+)
+def test_gradients_have_the_same_bits_in_any_order(key: KernelKey) -> None:
+    for launch in mutation_score.problems(key):
+        first, *others = (launch.run(policy, 3)["dbias"] for policy in ADVERSARIES)
+        assert np.abs(first.astype(np.float32)).max() > 0
+        for other in others:
+            np.testing.assert_array_equal(other, first)
 
 
 SPECIAL = Case(

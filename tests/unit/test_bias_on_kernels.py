@@ -5,8 +5,8 @@ What kernels compute on meshes is computed by the default path here, which sees 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +69,13 @@ def test_at_distances_is_the_bias_that_it_comes_from(
         assert made.values.shape == (len(offset), 4, 50)
         expected = plain.added(box, jnp.asarray(offset))
         np.testing.assert_allclose(made.added(box, jnp.zeros(1, int)), expected, rtol=1e-6)
+
+
+def test_distances_are_exact_where_slopes_have_few_bits() -> None:
+    """In bfloat16 the distance 257 would be 256."""
+    slopes = jnp.ones(1, jnp.bfloat16)
+    made = bias.AtDistances.of(bias.alibi(slopes), (1, 300), jnp.zeros(1, int))
+    np.testing.assert_array_equal(made.values[0, 0], np.arange(300))
 
 
 Q = jax.ShapeDtypeStruct((2, 100, 4, 64), jnp.bfloat16)
@@ -178,12 +185,8 @@ def test_batch_and_heads(
     run = gradients
     if kind is AxisType.Manual:
         run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(specs[0], spec))
-    context = functools.partial(jax.set_mesh, mesh) if kind is AxisType.Explicit else None
-    if context is None:
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
         found = jax.jit(run)(*placed)
-    else:
-        with context():
-            found = jax.jit(run)(*placed)
     for mine, whole in zip(found, expected, strict=True):
         assert mine.shape == whole.shape and mine.dtype == whole.dtype
         np.testing.assert_allclose(
