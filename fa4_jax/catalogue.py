@@ -107,7 +107,6 @@ def _backward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[
         for pair, soft_cap in itertools.product(pairs, _caps(arch)):
             flags = {"ranges": True, "soft_cap": soft_cap, "deterministic": deterministic}
             yield key(Pass.BACKWARD, band=True, pair=pair, **flags)
-        chosen = designs.is_pair(arch, Pass.BACKWARD, (head_dim, value_dim), None)
-        flags = {"bias": True, "deterministic": deterministic}
-        yield key(Pass.BACKWARD, band=True, pair=chosen, **flags)
+    chosen = designs.is_pair(arch, Pass.BACKWARD, (head_dim, value_dim), None)
+    yield key(Pass.BACKWARD, band=True, bias=True, deterministic=True, pair=chosen)
     yield key(Pass.BACKWARD_POST)

@@ -149,13 +149,11 @@ def kernel_keys(
         return value_dim_tile(arch, kernel, tile, problem.head_dims[1])
 
     of_gradient = value_tile(Pass.BACKWARD)
+    # With a bias the ordered kernels alone are built: a wheel has no room for both.
+    in_order = problem.deterministic or problem.bias is not None
     backward = (
-        key(Pass.BACKWARD_PRE, of_gradient, deterministic=problem.deterministic),
-        key(
-            *(Pass.BACKWARD, of_gradient),
-            deterministic=problem.deterministic,
-            **limits(Pass.BACKWARD),
-        ),
+        key(Pass.BACKWARD_PRE, of_gradient, deterministic=in_order),
+        key(Pass.BACKWARD, of_gradient, deterministic=in_order, **limits(Pass.BACKWARD)),
         key(Pass.BACKWARD_POST, of_gradient),
     )
     if problem.bias is not None:

@@ -36,7 +36,11 @@ class Capability:
 def _plain(key: KernelKey) -> bool:
     special = key.ranges or key.pair or key.short or key.paged or key.polynomial_exp2
     derivative = key.kernel in (Pass.TANGENT, *HESSIAN_PASSES)
-    return not (special or _splits_keys(key) or derivative)
+    return not (special or _splits_keys(key) or derivative or _has_bias(key))
+
+
+def _has_bias(key: KernelKey) -> bool:
+    return key.bias or key.kernel is Pass.BIAS_GRADIENT
 
 
 def _splits_keys(key: KernelKey) -> bool:
@@ -62,6 +66,12 @@ CAPABILITIES = (
         lambda key: key.ranges and not key.soft_cap,
         "test_row_ranges.py, test_pair_masks.py, test_logits.py: a cover",
         '--only "*ranges*"',
+    ),
+    Capability(
+        "biases and their gradients",
+        _has_bias,
+        "test_bias.py: a cover",
+        '--only "*bias*"',
     ),
     Capability(
         "few query rows and pages",

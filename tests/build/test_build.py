@@ -58,16 +58,16 @@ def test_key_list() -> None:
         Pass.BIAS_GRADIENT: 2 * 5,
     }
     # Dense, a band, ranges, ranges with a cap; at d = 64 and 96 a short tile for a band and for
-    # ranges, which have no tall one at 96; pages; a bias.
+    # ranges, which have no tall one at 96; pages; a bias, with which gradients are deterministic.
     forward = 2 * (6 * 4 + 2 * 2 - 1 + 5 + 6)
-    backward = 2 * 6 * (4 + 1) * 2
+    backward = 2 * 6 * (4 * 2 + 1)
     hessian = dict.fromkeys(HESSIAN_PASSES, 2 * 3 * 2)
     own = {Pass.FORWARD: forward, Pass.BACKWARD: backward, **hessian}
     assert counts("sm_90a") == {**own, **both}
     # Dense, a band, ranges; polynomials or not up to d = 128; pairs or not of two head dims. A bias
     # has none of these.
     forward = 2 * (3 * (5 + 3 + 2 * 2) + 5)
-    backward = 2 * (3 * (6 + 2) + 6) * 2
+    backward = 2 * (3 * (6 + 2) * 2 + 6)
     assert counts("sm_100f") == {Pass.FORWARD: forward, Pass.BACKWARD: backward, **both}
 
 

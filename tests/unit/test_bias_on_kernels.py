@@ -87,8 +87,8 @@ def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> 
     told = explain(Q, Q, Q, dense)
     assert told.forward == ("sm_90a_fwd_bf16_d64_band_bias_short",)
     assert told.backward == (
-        "sm_90a_bwd_pre_bf16_d64",
-        "sm_90a_bwd_bf16_d64_band_bias",
+        "sm_90a_bwd_pre_bf16_d64_deterministic",
+        "sm_90a_bwd_bf16_d64_band_bias_deterministic",
         "sm_90a_bwd_post_bf16_d64",
         "sm_90a_bias_grad_bf16_d64_band",
     )
