@@ -157,6 +157,7 @@ def case_of(key: KernelKey) -> Case:
         is_causal=key.band,
         masks=("scattered",) if key.ranges else (),
         soft_cap=4.0 if key.soft_cap else None,
+        bias=(1, 1, rows, 300) if key.bias else None,
         deterministic=key.deterministic,
     )
 

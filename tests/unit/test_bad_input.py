@@ -153,7 +153,7 @@ def test_wrong(changes: dict[str, Any], message: str, jitted: bool):
     ("changes", "message"),
     [
         ({}, "query dtype f32"),
-        ({"bias": zeros(1, 1, T, S)}, "bias"),
+        ({"bias": zeros(1, 1, T, 1), "dtype": jnp.bfloat16}, "bias: the kernels take alibi"),
         ({"scale": "traced", "dtype": jnp.bfloat16}, "scale: it is traced"),
         ({"head_dim": 12, "dtype": jnp.bfloat16}, "head_dim 12"),
         ({"head_dim": 264, "dtype": jnp.float16}, "head_dim 264"),

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import fa4_jax
 from fa4_jax import attention, bias
 from tests.derivative_checks import close, loss
 
@@ -197,12 +196,6 @@ def test_memory_does_not_grow_with_the_scores() -> None:
         return analysis.temp_size_in_bytes
 
     assert num_bytes(8192) <= 2.2 * num_bytes(4096) < 4096**2 * 4
-
-
-def test_explain_names_the_default_path() -> None:
-    like = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    value = bias.alibi(jax.ShapeDtypeStruct((2,), jnp.float32))
-    assert "bias" in str(fa4_jax.supports(like, like, like, value, arch="sm_90a").reason)
 
 
 def test_wrong() -> None:
