@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from benchmarks.grid_model.recording import Code, Sizes, built, record
+from benchmarks.grid_model.recording import PAGE, Code, Sizes, built, record
 from fa4_jax import catalogue
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import BLACKWELL
@@ -88,6 +88,7 @@ def row(key: KernelKey) -> str:
     design = ", tangents" if key.kernel is Pass.TANGENT else ""
     design += ", polynomial" if key.polynomial_exp2 else ""
     design += ", pair" if ctas == 2 else ""
+    design += f", pages of {PAGE}" if key.paged else ""
     roofline = f"{products:.0f}, {exponentials:.0f}, {operands:.0f}"
     shares = " | ".join(f"{100 * step.busy[unit] / step.cycles:.0f} %" for unit in _UNITS)
     return (
@@ -107,7 +108,7 @@ def main() -> None:
     print("| d, mask | tile x block | T_mma, T_exp, T_smem | cycles | beside | ", end="")
     print(" | ".join(_UNITS) + " | TFLOP/s |\n" + "|---" * (6 + len(_UNITS)) + "|")
     keys = [key for key in catalogue.keys("sm_100f") if key.kernel in _PRODUCTS]
-    plain = [key for key in keys if not key.ranges]
+    plain = [key for key in keys if not (key.ranges or key.bias)]
     chosen = [key for key in plain if key.dtype == "bf16" and key.head_dim in HEAD_DIMS]
     order = {kernel: place for place, kernel in enumerate(_PRODUCTS)}
     for key in sorted(

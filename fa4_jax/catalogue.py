@@ -18,7 +18,6 @@ from fa4_jax.key import (
     HESSIAN_PASSES,
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
-    READS_PAGES,
     SHORT_TILES,
     KernelKey,
     Pass,
@@ -85,8 +84,9 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
         yield key(band=True, ranges=ranges, short=True)
     chosen = designs.is_pair(arch, Pass.FORWARD, (head_dim, value_dim), None)
     yield key(band=True, bias=True, pair=chosen, short=short is not None)
-    if arch in READS_PAGES and value_dim == head_dim:
-        yield key(band=True, short=short is not None, paged=True)
+    if value_dim == head_dim:
+        fast = {"polynomial_exp2": polynomial[-1]}
+        yield key(band=True, pair=chosen, short=short is not None, paged=True, **fast)
 
 
 def _caps(arch: str) -> tuple[bool, ...]:

@@ -115,10 +115,6 @@ SPLIT_CTAS = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 """CTAs of the split forward that one multiprocessor holds at a time, by head dim tile."""
 
 
-READS_PAGES = frozenset({"sm_90a"})
-"""Architectures whose forwards of many rows read pages; elsewhere those of few rows alone do."""
-
-
 STATISTICS_ROWS = 64
 """Of what kernels of Hessian-vector products read of query rows (`row_statistics`), a head's rows
 are padded to a multiple of this.

@@ -19,7 +19,6 @@ from fa4_jax.key import (
     HESSIAN_PASSES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
-    READS_PAGES,
     SHORT_TILES,
     TICKETS_WITH_BANDS,
     KernelKey,
@@ -126,14 +125,14 @@ def kernel_keys(
       KeyError: the head dim has no tile (`unsupported` says so in words).
     """
     tile = _head_dim_tile(problem)
-    design = None if problem.bias is not None else design  # Of these the chosen one alone is built.
+    if problem.bias is not None or problem.page_length is not None:
+        design = None  # Of these the chosen one alone is built.
 
     def key(kernel: Pass, value_dim: int = tile, **flags: bool) -> KernelKey:
         pair = designs.is_pair(arch, kernel, (tile, value_dim), design)
         return KernelKey(arch, kernel, problem.dtype, tile, value_dim=value_dim, pair=pair, **flags)
 
-    polynomial = problem.numerics == "fast" and (arch, tile) in POLYNOMIAL_EXP2_TILES
-    polynomial &= not fast_exp2 and problem.bias is None
+    has_polynomial = (arch, tile) in POLYNOMIAL_EXP2_TILES
 
     def limits(kernel: Pass) -> dict[str, bool]:
         reads, has_bias = bool(in_memory(problem, kernel)), problem.bias is not None
@@ -159,12 +158,15 @@ def kernel_keys(
     if problem.bias is not None:
         backward += (KernelKey(arch, Pass.BIAS_GRADIENT, problem.dtype, tile, band=True),)
     paged = problem.page_length is not None
-    if paged and arch in READS_PAGES and not splits.has_few_rows(problem):
-        has_short = (arch, tile) in SHORT_TILES
-        return (key(Pass.FORWARD, band=True, short=has_short, paged=True),), backward
+    if paged and not splits.has_few_rows(problem):
+        # `decode` takes no numerics, so that one kernel of a tile is enough.
+        flags = {"short": (arch, tile) in SHORT_TILES, "polynomial_exp2": has_polynomial}
+        return (key(Pass.FORWARD, band=True, paged=True, **flags),), backward
     if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
     short = _takes_short_tile(problem, arch, tile)
+    polynomial = has_polynomial and problem.numerics == "fast"
+    polynomial &= not fast_exp2 and problem.bias is None
     flags = {**limits(Pass.FORWARD), "polynomial_exp2": polynomial, "short": short}
     if arch in TICKETS_WITH_BANDS:
         # Lengths make the tiles of a dense call unequal, too. Short tiles are built with a band.

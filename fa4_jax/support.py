@@ -214,8 +214,7 @@ def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwarg
     declined = "xla" if implementation == "xla" else None
     reason = "implementation='xla'" if declined else None
     if isinstance(given, PagedProblem):
-        asked = find_target(None).arch if arch is None else arch
-        problem, no_kernel = paged_call.kernel_problem(given, asked)
+        problem, no_kernel = paged_call.kernel_problem(given)
         reason = reason or no_kernel
     else:
         problem = given

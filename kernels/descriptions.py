@@ -49,7 +49,7 @@ def describe(key: KernelKey) -> Description:
         )
     if hopper:
         return sm90_forward.of_key(key)
-    return sm100_forward.description(key.head_dim, key.pair, key.ranges, key.bias)
+    return sm100_forward.of_key(key)
 
 
 def warps_of_roles(description: Description) -> dict[str, tuple[int, ...]]:

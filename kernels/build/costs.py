@@ -80,10 +80,10 @@ CAPABILITIES = (
         '--only "*_fwd_split_*"',
     ),
     Capability(
-        "many query rows and pages (Hopper)",
+        "many query rows and pages",
         lambda key: key.paged and not _splits_keys(key),
         "test_pages.py: a cover; test_decode_end_to_end.py",
-        '--covering --seeds 20 --only "sm_90a_fwd_[bf][fp]16_*_paged*"',
+        '--covering --seeds 20 --only "*_fwd_[bf][fp]16_*_paged*"',
     ),
     Capability(
         "tangents",

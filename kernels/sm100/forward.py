@@ -37,21 +37,31 @@ for the product.
 (FlashAttention-4: ping-pong tiles, conditional rescaling, correction warps, P in parts.)
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa4_jax.key import KernelKey
-from kernels.common import resources, tensors
+from kernels.common import resources
 from kernels.common.hosts import ForwardHost, forward_source
-from kernels.common.key_visits import Visits, make_walk
+from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import Schedule, synchronise
 from kernels.description import TENSOR_MEMORY_COLUMNS
-from kernels.interface import BiasBuffers, ForwardScalars, LogitBuffers, RangeBuffers, Sizes
+from kernels.interface import (
+    BiasBuffers,
+    ForwardScalars,
+    LogitBuffers,
+    PageBuffers,
+    RangeBuffers,
+    Sizes,
+)
 from kernels.kernel_source import KernelSource
 from kernels.sm100 import ptx, row_tiles
 from kernels.sm100.forward_data import Config, pop_work, push_work
+from kernels.sm100.forward_load import Loads
 from kernels.sm100.forward_products import ProductRoles
 from kernels.sm100.forward_row_data import Call
 from kernels.sm100.forward_rows import RowRoles
@@ -62,20 +72,17 @@ from kernels.sm100.forward_schedule import (
     make_schedule,
     of_cta,
 )
-from kernels.sm100.forward_visits import by_mask, publish, published, visits_of
-
-Walk = tuple[Visits, cute.Tensor, Int32]
-"""Visits of a tile, the register of a walk over them, and how many visits the CTA had before."""
+from kernels.sm100.forward_visits import by_mask
 
 
-class Forward(ForwardHost):
+class Forward(ForwardHost, Loads):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
         self.config = Config(key)
         self.description, self.dtype = self.config.description, self.config.dtype
         self.ranges, self.reads_cap, self.reads_mask = key.ranges, key.reads_cap, key.reads_mask
-        self.bias = key.bias
+        self.paged, self.bias = key.paged, key.bias
         self.row_roles = RowRoles(self.config)
         self.products = ProductRoles(self.config)
 
@@ -87,7 +94,7 @@ class Forward(ForwardHost):
         lse: cute.Pointer,
         sizes: Sizes,
         scalars: ForwardScalars,
-        ranges: RangeBuffers | None = None,
+        of_keys: RangeBuffers | PageBuffers | None = None,
         logits: LogitBuffers | None = None,
         bias: BiasBuffers | None = None,
     ):
@@ -107,6 +114,10 @@ class Forward(ForwardHost):
         cute.arch.mbarrier_init_fence()
         synchronise(self.config.tile.ctas)
 
+        ranges, pages = (None, of_keys) if self.paged else (of_keys, None)
+        page_length = sizes.key_length
+        if cutlass.const_expr(self.paged):
+            sizes = whole_sizes(sizes, pages)
         window, call = scalars.window, Call(sizes, ranges, logits, bias)
         # Each role counts its rounds: one number for all would stay in a register of every role.
         if warp < correction.first_warp:
@@ -141,7 +152,7 @@ class Forward(ForwardHost):
                 else:
                     self.products.mma(shared, rounds)
             elif warp == load.first_warp:
-                self.load(maps, shared, rounds, call)
+                self.load(maps, shared, rounds, call, (pages, page_length))
             elif warp == description.role("store").first_warp:
                 self.store(maps, shared, rounds)
             else:
@@ -161,110 +172,12 @@ class Forward(ForwardHost):
             if cutlass.const_expr(self.ranges):
                 work = by_table(work, ranges, schedule.sizes, self.config.shape)
                 work = by_mask(work, ranges, schedule.sizes, self.config.shape)
+            if cutlass.const_expr(self.paged):
+                # What lies past the last key in its page, or past the table, is padding.
+                padded = work.blocks.end * self.config.tile.n > work.band.key_length
+                work = dataclasses.replace(work, padded_keys=padded)
             work = of_cta(work, schedule, self.config.shape)
             push_work(self.config, shared, round_index, work)
-
-    @cute.jit
-    def load(self, maps: Maps, shared: Shared, rounds: Int32, call: Call):
-        """Load warp: loads Q of every tile, then K and V of each block, last block first."""
-        tile = self.config.tile
-        loads_done, tiles_done = Int32(0), Int32(0)
-        for round_index in cutlass.range(rounds, unroll=1):
-            work = pop_work(self.config, shared, round_index)
-            count = work.blocks.end - work.blocks.begin
-            if count > 0:
-                visits = visits_of(work, call.ranges, call.sizes, self.config.shape, tile.ctas)
-                self.load_tile(maps, shared, work, visits, loads_done, tiles_done)
-                tiles_done += 1
-                loads_done += 2 * count
-        # Shared memory must outlive every commit's arrival.
-        for t in cutlass.range_constexpr(tile.query_tiles):
-            shared.barriers.q_empty[t].wait_free(tiles_done)
-        for i in cutlass.range_constexpr(tile.kv_stages):
-            shared.barriers.kv_empty.wait_free(loads_done + i)
-
-    @cute.jit
-    def load_tile(
-        self,
-        maps: Maps,
-        shared: Shared,
-        work: Work,
-        visits: Visits | None,
-        loads_done: Int32,
-        tiles_done: Int32,
-    ):
-        """Loads one tile that has blocks, after `loads_done` loads into the ring."""
-        tile, d = self.config.tile, self.config.head_dim
-        last, count = work.blocks.end - 1, work.blocks.end - work.blocks.begin
-        prefetch = tile.buffers_per_tile
-        walk = make_walk(visits)
-        own = (visits, walk, loads_done // 2)
-        block = self.block_of_k(shared, own, last, Int32(0))
-        self.load_block(maps, "k", shared, work, block, loads_done)
-        loads_done += 1
-        for t in cutlass.range_constexpr(tile.query_tiles):
-            full = shared.barriers.q_full[t].first
-            shared.barriers.q_empty[t].wait_free(tiles_done)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, tile.rows * d * 2)
-            row_tiles.load((maps.q, maps.q_rows), shared.q[None, None, t], work, t, full)
-        for i in cutlass.range_constexpr(1, prefetch):
-            if i < count:
-                block = self.block_of_k(shared, own, last, Int32(i))
-                self.load_block(maps, "k", shared, work, block, loads_done)
-                loads_done += 1
-        for step in cutlass.range(count, unroll=1):
-            block = self.block_of_v(shared, own, last, step)
-            self.load_block(maps, "v", shared, work, block, loads_done)
-            loads_done += 1
-            if step + prefetch < count:
-                block = self.block_of_k(shared, own, last, step, prefetch)
-                self.load_block(maps, "k", shared, work, block, loads_done)
-                loads_done += 1
-
-    def block_of_k(
-        self, shared: Shared, own: Walk, last: Int32, step: Int32, prefetch: int = 0
-    ) -> Int32:
-        """Returns the block of step + prefetch, and publishes it; last: of the tile's visits."""
-        if not self.ranges:
-            return last - step - prefetch if prefetch else last - step
-        visits, walk, visits_done = own
-        step = step + prefetch
-        return publish(shared.visits, visits, walk, last + 1, step, visits_done + step)
-
-    def block_of_v(self, shared: Shared, own: Walk, last: Int32, step: Int32) -> Int32:
-        """Returns the block of a step whose K has been loaded."""
-        if not self.ranges:
-            return last - step
-        block, _ = published(shared.visits, own[2] + step)
-        return cute.arch.make_warp_uniform(block)
-
-    @cute.jit
-    def load_block(
-        self,
-        maps: Maps,
-        operand: cutlass.Constexpr[str],
-        shared: Shared,
-        work: Work,
-        block: Int32,
-        loads: Int32,
-    ):
-        """Loads this CTA's part of a block of K or V into the ring, after `loads` others."""
-        tile, d = self.config.tile, self.config.head_dim
-        of_head = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        rank = cute.arch.block_idx_in_cluster() if tile.ctas > 1 else 0
-        use = shared.barriers.kv_full.use(loads)
-        full = shared.barriers.kv_full.at(use)
-        shared.barriers.kv_empty.wait_free(use)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, tile.keys * d * 2)
-        if cutlass.const_expr(operand == "k"):
-            place = (block * tile.ctas + rank, 0)
-            source = cute.local_tile(of_head, (tile.keys, d), place)
-            tensors.tma_load(maps.k, source, shared.k[None, None, use.slot], full)
-        else:
-            source = cute.local_tile(of_head, (tile.n, tile.columns_of_v(d)), (block, rank))
-            tensors.tma_load(maps.v, source, shared.v[None, None, use.slot], full)
 
     @cute.jit
     def store(self, maps: Maps, shared: Shared, rounds: Int32):

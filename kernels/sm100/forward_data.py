@@ -10,7 +10,7 @@ from kernels.common.ring import Ring, Use, nth_use
 from kernels.common.schedule import ForwardShape
 from kernels.interface import Window
 from kernels.sm100 import products
-from kernels.sm100.forward_description import RANGE_WORDS, WORK_WORDS, description
+from kernels.sm100.forward_description import RANGE_WORDS, WORK_WORDS, of_key
 from kernels.sm100.forward_schedule import Work, from_words, to_words
 from kernels.sm100.tiles import (
     BUFFERS,
@@ -28,7 +28,7 @@ class Config:
         self.head_dim = key.head_dim
         self.band, self.ranges, self.bias = key.band, key.ranges, key.bias
         self.tile = FORWARD_TILES[key.head_dim, key.pair]
-        self.description = description(key.head_dim, key.pair, key.ranges, key.bias)
+        self.description = of_key(key)
         pairs = self.tile.polynomial_pairs
         if key.ranges:
             pairs = min(pairs, RANGES_POLYNOMIAL_PAIRS)

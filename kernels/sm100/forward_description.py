@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from fa4_jax.key import KernelKey
+from kernels.common.page_maps import maps_of_pages
 from kernels.description import (
     LANES,
     Barrier,
@@ -31,10 +33,11 @@ UNIT = 8  # query rows of one head in a tile that heads share: an atom of the sw
 
 
 @functools.cache
-def description(head_dim: int, pair: bool, ranges: bool, bias: bool = False) -> Description:
-    """Describes the forward kernel of a head dim; the flags are as in `KernelKey`."""
-    tile = FORWARD_TILES[head_dim, pair]
-    roles = _roles(tile, ranges or bias)
+def of_key(key: KernelKey) -> Description:
+    """Describes the forward kernel of a key."""
+    head_dim, ranges = key.head_dim, key.ranges
+    tile = FORWARD_TILES[head_dim, key.pair]
+    roles = _roles(tile, ranges or key.bias)
     return Description(
         roles=roles,
         barriers=_barriers(tile, head_dim, roles),
@@ -51,7 +54,7 @@ def description(head_dim: int, pair: bool, ranges: bool, bias: bool = False) -> 
         ),
         regions=(*(_visits(tile) if ranges else ()), *_regions(tile, head_dim, ranges)),
         division=Division(tile.m, persistent=True),
-        maps=_maps(tile, head_dim),
+        maps=_maps(tile, head_dim, key.paged),
         tensor_memory=_columns(tile, head_dim),
         ctas=tile.ctas,
     )
@@ -171,16 +174,18 @@ def _columns(tile: ForwardTile, head_dim: int) -> tuple[Columns, ...]:
     )
 
 
-def _maps(tile: ForwardTile, head_dim: int) -> tuple[TensorMap, ...]:
+def _maps(tile: ForwardTile, head_dim: int, paged: bool) -> tuple[TensorMap, ...]:
     """Lists the tensor maps.
 
     q and o move by whole tiles where a tile has one head's rows, else by units.
     """
     span, d, rows = tile.span_bytes, head_dim, tile.rows
+    k = TensorMap("k", "k", tile.keys, d, span)
+    v = TensorMap("v", "v", tile.n, tile.columns_of_v(d), span)
+    in_pages = maps_of_pages({"k": k.columns, "v": v.columns}, tile.keys, span)
     return (
         TensorMap("q", "q", UNIT, d, span),
-        TensorMap("k", "k", tile.keys, d, span),
-        TensorMap("v", "v", tile.n, tile.columns_of_v(d), span),
+        *(in_pages if paged else (k, v)),
         TensorMap("o", "o", UNIT, tile.span, span, store=True),
         TensorMap("q_rows", "q", rows, d, span),
         TensorMap("o_rows", "o", rows, tile.span, span, store=True),

@@ -47,6 +47,7 @@ from cutlass.cute.nvgpu import warpgroup
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
 from kernels.common.hosts import ForwardHost, forward_source
+from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
@@ -74,7 +75,6 @@ from kernels.sm90.forward_description import of_key
 from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
-from kernels.sm90.forward_pages import whole_sizes
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
 from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sm90.turns import Turns

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from fa4_jax.key import PAGE_KEYS, KernelKey
+from fa4_jax.key import KernelKey
+from kernels.common.page_maps import maps_of_pages
 from kernels.description import (
     Barrier,
     Description,
@@ -32,9 +33,6 @@ and where bits of a mask are read another one which head's they are."""
 
 VISIT_WORDS = 2
 """int32 words that say what a block is under a mask of pairs; forward_visits."""
-
-LONG_COPY = 64
-"""Keys that a copy from pages has at most."""
 
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
@@ -84,21 +82,12 @@ def of_key(key: KernelKey) -> Description:
     )
 
 
-def has_long_copies(tile: ForwardTile) -> bool:
-    """Whether copies of LONG_COPY keys fill a block."""
-    return tile.n % LONG_COPY == 0
-
-
 def _maps_of_keys(tile: ForwardTile, dims: tuple[int, int], paged: bool) -> tuple[TensorMap, ...]:
-    """Lists the maps of K and V; those of pages have boxes that fit into a page."""
-    span, operands = tile.span_bytes, list(zip(("k", "v"), dims, strict=True))
-    if not paged:
-        return tuple(TensorMap(name, name, tile.n, columns, span) for name, columns in operands)
-    long = operands if has_long_copies(tile) else []
-    return (
-        *(TensorMap(name, name, LONG_COPY, columns, span) for name, columns in long),
-        *(TensorMap(f"{name}_short", name, PAGE_KEYS, span // 2, span) for name, _ in operands),
-    )
+    """Lists the maps of K and V."""
+    operands, span = dict(zip(("k", "v"), dims, strict=True)), tile.span_bytes
+    if paged:
+        return maps_of_pages(operands, tile.n, span)
+    return tuple(TensorMap(name, name, tile.n, columns, span) for name, columns in operands.items())
 
 
 def _padding(warpgroups: int) -> NamedBarrier:

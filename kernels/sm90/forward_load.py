@@ -10,13 +10,14 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax.key import PAGE_KEYS
+from kernels.common import pages as in_pages
 from kernels.common import ptx, tensors
 from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
+from kernels.common.page_maps import LONG_COPY, has_long_copies
+from kernels.common.pages import Copies, Pages, look_up
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.interface import PageBuffers, RangeBuffers
-from kernels.sm90.forward_description import LONG_COPY, has_long_copies
-from kernels.sm90.forward_pages import Pages, load_block, look_up, pages_of
 from kernels.sm90.forward_schedule import Work, assign, by_table, publish, publish_end
 from kernels.sm90.forward_visits import make_visits
 from kernels.sm90.tiles import TICKET_BLOCKS, ForwardTile
@@ -155,8 +156,9 @@ class Loads:
     ) -> Int32:
         """Does what `load_blocks` does with keys in pages; of_call: these, and their length."""
         buffers, page_length = of_call
-        pages, ticket = pages_of(buffers, page_length, work), Int32(0)
-        if cutlass.const_expr(has_long_copies(self.tile)):
+        keys, ticket = work.band.key_length, Int32(0)
+        pages = in_pages.pages_of(buffers, page_length, keys, work.batch, work.kv_head)
+        if cutlass.const_expr(has_long_copies(self.tile.n)):
             if page_length % LONG_COPY == 0:
                 ticket = self.load_copies(maps, shared, work, tile_ticket, done, pages, LONG_COPY)
             else:
@@ -197,8 +199,9 @@ class Loads:
                         barriers.o_empty.wait_free(tiles_done)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.n * columns * 2)
-                copies = (operand, columns, rows)
-                load_block(maps, shared, place, pages, tile, copies, use.slot, full)
+                copies = Copies(("k", "v")[operand], rows, tile.span_bytes // 2)
+                target = (shared.k, shared.v)[operand][None, None, use.slot]
+                in_pages.load(maps, copies, target, place, pages, (0, 0), full)
             if step + 1 < count:
                 place = look_up(pages, work.blocks.end - 2 - step, tile.n, rows)
         return ticket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import zipfile
 
 import pytest
 
@@ -11,6 +12,8 @@ if importlib.util.find_spec("scikit_build_core") is None:
     pytest.skip("pip's backend needs scikit-build-core, which is not here", allow_module_level=True)
 
 from kernels.build import backend
+
+MEMBER = bytes(range(256)) * 64
 
 
 @pytest.fixture
@@ -20,7 +23,12 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[li
     monkeypatch.delenv(backend.ARCHS_VARIABLE, raising=False)
     monkeypatch.setattr(backend, "KERNELS", tmp_path / "_cubins")
     monkeypatch.setattr(backend.subprocess, "run", lambda command, **_: ran.append(command[3:]))
-    monkeypatch.setattr(backend.base, "build_wheel", lambda folder, settings, metadata: "wheel")
+    member = zipfile.ZipInfo("fa4_jax/library.so", (2026, 1, 2, 3, 4, 6))
+    member.external_attr = 0o755 << 16
+    wheel = tmp_path / "wheel"  # An absolute path, wherever the caller wants it.
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(member, MEMBER, zipfile.ZIP_STORED)
+    monkeypatch.setattr(backend.base, "build_wheel", lambda folder, settings, metadata: str(wheel))
     return ran
 
 
@@ -28,10 +36,18 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[li
 def test_an_architecture_can_be_chosen(
     commands: list[list[str]], archs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert backend.build_wheel("dist", {"archs": archs}) == "wheel"
+    assert pathlib.Path(backend.build_wheel("dist", {"archs": archs})).name == "wheel"
     monkeypatch.setenv(backend.ARCHS_VARIABLE, archs)
     backend.build_wheel("dist")
     assert commands == [["--arch", archs]] * 2
+
+
+def test_a_wheel_is_compressed(commands: list[list[str]]) -> None:
+    del commands
+    with zipfile.ZipFile(backend.build_wheel("dist", {"archs": "none"})) as archive:
+        (member,) = archive.infolist()
+        assert member.date_time == (2026, 1, 2, 3, 4, 6) and member.external_attr >> 16 == 0o755
+        assert archive.read(member) == MEMBER and member.compress_size < len(MEMBER) / 10
 
 
 def test_all_are_built_where_there_are_none(commands: list[list[str]]) -> None:

@@ -40,7 +40,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
     if key.kernel is Pass.BIAS_GRADIENT:
         return _bias_gradient_cases(key, common)
     if key.kernel == Pass.FORWARD and key.paged:
-        return _paged_cases(key, common | {"growing": True, "numerics": "exact"})
+        numerics = "fast" if key.polynomial_exp2 else "exact"
+        return _paged_cases(key, common | {"growing": True, "numerics": numerics})
     if key.kernel == Pass.FORWARD:
         return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
     return _backward_cases(key, common | {"deterministic": key.deterministic})

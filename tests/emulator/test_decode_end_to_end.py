@@ -41,8 +41,12 @@ def test_pages_give_the_bits_of_attention(gpu: Gpu, seed: int, scores: dict[str,
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("rows", [1, 40])  # read in pages, and copied
-def test_numbers_of_no_page_are_clamped(gpu: Gpu, rows: int, seed: int) -> None:
+@pytest.mark.parametrize("rows", [1, 40])  # of the split forward, and of that of many rows
+@pytest.mark.parametrize("arch", ["gpu", "blackwell"])
+def test_numbers_of_no_page_are_clamped(
+    request: pytest.FixtureRequest, arch: str, rows: int, seed: int
+) -> None:
+    gpu: Gpu = request.getfixturevalue(arch)
     case = PagedCase(dtype="bf16", head_dim=64, rows=rows)
     one, other = gpu(paged_calls.with_numbers_of_no_page, case, seed)
     assert np.array_equal(one, other)

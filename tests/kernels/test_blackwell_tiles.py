@@ -46,7 +46,8 @@ def test_forward_tile_fits(head_dim: int, pair: bool) -> None:
 def test_the_forward_has_columns_for_its_products(head_dim: int, pair: bool) -> None:
     """S has its buffers, O its query tiles, and P, 16 bits each, lies inside its own S."""
     tile = tiles.FORWARD_TILES[head_dim, pair]
-    columns = forward_description.description(head_dim, pair, False).columns
+    key = KernelKey("sm_100f", Pass.FORWARD, "bf16", head_dim, pair=pair)
+    columns = forward_description.of_key(key).columns
     s, p, o = columns("s"), columns("p"), columns("o")
     assert (s.count, s.width) == (tiles.BUFFERS, tile.n)
     assert (p.count, p.width, p.shares) == (tiles.BUFFERS, tile.n // 2, "s")
@@ -68,7 +69,8 @@ def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
     too, and one for the last steps, which compute the next tile's first scores if there are two
     query tiles. Q and O move by tiles and, where a tile has several heads, by units; O is written
     and stored span by span. In a pair both CTAs run the same code. A row's sink takes two
-    exponentials, a soft cap one for each score that is loaded.
+    exponentials, a soft cap one for each score that is loaded. Pages are copied by 64 keys or by
+    16, for which the load warp has a body each.
     """
     assert counted(key, OPCODES) == expected(key)
 
@@ -97,13 +99,18 @@ def expected(key: KernelKey) -> dict[str, int]:
     later = tile.n // 32 - 1
     pairs = min(tile.polynomial_pairs, tiles.RANGES_POLYNOMIAL_PAIRS if key.ranges else 16)
     polynomial = 2 * pairs * later if key.polynomial_exp2 else 0
+    copies = [(tile.keys // rows, tile.n // rows) for rows in (64, 16)] if key.paged else [(1, 1)]
+    loads = [
+        spans * (2 * tile.query_tiles + loads_of_k * of_k) + of_v * spans // tile.ctas
+        for of_k, of_v in copies
+    ]
     loaded = tiles.SPECULATIVE_KEYS + tile.n
     capped = bodies * loaded if key.reads_cap else 0
     return {
         "UTCHMMA": tile.query_tiles * (scores * d // 16 + 2 * tile.n // 16),
         "LDTM": bodies * (tile.n // 32 + 1) + tile.query_tiles * (d // 32 + tile.span // 32),
         "STTM": bodies * tile.n // 32 + tile.query_tiles * d // 32,
-        "UTMALDG": spans * (2 * tile.query_tiles + loads_of_k) + spans // tile.ctas,
+        "UTMALDG": sum(loads),
         "UTMASTG": 2 * tile.query_tiles,
         "MUFU.EX2": bodies * (loaded - polynomial + 1) + capped + 2 * key.ranges,
     }
