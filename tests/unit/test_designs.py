@@ -29,11 +29,11 @@ def test_both_designs_are_in_the_catalogue():
             for k in keys
             if (k.arch, k.kernel, k.head_dim, k.value_dim) == (arch, kernel, d, value)
         ]
-        plain = [k for k in of_tiles if not (k.ranges or k.bias)]
+        plain = [k for k in of_tiles if not (k.ranges or k.bias or k.paged)]
         assert sum(k.pair for k in plain) * 2 == len(plain) > 0
-        # With a bias the chosen design alone is built.
-        biased = [k for k in of_tiles if k.bias]
-        assert {k.pair for k in biased} == {designs.is_pair(arch, kernel, (d, value), None)}
+        # With a bias, and for pages, the chosen design alone is built.
+        alone = [k for k in of_tiles if k.bias or k.paged]
+        assert {k.pair for k in alone} == {designs.is_pair(arch, kernel, (d, value), None)}
     assert {
         (k.arch, k.kernel, k.head_dim, k.value_dim)
         for k in keys
