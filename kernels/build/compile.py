@@ -78,7 +78,7 @@ def prepare_process(arch: str) -> None:
         raise RuntimeError(f"cutlass was imported before CUTE_DSL_ARCH={arch} was set")
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
-    os.environ["CUTE_DSL_COMPILER_OPT"] = "diagnostic=ptx"  # Remarks have what ptxas says.
+    os.environ["CUTE_DSL_COMPILER_OPT"] = "diagnostic=ptx"  # The remarks then say what ptxas says.
 
 
 def compile_kernel(key: KernelKey) -> Compiled:

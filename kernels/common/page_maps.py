@@ -10,7 +10,7 @@ LONG_COPY = 64
 
 
 def has_long_copies(keys: int) -> bool:
-    """Whether copies of LONG_COPY keys fill so many keys of a block."""
+    """Returns whether copies of LONG_COPY keys make up this number of keys."""
     return keys % LONG_COPY == 0
 
 

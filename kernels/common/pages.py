@@ -59,7 +59,7 @@ def whole_sizes(sizes: Sizes, pages: PageBuffers) -> Sizes:
 def pages_of(
     buffers: PageBuffers, page_length: Int32, keys: Int32, batch: Int32, kv_head: Int32
 ) -> Pages:
-    """Returns the pages of a batch entry with so many keys."""
+    """Returns the pages of a batch entry, whose length is `keys`."""
     last = cutlass.min((keys - 1) // page_length, buffers.table_width - 1)
     first = buffers.page_table + Int64(batch) * buffers.table_width
     entries = cute.make_tensor(first, cute.make_layout(buffers.table_width))

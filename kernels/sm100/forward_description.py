@@ -180,12 +180,16 @@ def _maps(tile: ForwardTile, head_dim: int, paged: bool) -> tuple[TensorMap, ...
     q and o move by whole tiles where a tile has one head's rows, else by units.
     """
     span, d, rows = tile.span_bytes, head_dim, tile.rows
-    k = TensorMap("k", "k", tile.keys, d, span)
-    v = TensorMap("v", "v", tile.n, tile.columns_of_v(d), span)
-    in_pages = maps_of_pages({"k": k.columns, "v": v.columns}, tile.keys, span)
+    if paged:
+        of_keys = maps_of_pages({"k": d, "v": tile.columns_of_v(d)}, tile.keys, span)
+    else:
+        of_keys = (
+            TensorMap("k", "k", tile.keys, d, span),
+            TensorMap("v", "v", tile.n, tile.columns_of_v(d), span),
+        )
     return (
         TensorMap("q", "q", UNIT, d, span),
-        *(in_pages if paged else (k, v)),
+        *of_keys,
         TensorMap("o", "o", UNIT, tile.span, span, store=True),
         TensorMap("q_rows", "q", rows, d, span),
         TensorMap("o_rows", "o", rows, tile.span, span, store=True),

@@ -119,24 +119,30 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _paged_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases of forwards of many rows from pages: of 16 keys in the first, of 64 in the second.
+    """Cases of forwards of many rows from pages, of 64 keys where these divide all, else of 16.
 
-    Tiles have no block, one block, or more blocks than the ring has slots. The last page and the
-    last block are not full. A window hides the first blocks of the second case.
+    Tiles have no block, one, two, or more blocks than the ring has slots. The last page and the
+    last block are not full. A window hides the first blocks of the last case, whose pages have 64
+    keys. Blackwell packs the heads of a group into a tile where there are few rows: its load warp
+    has four ways, by pages and by heads.
     """
     rows, block = describe(key).division.rows, 128
-    lengths = (5 * block - 100, 0, 40, block)
-    offsets = tuple(length - rows + 20 for length in lengths)
-    several = Case(
-        **common,
-        batch=len(lengths),
-        heads=(1, 1),
-        query_length=rows - 20,
-        key_length=5 * block - 16,
-        query_offset=offsets,
-        key_lengths=lengths,
-        poison=True,
-    )
+    short, long = 5 * block - 16, 5 * block
+    ways = [(1, short), (2, short), (2, long)] if key.arch == "sm_100f" else [(1, short)]
+    lengths = (long - 100, 0, 40, block, 2 * block - 20)
+    several = [
+        Case(
+            **common,
+            batch=len(lengths),
+            heads=(heads, 1),
+            query_length=(rows - 20) // heads,
+            key_length=keys,
+            query_offset=tuple(length - (rows - 20) // heads for length in lengths),
+            key_lengths=lengths,
+            poison=True,
+        )
+        for heads, keys in ways
+    ]
     wide = Case(
         **common,
         batch=1,
@@ -147,7 +153,7 @@ def _paged_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         key_lengths=(7 * block - 30,),
         window=(3 * block - 40, None),
     )
-    return several, wide
+    return *several, wide
 
 
 def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:

@@ -59,6 +59,7 @@ def test_what_is_explained_is_there() -> None:
         "sm_90a_bwd_post_bf16_d64",
         "sm_100f_fwd_bf16_d128",
         "sm_100f_fwd_bf16_d256_band",
+        "sm_100f_fwd_bf16_d256_band_paged",
         "sm_100f_bwd_bf16_d64_deterministic",
     ],
 )
