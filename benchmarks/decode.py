@@ -6,9 +6,10 @@
     python -m benchmarks.decode --copies    # calls for which pages are copied
 
 It measures as `python -m benchmarks.attention --group decode` does, beside it our kernel on the
-same keys in pages of 64 tokens in random order and, where it can be imported, flash-attn-4 from a
-CUDA graph, and writes no file. With --parts it shows the microseconds of our kernel with these
-numbers of parts of the keys, for `fa4_jax.splits.COST_BLOCKS`; --few-keys is for its LEAST_KEYS.
+same keys in pages of 64 tokens in random order and, where they can be imported, flash-attn-4 and
+FlashInfer (on such pages) from CUDA graphs, and writes no file. With --parts it shows the
+microseconds of our kernel with these numbers of parts of the keys, for
+`fa4_jax.splits.COST_BLOCKS`; --few-keys is for its LEAST_KEYS.
 --copies times `decode` for chunks of a prompt and for float8 pages, beside its default path and
 `attention` on the same keys side by side.
 """
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import measure, shapes, torch_peer
+from benchmarks import flashinfer_peer, measure, shapes, torch_peer
 from benchmarks.peers import CUDNN, OURS, XLA
 from benchmarks.shapes import Case
 from benchmarks.timing import Protocol, Timing, interleave
@@ -208,6 +209,15 @@ def flash_attn_4_cell(case: Case, protocol: Protocol) -> str:
     return _microseconds(interleave({"one": call}, protocol)["one"], case.chained)
 
 
+def flashinfer_cell(case: Case, protocol: Protocol) -> str:
+    """Returns microseconds of a call of FlashInfer on pages, or why there are none."""
+    try:
+        call = flashinfer_peer.chained(case, measure.make_inputs(case), PAGE)
+    except Exception as error:  # One case must not end the table.
+        return measure.describe(error)[:60]
+    return _microseconds(interleave({"one": call}, protocol)["one"], case.chained)
+
+
 def row(case: Case, record: dict[str, Any], others: list[str]) -> str:
     """Returns a case's line of the table."""
     sizes = f"{case.batch}, {case.query_length}, {case.key_length}, "
@@ -235,6 +245,14 @@ def paged_cell(case: Case, protocol: Protocol) -> str:
         return measure.describe(error)[:60]
 
 
+CELLS = {
+    "ours, pages": paged_cell,
+    torch_peer.FA4: flash_attn_4_cell,
+    flashinfer_peer.FLASHINFER: flashinfer_cell,
+}
+"""Columns of the table that are timed apart."""
+
+
 def main() -> None:
     """Measures case by case and prints the table as it grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
@@ -244,7 +262,8 @@ def main() -> None:
     parser.add_argument("--copies", action="store_true", help="calls for which pages are copied")
     parser.add_argument("--parts", type=int, nargs="+", help="numbers of parts of our kernel")
     options = parser.parse_args()
-    torch_peer.load()  # before JAX starts its devices
+    torch_peer.load_torch()  # before JAX starts its devices
+    torch_peer.load()
     print(jax.devices()[0].device_kind)
     protocol = Protocol(options.loops, 0.03)
     for batch in (1, 8, 64) if options.few_keys else ():
@@ -257,12 +276,11 @@ def main() -> None:
         jax.clear_caches()
     if options.parts or options.few_keys or options.copies:
         return
-    head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, "ours, pages", torch_peer.FA4)
-    head = (*head, "floor", "share", "differences")
+    head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, *CELLS, "floor", "share", "differences")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
     for case in cases:
         try:
-            others = [cell(case, protocol) for cell in (paged_cell, flash_attn_4_cell)]
+            others = [cell(case, protocol) for cell in CELLS.values()]
             line = row(case, measure.measure(case, protocol), others)
         except Exception as error:  # One case must not end the table.
             line = f"| {case.id}: {measure.describe(error)} |"

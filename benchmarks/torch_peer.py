@@ -52,6 +52,15 @@ class Modules:
 
 
 @functools.cache
+def load_torch() -> Any:
+    """Imports PyTorch as `load` does, alone."""
+    try:
+        return importlib.import_module("torch")
+    except Exception as error:
+        return f"cannot be imported: {error}"
+
+
+@functools.cache
 def load() -> Modules | str:
     """Imports PyTorch and flash-attn-4; returns why it cannot, if it cannot.
 
@@ -120,6 +129,11 @@ def chained(case: Case, inputs: Inputs) -> Callable[[], Foreign]:
                 result = _output(attend(result, key, value))
         return result
 
+    return captured(torch, run)
+
+
+def captured(torch: Any, run: Callable[[], Any]) -> Callable[[], Foreign]:
+    """Returns a call that replays a CUDA graph of what `run` launches; it returns its tensor."""
     # What is compiled at the first call must not be within the capture.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

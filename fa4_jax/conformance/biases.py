@@ -23,13 +23,14 @@ class Kind:
       value: the bias value of this array.
       spread: what pairs at distances j - (i + query_offset), int [B, T, S], get: [B, N, T, S] or
         broadcast to it.
-      gathered: from what pairs get, of a cotangent [B, N, T, S], to the array's cotangent.
+      of_rows: what each row adds to the array's cotangent, [B, T, *array], of a cotangent of what
+        pairs get, [B, N, T, S].
     """
 
     draw: Callable[[Sizes, np.random.Generator], np.ndarray]
     value: Callable[[Any], bias.Bias]
     spread: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    gathered: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    of_rows: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _slopes(case: Sizes, rng: np.random.Generator) -> np.ndarray:
@@ -55,8 +56,11 @@ def _of_table(table: np.ndarray, distance: np.ndarray) -> np.ndarray:
 
 
 def _to_table(x: np.ndarray, distance: np.ndarray) -> np.ndarray:
-    found, heads = np.zeros((_BUCKETS, x.shape[1]), x.dtype), np.moveaxis(x, 1, -1)
-    np.add.at(found, _buckets(distance), heads)
+    """x [B, N, T, S], distance [B, T, S]; returns [B, T, buckets, N]."""
+    batch, heads, rows, _ = x.shape
+    found = np.zeros((batch, rows, _BUCKETS, heads), x.dtype)
+    entry, row, _ = np.ogrid[tuple(slice(size) for size in distance.shape)]
+    np.add.at(found, (entry, row, _buckets(distance)), np.moveaxis(x, 1, -1))
     return found
 
 
@@ -65,7 +69,7 @@ KINDS: dict[str, Kind] = {
         _slopes,
         bias.alibi,
         lambda slopes, distance: slopes[None, :, None, None] * distance[:, None],
-        lambda x, distance: (x * distance[:, None]).sum((0, 2, 3)),
+        lambda x, distance: (x * distance[:, None]).sum(3).swapaxes(1, 2),
     ),
     "relative": Kind(
         _table,

@@ -18,7 +18,7 @@ and rounds to the storage type what a fused kernel does: the operands of product
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -305,16 +305,20 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
         results |= _moved(inputs, precision, scores, weights, group)
     if case.max_logit:
         results["max_logit"] = max_logit
+    rows: dict[str, np.ndarray] = {}  # [B, T, *result]: what each row adds.
     if inputs.sinks is not None:
         share = np.exp(sink - np.where(empty, 0, lse))
-        results["dsinks"] = rounded(-(share * delta).sum((0, 2, 3)))
+        rows["dsinks"] = -(share * delta)[..., 0].swapaxes(1, 2)
+        results["dsinks"] = rounded(rows["dsinks"].sum((0, 1)))
     if isinstance(case.bias, str):
-        results["dbias"] = biases.KINDS[case.bias].gathered(ds, biases.distances(case))
+        rows["dbias"] = biases.KINDS[case.bias].of_rows(ds, biases.distances(case))
+        results["dbias"] = rows["dbias"].sum((0, 1))
     elif inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
         results["dbias"] = rounded(ds.sum(summed, keepdims=True))
     of_tangents = (*TANGENTS, *HESSIAN_PRODUCTS) if inputs.tangents else ()
-    return {name: results[name] for name in (*names(case), *of_tangents)}
+    found = {name: results[name] for name in (*names(case), *of_tangents)}
+    return found | {f"{name}_rows": terms for name, terms in rows.items()}
 
 
 def _spread(case: Case, bias: np.ndarray) -> np.ndarray:
@@ -335,13 +339,34 @@ def _sinks(case: Case, inputs: Inputs, work: Any) -> np.ndarray:
 
 
 def oracle(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
-    """output [B, T, N, H], lse [B, N, T] and the gradients, in float64."""
+    """output [B, T, N, H], lse [B, N, T] and the gradients, in float64.
+
+    Gradients that are sums over all rows, of sinks and of biases by positions, have their terms,
+    [B, T, *gradient], beside them (`dsinks_rows`).
+    """
     return _attention(case, inputs, _Precision(np.float64, None))
 
 
 REFERENCE_SHIFTS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75)
 """Softmax references below the row maximum, and log2 of factors folded into scores and their
 gradients, that an ordinary kernel may as well choose."""
+
+
+def judges(
+    name: str, expected: dict[str, np.ndarray], usual: Sequence[dict[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """One quantity of several ordinary computations, by which a result is judged.
+
+    Of a sum over all rows there may be two values, say, and in all ordinary computations the rows'
+    errors may happen to cancel. So each of them counts once more, as if its rows' errors, added
+    with random signs, came to their root mean square.
+    """
+    found = [computed[name] for computed in usual]
+    rows = f"{name}_rows"
+    if rows in expected:
+        errors = (np.square(computed[rows] - expected[rows]).sum((0, 1)) for computed in usual)
+        found += [expected[name] + np.sqrt(squares) for squares in errors]
+    return found
 
 
 def ordinary(

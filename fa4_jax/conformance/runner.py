@@ -16,6 +16,7 @@ from fa4_jax.conformance.oracle import (
     HESSIAN_PRODUCTS,
     REFERENCE_SHIFTS,
     Inputs,
+    judges,
     make_inputs,
     names,
     oracle,
@@ -180,7 +181,7 @@ def judged(
                 case.dtype,
                 value,
                 expected[name],
-                [computed[name] for computed in usual],
+                judges(name, expected, usual),
                 polynomial,
             )
             for name, value in results.items()

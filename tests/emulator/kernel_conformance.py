@@ -39,6 +39,7 @@ from fa4_jax.conformance.compare import Verdict, compare
 from fa4_jax.conformance.oracle import (
     REFERENCE_SHIFTS,
     Inputs,
+    judges,
     make_inputs,
     oracle,
     ordinary,
@@ -287,7 +288,7 @@ def judged(problem: Problem, results: dict[str, np.ndarray]) -> list[Verdict]:
             case.dtype,
             results[name],
             expected[name],
-            [some[name] for some in usual],
+            judges(name, expected, usual),
             polynomial,
         )
         for name in quantities(case, problem.kernel)
