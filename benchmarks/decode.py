@@ -67,10 +67,11 @@ def parts_s(case: Case, numbers: list[int], protocol: Protocol) -> dict[str, Tim
         def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             for _ in range(case.chained):
                 buffers = {"q": query, "k": key, "v": value, "extents": extents.stacked(*limits)}
-                buffers["parts"] = jnp.zeros((parts, *parts_of_rule[1:]), jnp.int32)
+                shape = splits.shape(parts, *parts_of_rule[1:3])
+                buffers["parts"] = jnp.zeros(shape, jnp.int32)
                 operands = Operands(query, key, value, buffers["extents"])
                 buffers |= launches.split_buffers(plan.problem, operands)
-                for kernel in plan.forward:
+                for kernel in plan.forward[: 2 if splits.are_joined(shape) else 1]:
                     buffers |= ffi_call.launch(kernel, buffers, scalars(plan.problem))
                 query = buffers["o"]
             return query

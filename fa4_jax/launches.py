@@ -162,7 +162,7 @@ def forward(plan: Plan, operands: Operands, page_table: jax.Array | None = None)
     else:
         buffers |= _varying({"parts": jnp.zeros(parts, jnp.int32)}, operands)
         buffers |= split_buffers(problem, operands)
-    results = _run(plan.forward, problem, buffers)
+    results = _run(plan.forward_launches, problem, buffers)
     if not problem.returns_max_logit:
         return Results(results["o"], results["lse"], None)
     largest = results["max_logit"] if parts is None else results["row_max"].max(axis=-1)

@@ -104,6 +104,13 @@ class Plan:
         return splits.parts(self.problem, self.forward[0].key.arch)
 
     @property
+    def forward_launches(self) -> tuple[Kernel, ...]:
+        """The kernels of the forward that run: one part of all keys is not joined."""
+        parts = self.parts
+        whole = parts is not None and not splits.are_joined(parts)
+        return self.forward[:1] if whole else self.forward
+
+    @property
     def tail_shape(self) -> tail.Shape | None:
         """Shape of the backward's buffer `tail`; None where another backward runs."""
         if not self.backward:
@@ -288,7 +295,7 @@ def new_buffers(
     shapes |= {name: shape for name, shape in own.items() if shape is not None}
     for launch in launches:
         for result in launch.results:
-            if result.name not in shapes:
+            if 0 in shapes.get(result.name, (0,)):
                 shapes[result.name] = tuple(evaluate_size(size, shapes) for size in result.shape)
                 found[result.name] = result, shapes[result.name]
     return found

@@ -3,7 +3,7 @@
 Decoding asks for few query rows and many keys. The ordinary forward then has a tile of 128 rows for
 one row, reads K and V once for every query head, and has too few tiles for all multiprocessors. The
 split forward packs the rows of a group, (token, head of the group), into tiles of 16 to 64 rows,
-and divides the keys; a second kernel joins the parts by their log-sum-exp.
+and divides the keys; a second kernel joins the parts by their log-sum-exp, if there are several.
 
 Both decisions depend on shapes alone, never on lengths: the same call gives the same bits whatever
 its neighbours in the batch are, and a program serves all lengths.
@@ -23,9 +23,9 @@ LEAST_KEYS = 256
 COST_BLOCKS = 2
 """Blocks that take about as long as a part's start and end. Other values were not measured."""
 
-Parts = tuple[int, int, int, int]
+Parts = tuple[int, int, int, int, int, int]
 """Shape of the buffer `parts`, which has no elements: (parts of the keys, blocks of rows, N where
-the largest scores are wanted or else 0, 0)."""
+the largest scores are wanted or else 0, parts that have to be joined, 1 where none have, 0)."""
 
 
 def takes(problem: Problem) -> bool:
@@ -66,4 +66,15 @@ def parts(problem: Problem, arch: str) -> Parts:
         return -(-each * splits // slots) * (-(-blocks // splits) + COST_BLOCKS)
 
     count = min(range(1, min(blocks, slots, SPLIT_MOST_PARTS) + 1), key=cost)
-    return count, row_blocks, problem.query_heads if problem.returns_max_logit else 0, 0
+    return shape(count, row_blocks, problem.query_heads if problem.returns_max_logit else 0)
+
+
+def shape(count: int, row_blocks: int, max_heads: int) -> Parts:
+    """Shape of the buffer `parts`: one part of all keys is not joined, since it is the result."""
+    whole = count == 1
+    return count, row_blocks, max_heads, 0 if whole else count, int(whole), 0
+
+
+def are_joined(parts: Parts) -> bool:
+    """Whether a second kernel joins the parts."""
+    return parts[3] > 0

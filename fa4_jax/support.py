@@ -269,7 +269,7 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None, held: Held) ->
     pairs *= plan.problem.query_heads
     has_backward = plan.backward_reason != _NO_BACKWARD
     return Explanation(
-        forward=tuple(kernel.key.name for kernel in plan.forward),
+        forward=tuple(kernel.key.name for kernel in plan.forward_launches),
         backward=tuple(kernel.key.name for kernel in plan.backward),
         tiles=_tiles(plan, manifest),
         designs=_designs(plan),
@@ -347,7 +347,7 @@ def _copies(problem: PagedProblem, plan: Plan) -> tuple[Workspace, ...]:
 
 
 def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
-    launches = [kernel.launch for kernel in plan.forward + plan.backward]
+    launches = [kernel.launch for kernel in plan.forward_launches + plan.backward]
     problem, own = plan.problem, {"parts": plan.parts, "tail": plan.tail_shape}
     if held.bias is not None:
         lengths = problem.query_length, problem.key_length

@@ -147,26 +147,35 @@ class SplitBuffers:
 
     o_parts f32 [batch, splits, query_length, heads, value_dim], lse_parts f32 [batch, splits,
     query_length, heads] and max_parts of the same shape, or with no heads where largest scores are
-    not wanted, both in units of log2: the results of parts of the keys.
+    not wanted, both in units of log2: the results of parts of the keys. Where the one part is all
+    of them, these have no part, and the results are those of `JoinBuffers`, which otherwise have no
+    batch entry here.
     """
 
     q: Pointer
     extents: Pointer
+    sinks: Pointer
     o_parts: Pointer
     lse_parts: Pointer
     max_parts: Pointer
+    o: Pointer
+    lse: Pointer
+    row_max: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitShape:
     """How many parts the keys have, and the packed rows: `parts` is an array without elements.
 
-    max_heads: N where the largest scores are wanted, else 0.
+    max_heads: N where the largest scores are wanted, else 0. whole: 1 where the one part is all of
+    the keys, else 0. sink_heads: N where there are sinks, else 0.
     """
 
     splits: Annotated[Any, Dim(0, "parts")]
     row_blocks: Annotated[Any, Dim(1, "parts")]
     max_heads: Annotated[Any, Dim(2, "parts")]
+    whole: Annotated[Any, Dim(4, "parts")]
+    sink_heads: Annotated[Any, Dim(0, "sinks")]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ lengths are, and which part a block is in depends on shapes alone.
         P  = exp2(S * scale_log2 - maximum * scale_log2)
         O += P V        mma.sync, V by ldmatrix
     then the warps of the same rows join what they have, through shared memory, and store O / sum
-    and log2(sum) + maximum, fp32, of this part of the keys.
+    and log2(sum) + maximum, fp32, of this part of the keys; or O and LSE, if it is all of them.
 
 The time is that of loading K and V once. All rows of a group share a load, and a multiprocessor has
 192 KiB on their way.
@@ -24,7 +24,6 @@ has row tile `warp % row_tiles` and, of every `key_groups` steps of a step's key
 Rows that see no key of a part leave its output unwritten and its LSE -inf.
 """
 
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -48,12 +47,12 @@ from kernels.common.split_data import (
 from kernels.common.split_description import (
     MMA_WARPS,
     SPLIT_TILES,
-    VECTOR,
     WARP_ROWS,
     split,
 )
 from kernels.common.split_hosts import SplitHost, split_source
 from kernels.common.split_scores import HALVES, TILE_KEYS, cap, compare_tags
+from kernels.common.split_stores import Stores
 from kernels.interface import (
     HeadDims,
     PageBuffers,
@@ -68,7 +67,7 @@ from kernels.kernel_source import KernelSource
 _DEPTH = 16  # of one mma.sync
 
 
-class ForwardSplit(SplitHost):
+class ForwardSplit(Stores, SplitHost):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -397,81 +396,6 @@ class ForwardSplit(SplitHost):
                     after = ptx.multiply_m16n8k16(self.dtype, before, a, own)
                     for j in range(4):
                         rows.acc[j, tile] = after[j]
-
-    @cute.jit
-    def leave(self, shared: Shared, rows: Rows, warp: Int32, scale_log2: Float32):
-        """Leaves a warp's maxima, sums and output in shared memory, where all are when it ends."""
-        lane = cute.arch.lane_idx()
-        resources.meet(self.parts_barrier)
-        for half in cutlass.range_constexpr(HALVES):
-            row = warp * WARP_ROWS + lane // 4 + 8 * half
-            total = rows.row_sum[half]
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
-            if lane % 4 == 0:
-                shared.sums[0, row] = rows.maximum[half] * scale_log2
-                shared.sums[1, row] = total
-            for tile in cutlass.range_constexpr(self.head_dim // TILE_KEYS):
-                for column in cutlass.range_constexpr(2):
-                    place = (TILE_KEYS * tile + (lane % 4) * 2 + column, row)
-                    shared.outputs[place] = rows.acc[2 * half + column, tile]
-        resources.meet(self.parts_barrier)
-
-    @cute.jit
-    def store(
-        self,
-        shared: Shared,
-        work: Work,
-        call: Call,
-        row_tiles: Int32,
-    ):
-        """Joins what the warps of the same rows have left, and stores it."""
-        sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
-        thread, _, _ = cute.arch.thread_idx()
-        vectors = self.head_dim // VECTOR
-        part = Int64(work.batch) * parts.splits + work.part
-        for i in cutlass.range(thread, work.rows * vectors, MMA_WARPS * 32, unroll=1):
-            row = i // vectors
-            column = (i - row * vectors) * VECTOR
-            packed = work.first_row + row
-            token = packed // work.group
-            head = work.kv_head * work.group + packed - token * work.group
-            result = (part * sizes.query_length + token) * sizes.heads + head
-            total, largest, values = self.joined(shared, row, column, row_tiles)
-            if column == 0:
-                lse = largest + cute.math.log2(total, fastmath=True)
-                lse = select(total == 0.0, -Float32.inf, lse)
-                cute.make_tensor(buffers.lse_parts + result, cute.make_layout(1))[0] = lse
-                if parts.max_heads > 0:
-                    cute.make_tensor(buffers.max_parts + result, cute.make_layout(1))[0] = largest
-            if (total != 0.0) & (column < dims.value_dim):
-                inverse = 1.0 / total
-                output = cute.make_rmem_tensor((VECTOR,), Float32)
-                for j in cutlass.range_constexpr(VECTOR):
-                    output[j] = values[j] * inverse
-                offset = cute.assume(result * dims.value_dim + column, divby=VECTOR)
-                target = cute.make_tensor(buffers.o_parts + offset, cute.make_layout(VECTOR))
-                cute.autovec_copy(output, target)
-
-    @cute.jit
-    def joined(
-        self, shared: Shared, row: Int32, column: Int32, row_tiles: Int32
-    ) -> tuple[Float32, Float32, Any]:
-        """Returns a row's sum, its maximum, and four columns of its output, over its key groups."""
-        largest = -Float32.inf
-        step = row_tiles * WARP_ROWS
-        for at in cutlass.range(row, MMA_WARPS * WARP_ROWS, step, unroll=1):
-            largest = fmax(largest, shared.sums[0, at])
-        safe = finite_reference(largest)
-        total = Float32(0.0)
-        values = cute.make_rmem_tensor((VECTOR,), Float32)
-        values.fill(0.0)
-        for at in cutlass.range(row, MMA_WARPS * WARP_ROWS, step, unroll=1):
-            factor = exp2(shared.sums[0, at] - safe)
-            total = total + shared.sums[1, at] * factor
-            for j in cutlass.range_constexpr(VECTOR):
-                values[j] = values[j] + shared.outputs[column + j, at] * factor
-        return total, largest, values
 
 
 def source(key: KernelKey) -> KernelSource:

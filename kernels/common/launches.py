@@ -63,19 +63,23 @@ def _forward(key: KernelKey, description: Description) -> Launch:
 
 
 def _forward_split(key: KernelKey, description: Description) -> Launch:
-    parts = (*_dims("q", (0,)), *_dims("parts", (0,)), *_dims("q", (1,)))
+    parts = (*_dims("q", (0,)), *_dims("parts", (3,)), *_dims("q", (1,)))
+    entries = (Factor(buffer="q", axis=0), Factor(buffer="parts", axis=4))
     absent = absent_of_split()
     of_keys = interface.PageBuffers if key.paged else interface.SplitRanges
     extra = tuple(p for p in interface.params(of_keys) if p.name not in absent)
     return Launch(
         operands=(
-            *("q", "k", "v", "extents", "parts", "soft_cap"),
+            *("q", "k", "v", "extents", "parts", "soft_cap", "sinks"),
             *(param.buffer for param in extra if param.kind == "pointer"),
         ),
         results=(
             Result("o_parts", "f32", (*parts, *_dims("q", (2,)), *_dims("v", (3,)))),
             Result("lse_parts", "f32", (*parts, *_dims("q", (2,)))),
             Result("max_parts", "f32", (*parts, *_dims("parts", (2,)))),
+            Result("o", key.dtype, (entries, *_dims("q", (1, 2)), *_dims("v", (3,)))),
+            Result("lse", "f32", (entries, *_dims("q", (2, 1)))),
+            Result("row_max", "f32", (entries, *_dims("parts", (2,)), *_dims("q", (1,)))),
         ),
         params=(
             *_maps(description),

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa4_jax import bands
 from fa4_jax.key import SPLIT_KEYS, SPLIT_ROWS
@@ -14,6 +14,7 @@ from kernels.common.schedule import batch_band
 from kernels.common.softmax import LN_2, LOG2_E, select
 from kernels.interface import (
     HeadDims,
+    JoinBuffers,
     Sizes,
     SplitBuffers,
     SplitRanges,
@@ -107,6 +108,22 @@ def row_limits(work: Work, call: Call, token: Int32) -> tuple[Int32, Int32]:
             own_low, own_high = row_ranges.row_limits(arrays, token)
             low, high = cutlass.max(low, own_low), cutlass.min(high, own_high)
     return low, high
+
+
+@cute.jit
+def row_sink(
+    buffers: SplitBuffers | JoinBuffers, sink_heads: Int32, batch: Int32, head: Int32, token: Int32
+) -> tuple[Float32, cutlass.Boolean]:
+    """Returns a row's sink in units of log2, and whether it is within the query length.
+
+    Without sinks -inf, and the length does not matter: rows past it see no key.
+    """
+    sink_log2, is_row = -Float32.inf, cutlass.Boolean(True)
+    if sink_heads > 0:
+        sink_log2 = cute.make_tensor(buffers.sinks + head, cute.make_layout(1))[0] * LOG2_E
+        length = cute.make_tensor(buffers.extents + Int64(batch) * 4, cute.make_layout(1))[0]
+        is_row = token < length
+    return sink_log2, is_row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from fa4_jax import splits
 from fa4_jax.conformance.cases import Case
 from fa4_jax.key import SHORT_TILES, SPLIT_ROWS, Pass
 from tests.emulator.attention import Attention, nothing_more
@@ -16,13 +17,13 @@ def in_parts(launches: Attention, case: Case, parts: int) -> Attention:
     row_blocks = -(-case.query_length * case.problem.group // SPLIT_ROWS)
     heads = case.heads[0] if case.max_logit else 0
     arrays = {**nothing_more(), **launches.arrays}
-    arrays["parts"] = np.zeros((parts, row_blocks, heads, 0), np.int32)
+    arrays["parts"] = np.zeros(splits.shape(parts, row_blocks, heads), np.int32)
     keys = launches.keys
     if keys[0].kernel is Pass.FORWARD:  # of a case with more rows than one CTA's
         flags = dict.fromkeys(("band", "polynomial_exp2", "ranges", "soft_cap", "short"), False)
         split = dataclasses.replace(keys[0], kernel=Pass.FORWARD_SPLIT, **flags)
         keys = split, dataclasses.replace(split, kernel=Pass.FORWARD_JOIN)
-    return dataclasses.replace(launches, arrays=arrays, keys=keys)
+    return dataclasses.replace(launches, arrays=arrays, keys=keys[: 1 if parts == 1 else 2])
 
 
 def in_pages(

@@ -90,11 +90,17 @@ CASES = (
     ),
 )
 
+WHOLE = tuple((case, 1) for case, parts in CASES if parts > 1)
+"""The same with all keys in one part, which is not joined."""
+
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("case", "parts", "policy"),
-    [(*pair, policy) for pair, policy in zip(CASES, itertools.cycle(POLICIES), strict=False)],
+    [
+        (*pair, policy)
+        for pair, policy in zip((*CASES, *WHOLE), itertools.cycle(POLICIES), strict=False)
+    ],
     ids=lambda value: value.id if isinstance(value, Case) else "",
 )
 def test_agrees_with_oracle(arch: str, case: Case, parts: int, policy: Policy, seed: int) -> None:

@@ -58,7 +58,7 @@ def test_parts_keep_the_gpu_busy(arch: str, batch: int, key_length: int, kv_head
     """The longest wave takes at most a quarter longer than if all blocks were dealt out evenly."""
     problem = dataclasses.replace(DECODE, batch=batch, key_length=key_length, kv_heads=kv_heads)
     parts, *others = splits.parts(problem, arch)
-    assert others == [1, 0, 0]
+    assert others == ([1, 0, 0, 1, 0] if parts == 1 else [1, 0, parts, 0, 0])
     blocks, slots = -(-key_length // SPLIT_KEYS), splits.MULTIPROCESSORS[arch]
     assert 1 <= parts <= blocks
     each = batch * kv_heads
@@ -69,12 +69,18 @@ def test_parts_keep_the_gpu_busy(arch: str, batch: int, key_length: int, kv_head
 def test_a_plan_follows_the_sizes_of_a_device() -> None:
     """Of a mesh's devices each has a part of the batch, and divides the keys the more for it."""
     plan = make_plan(DECODE, fake_target(), None)
-    assert plan.parts == splits.parts(DECODE, "sm_90a") == (2, 1, 0, 0)
-    assert plan.resized(batch=1).parts == (16, 1, 0, 0)
-    assert plan.resized(query_heads=8 * 70).parts == (1, 2, 0, 0)
+    assert plan.parts == splits.parts(DECODE, "sm_90a") == splits.shape(2, 1, 0)
+    assert plan.resized(batch=1).parts == splits.shape(16, 1, 0)
+    assert plan.resized(query_heads=8 * 70).parts == splits.shape(1, 2, 0)
     assert (
         make_plan(dataclasses.replace(DECODE, query_length=512), fake_target(), None).parts is None
     )
     largest = dataclasses.replace(plan, problem=dataclasses.replace(DECODE, returns_max_logit=True))
-    assert largest.parts == (2, 1, 32, 0)
-    assert largest.resized(query_heads=16, kv_heads=4).parts == (4, 1, 16, 0)
+    assert largest.parts == splits.shape(2, 1, 32)
+    assert largest.resized(query_heads=16, kv_heads=4).parts == splits.shape(4, 1, 16)
+
+
+def test_one_part_of_all_keys_is_not_joined() -> None:
+    plan = make_plan(DECODE, fake_target(), None)
+    assert len(plan.forward_launches) == len(plan.forward) == 2
+    assert plan.resized(batch=64).forward_launches == plan.forward[:1]

@@ -1,0 +1,135 @@
+"""What the MMA warps of a split forward leave: results of a part of the keys, or of all."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from kernels.common import resources
+from kernels.common.resources import Shared
+from kernels.common.softmax import LN_2, exp2, finite_reference, fmax, select, with_sink
+from kernels.common.split_data import Call, Rows, Work, row_sink
+from kernels.common.split_description import MMA_WARPS, VECTOR, WARP_ROWS
+from kernels.common.split_scores import HALVES, TILE_KEYS
+from kernels.description import NamedBarrier
+
+
+class Stores:
+    """How a split forward ends; attributes are those of `ForwardSplit`."""
+
+    dtype: Any
+    head_dim: int
+    parts_barrier: NamedBarrier
+
+    @cute.jit
+    def leave(self, shared: Shared, rows: Rows, warp: Int32, scale_log2: Float32):
+        """Leaves a warp's maxima, sums and output in shared memory, where all are when it ends."""
+        lane = cute.arch.lane_idx()
+        resources.meet(self.parts_barrier)
+        for half in cutlass.range_constexpr(HALVES):
+            row = warp * WARP_ROWS + lane // 4 + 8 * half
+            total = rows.row_sum[half]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            if lane % 4 == 0:
+                shared.sums[0, row] = rows.maximum[half] * scale_log2
+                shared.sums[1, row] = total
+            for tile in cutlass.range_constexpr(self.head_dim // TILE_KEYS):
+                for column in cutlass.range_constexpr(2):
+                    place = (TILE_KEYS * tile + (lane % 4) * 2 + column, row)
+                    shared.outputs[place] = rows.acc[2 * half + column, tile]
+        resources.meet(self.parts_barrier)
+
+    @cute.jit
+    def store(self, shared: Shared, work: Work, call: Call, row_tiles: Int32):
+        """Joins what the warps of the same rows have left, and stores it."""
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = self.head_dim // VECTOR
+        for i in cutlass.range(thread, work.rows * vectors, MMA_WARPS * 32, unroll=1):
+            row = i // vectors
+            column = (i - row * vectors) * VECTOR
+            packed = work.first_row + row
+            token = packed // work.group
+            head = work.kv_head * work.group + packed - token * work.group
+            found = self.joined(shared, row, column, row_tiles)
+            if call.parts.whole > 0:
+                self.store_whole(work, call, (token, head, column), found)
+            else:
+                self.store_part(work, call, (token, head, column), found)
+
+    @cute.jit
+    def store_whole(
+        self,
+        work: Work,
+        call: Call,
+        place: tuple[Int32, Int32, Int32],
+        found: tuple[Float32, Float32, Any],
+    ):
+        """Stores four columns of a row's output, and its LSE; `place`: token, head, column."""
+        sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
+        (token, head, column), (total, largest, values) = place, found
+        sink_log2, is_row = row_sink(buffers, parts.sink_heads, work.batch, head, token)
+        inverse, lse = with_sink(largest, total, sink_log2)
+        if column == 0:
+            at = (Int64(work.batch) * sizes.heads + head) * sizes.query_length + token
+            lse = select(is_row, lse, -Float32.inf)
+            cute.make_tensor(buffers.lse + at, cute.make_layout(1))[0] = lse
+            if parts.max_heads > 0:
+                cute.make_tensor(buffers.row_max + at, cute.make_layout(1))[0] = largest * LN_2
+        if column < dims.value_dim:
+            output = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            for j in cutlass.range_constexpr(VECTOR):
+                output[j] = (values[j] * inverse).to(self.dtype)
+            row = (Int64(work.batch) * sizes.query_length + token) * sizes.heads + head
+            offset = cute.assume(row * dims.value_dim + column, divby=VECTOR)
+            target = cute.make_tensor(buffers.o + offset, cute.make_layout(VECTOR))
+            cute.autovec_copy(output, target)
+
+    @cute.jit
+    def store_part(
+        self,
+        work: Work,
+        call: Call,
+        place: tuple[Int32, Int32, Int32],
+        found: tuple[Float32, Float32, Any],
+    ):
+        """Stores the same of a part of the keys, in units of log2, without a sink."""
+        sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
+        (token, head, column), (total, largest, values) = place, found
+        part = Int64(work.batch) * parts.splits + work.part
+        result = (part * sizes.query_length + token) * sizes.heads + head
+        if column == 0:
+            lse = largest + cute.math.log2(total, fastmath=True)
+            lse = select(total == 0.0, -Float32.inf, lse)
+            cute.make_tensor(buffers.lse_parts + result, cute.make_layout(1))[0] = lse
+            if parts.max_heads > 0:
+                cute.make_tensor(buffers.max_parts + result, cute.make_layout(1))[0] = largest
+        if (total != 0.0) & (column < dims.value_dim):
+            inverse = 1.0 / total
+            output = cute.make_rmem_tensor((VECTOR,), Float32)
+            for j in cutlass.range_constexpr(VECTOR):
+                output[j] = values[j] * inverse
+            offset = cute.assume(result * dims.value_dim + column, divby=VECTOR)
+            target = cute.make_tensor(buffers.o_parts + offset, cute.make_layout(VECTOR))
+            cute.autovec_copy(output, target)
+
+    @cute.jit
+    def joined(
+        self, shared: Shared, row: Int32, column: Int32, row_tiles: Int32
+    ) -> tuple[Float32, Float32, Any]:
+        """Returns a row's sum, its maximum, and four columns of its output, over its key groups."""
+        largest = -Float32.inf
+        step = row_tiles * WARP_ROWS
+        for at in cutlass.range(row, MMA_WARPS * WARP_ROWS, step, unroll=1):
+            largest = fmax(largest, shared.sums[0, at])
+        safe = finite_reference(largest)
+        total = Float32(0.0)
+        values = cute.make_rmem_tensor((VECTOR,), Float32)
+        values.fill(0.0)
+        for at in cutlass.range(row, MMA_WARPS * WARP_ROWS, step, unroll=1):
+            factor = exp2(shared.sums[0, at] - safe)
+            total = total + shared.sums[1, at] * factor
+            for j in cutlass.range_constexpr(VECTOR):
+                values[j] = values[j] + shared.outputs[column + j, at] * factor
+        return total, largest, values
