@@ -75,6 +75,6 @@ def shape(count: int, row_blocks: int, max_heads: int) -> Parts:
     return count, row_blocks, max_heads, 0 if whole else count, int(whole), 0
 
 
-def are_joined(parts: Parts) -> bool:
-    """Whether a second kernel joins the parts."""
+def are_joined(parts: tuple[int, ...]) -> bool:
+    """Whether a second kernel joins the parts; parts: shape of the buffer."""
     return parts[3] > 0

@@ -324,8 +324,8 @@ class BiasGradientShape:
     """
 
     padded_rows: Annotated[Any, Dim(2, "delta")]
-    dbias_columns: Annotated[Any, Dim(3, "dbias_shape")]
-    units: Annotated[Any, Dim(4, "dbias_shape")]
+    dbias_columns: Annotated[Any, Dim(4, "dbias_shape")]
+    units: Annotated[Any, Dim(5, "dbias_shape")]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,6 @@ has row tile `warp % row_tiles` and, of every `key_groups` steps of a step's key
 Rows that see no key of a part leave its output unwritten and its LSE -inf.
 """
 
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64

@@ -258,7 +258,7 @@ def _bias_gradient(key: KernelKey, description: Description) -> Launch:
     del key
     return Launch(
         operands=(*("q", "k", "v", "do", "extents", "lse_log2", "delta", "bias", "dbias_shape"),),
-        results=(Result("dbias", "f32", _dims("dbias_shape", (0, 1, 2, 3))),),
+        results=(Result("dbias", "f32", _dims("dbias_shape", (1, 2, 3, 4))),),
         params=(
             *_maps(description),
             *interface.params(interface.BiasGradientBuffers),
@@ -267,7 +267,7 @@ def _bias_gradient(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.BackwardScalars),
             *interface.params(interface.BiasBuffers),
         ),
-        grid=(tuple(Factor(buffer="dbias_shape", axis=axis) for axis in (0, 1, 4)), _ONE, _ONE),
+        grid=(tuple(Factor(buffer="dbias_shape", axis=axis) for axis in (1, 2, 5)), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
     )

@@ -77,10 +77,17 @@ def with_sink(
       reference_log2, total: of its scores: -inf and 0 if it sees no key.
       sink_log2: -inf where there is none.
     """
+    keep, total, lse = join_sink(reference_log2, total, sink_log2)
+    return select(total != 0.0, keep / total, Float32(0.0)), lse
+
+
+def join_sink(
+    reference_log2: Float32, total: Float32, sink_log2: Float32
+) -> tuple[Float32, Float32, Float32]:
+    """Returns the factor of a row's weights, their sum with the sink's, and LSE; as `with_sink`."""
     top = fmax(reference_log2, sink_log2)
     safe = finite_reference(top)
     keep = exp2(reference_log2 - safe)
     total = total * keep + exp2(sink_log2 - safe)
-    some = total != 0.0
-    lse = select(some, (top + cute.math.log2(total, fastmath=True)) * LN_2, -Float32.inf)
-    return select(some, keep / total, Float32(0.0)), lse
+    lse = select(total != 0.0, (top + cute.math.log2(total, fastmath=True)) * LN_2, -Float32.inf)
+    return keep, total, lse

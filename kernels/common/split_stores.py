@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 
 from kernels.common import resources
 from kernels.common.resources import Shared
-from kernels.common.softmax import LN_2, exp2, finite_reference, fmax, select, with_sink
+from kernels.common.softmax import LN_2, exp2, finite_reference, fmax, join_sink, select
 from kernels.common.split_data import Call, Rows, Work, row_sink
 from kernels.common.split_description import MMA_WARPS, VECTOR, WARP_ROWS
 from kernels.common.split_scores import HALVES, TILE_KEYS
@@ -70,7 +70,9 @@ class Stores:
         sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
         (token, head, column), (total, largest, values) = place, found
         sink_log2, is_row = row_sink(buffers, parts.sink_heads, work.batch, head, token)
-        inverse, lse = with_sink(largest, total, sink_log2)
+        keep, total, lse = join_sink(largest, total, sink_log2)
+        # A product with a reciprocal: with a quotient sm_100f spills registers at d = 128.
+        inverse = select(total != 0.0, keep * (1.0 / total), Float32(0.0))
         if column == 0:
             at = (Int64(work.batch) * sizes.heads + head) * sizes.query_length + token
             lse = select(is_row, lse, -Float32.inf)

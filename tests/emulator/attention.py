@@ -170,10 +170,13 @@ def attention(
         return _with_tangent(first, case, inputs, hessian_keys(case.problem, arch) * gradients)
     if not case.has_kernels(arch, Pass.BACKWARD):
         backward = ()
+    parts = _parts(case, forward)
+    if parts and not splits.are_joined(parts["parts"].shape):
+        forward = forward[:1]
     keys = forward + backward if gradients else forward
     return Attention(
         case,
-        arrays=_parts(case, forward)
+        arrays=parts
         | _tail(case, backward)
         | _forward_buffers(case, inputs, keys)
         | {
@@ -204,7 +207,7 @@ def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
     total = total[:, :, None, first : first + rows + case.key_length - 1]
     offset = np.array(case.extents)[: found.shape[0], 2, None, None]
     distance = np.arange(total.shape[3]) - (rows - 1) - offset
-    return biases.KINDS[case.bias_kind].gathered(total, distance)
+    return biases.KINDS[case.bias_kind].of_rows(total, distance).sum((0, 1))
 
 
 def _at_rest(inputs: Inputs) -> Inputs:

@@ -51,7 +51,7 @@ from kernels import emulator
 from kernels.emulator import EmulationError, Policy
 from tests.emulator import attention, mutation_cases
 from tests.emulator.mutation_score import FORWARDS, OF_DERIVATIVES
-from tests.emulator.split_launches import launch_in_pages
+from tests.emulator.split_launches import in_parts, launch_in_pages
 
 MOST_ROWS = 700
 MOST_SCORES = 200_000  # of all heads, of a case for a kernel that few cases reach
@@ -264,6 +264,8 @@ def launches_of(problem: Problem) -> attention.Attention:
     gradients = problem.kernel in (*OF_BACKWARD, *HESSIAN_PASSES)
     inputs = inputs_of(problem.case, problem.inputs_seed, problem.kernel)
     launches = attention.attention(problem.case, inputs, gradients, problem.arch, problem.design)
+    if problem.kernel is Pass.FORWARD_SPLIT and problem.inputs_seed:
+        launches = in_parts(launches, problem.case, 1)  # whose result is not joined
     if problem.paged:
         launches = launch_in_pages(launches, problem.case)
     if problem.kernel in HESSIAN_PASSES:

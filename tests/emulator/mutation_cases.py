@@ -239,10 +239,10 @@ def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
-    """Cases that take a split forward through its paths, with two parts of the keys.
+    """Cases that take a split forward through its paths, with all keys in one part.
 
-    One has four warps for the same rows, none and one block in some parts, and padded keys; one has
-    a warp for each 16 rows, several rounds of the ring in a part, and all that scores may have.
+    One has four warps for the same rows, entries without a block and with two, and padded keys; one
+    has a warp for each 16 rows, several rounds of the ring, and all that scores may have.
     Pages are those of `split_launches.page_of`: long ones in the first, short ones in the second.
     Each have a loop of their own, so that the first has several rounds of the ring, too.
     """

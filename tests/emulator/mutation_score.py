@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from fa4_jax import catalogue, designs
+from fa4_jax import catalogue, designs, splits
 from fa4_jax.conformance.oracle import make_inputs, with_tangents
 from fa4_jax.key import (
     HESSIAN_PASSES,
@@ -96,9 +96,9 @@ def problems(key: KernelKey) -> list[Attention]:
         launch = launch.only(key.kernel)
         assert launch.keys == (key,), launch.keys
         if key.kernel is Pass.FORWARD_SPLIT:
-            arrays = launch.arrays | {
-                "parts": np.zeros((2, *launch.arrays["parts"].shape[1:]), np.int32)
-            }
+            # One part, whose results are compared; two have the same synchronisation.
+            parts = splits.shape(1, *launch.arrays["parts"].shape[1:3])
+            arrays = launch.arrays | {"parts": np.zeros(parts, np.int32)}
             launch = dataclasses.replace(launch, arrays=arrays)
         # CTAs of a backward wait for each other's additions to dQ; those of a forward do not meet.
         ctas = 2 if key.kernel is Pass.BACKWARD else 1

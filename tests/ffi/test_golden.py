@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fa4_jax import bias_buffer, runtime
+from fa4_jax import bias_buffer, runtime, splits
 from fa4_jax.key import SPLIT_ROWS, STATISTICS_ROWS, KernelKey, Pass
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from fa4_jax.masks.table import TILE_ROWS
@@ -216,7 +216,7 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
             "mask_every": Array("i32", (p.batch, p.kv_heads, tiles, 1)),
         }
     row_blocks = -(-p.query_length * p.heads // p.kv_heads // SPLIT_ROWS)
-    parts = 1 + p.key_length % 40, row_blocks, p.heads if p.batch % 2 else 0, 0
+    parts = splits.shape(1 + p.key_length % 40, row_blocks, p.heads if p.batch % 2 else 0)
     tail = p.key_length % 7, p.key_length % 7 * p.batch, 0
     arrays |= {"parts": Array("i32", parts), "tail": Array("i32", tail)}
     arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
