@@ -37,11 +37,10 @@ def chained(case: Case, inputs: Inputs, page: int) -> Callable[[], Foreign]:
     Raises:
       RuntimeError: it cannot be imported.
     """
-    flashinfer, modules = load(), torch_peer.load_torch()
-    for module in (flashinfer, modules):
+    flashinfer, torch = load(), torch_peer.load_torch()
+    for module in (flashinfer, torch):
         if isinstance(module, str):
             raise RuntimeError(f"FlashInfer {module}")
-    torch = modules
     jax.block_until_ready(inputs)
     query, key, value, _ = (torch.from_dlpack(x).clone() for x in inputs)
     query = query.reshape(-1, *query.shape[2:])

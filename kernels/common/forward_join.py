@@ -11,9 +11,6 @@ order, whatever runs beside it. Parts whose LSE is -inf have no output: what is 
 dropped.
 """
 
-import dataclasses
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -37,26 +34,6 @@ from kernels.kernel_source import KernelSource
 _LANES = 32
 _THREADS = JOIN_WARPS * _LANES
 _IN_FLIGHT = 8  # loads of a thread
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a thread's columns of a row are in the parts.
-
-    Attributes:
-      o_parts: outputs of all parts.
-      first: the row of part 0, among all rows of o_parts; the next part's is `rows` later.
-      rows: of a part.
-      splits, value_dim: numbers of parts and of columns.
-      column: the first of the thread's.
-    """
-
-    o_parts: cute.Pointer
-    first: Int64
-    rows: Int32
-    splits: Int32
-    value_dim: Int32
-    column: Int32
 
 
 class ForwardJoin(JoinHost):
@@ -83,13 +60,8 @@ class ForwardJoin(JoinHost):
         sink_log2, is_row = row_sink(buffers, shape.sink_heads, batch, head, token)
         parts = cute.make_layout(shape.splits, stride=Int64(rows))
         lse_parts = cute.make_tensor(buffers.lse_parts + first, parts)
-        column, group = thread % self.lanes * VECTOR, thread // self.lanes
-        source = Source(buffers.o_parts, first, rows, shape.splits, shape.value_dim, column)
-        values = cute.make_rmem_tensor((VECTOR, _IN_FLIGHT), Float32)
-        values.fill(0.0)
-        self.load_parts(source, group, values)  # Their weights are on their way as well.
         largest, total = self.weigh(shared, lse_parts, shape.splits)
-        self.add_parts(shared, source, group, values)
+        self.add_parts(shared, buffers.o_parts, first, rows, shape.splits, shape.value_dim)
         cute.arch.sync_threads()
         inverse, lse = with_sink(largest, total, sink_log2)
         place = (Int64(batch) * shape.heads + head) * shape.query_length + token
@@ -159,39 +131,42 @@ class ForwardJoin(JoinHost):
         return largest, total
 
     @cute.jit
-    def load_parts(self, source: Source, begin: Int32, values: cute.Tensor):
-        """Loads a thread's columns of _IN_FLIGHT parts, the group's own from `begin` on."""
-        if source.column < source.value_dim:
-            for i in cutlass.range_constexpr(_IN_FLIGHT):
-                part = begin + i * self.groups
-                if part < source.splits:
-                    row = source.first + Int64(part) * source.rows
-                    offset = cute.assume(row * source.value_dim + source.column, divby=VECTOR)
-                    place = cute.make_tensor(source.o_parts + offset, cute.make_layout(VECTOR))
-                    cute.autovec_copy(place, values[None, i])
-
-    @cute.jit
-    def add_parts(self, shared: resources.Shared, source: Source, group: Int32, values: Any):
+    def add_parts(
+        self,
+        shared: resources.Shared,
+        o_parts: cute.Pointer,
+        first: Int64,
+        rows: Int32,
+        splits: Int32,
+        value_dim: Int32,
+    ):
         """Leaves each group's share of a row's output in shared memory.
 
-        values: of the group's first parts, as `load_parts` has left them.
+        first: the row of part 0, among all rows of o_parts; the next part's is `rows` later.
         """
+        thread, _, _ = cute.arch.thread_idx()
+        group = thread // self.lanes
+        column = thread % self.lanes * VECTOR
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
-        step = self.groups * _IN_FLIGHT
-        for begin in cutlass.range(group, source.splits, step, unroll=1):
-            if begin != group:
-                self.load_parts(source, begin, values)
-            for i in cutlass.range_constexpr(_IN_FLIGHT):
-                part = begin + i * self.groups
-                weight = shared.weights[cutlass.min(part, source.splits - 1)]
-                counts = (part < source.splits) & (weight != 0.0)
-                for j in cutlass.range_constexpr(VECTOR):
-                    share = select(counts, values[j, i] * weight, Float32(0.0))
-                    total[j] = total[j] + share
-        if source.column < source.value_dim:
-            for j in cutlass.range_constexpr(VECTOR):
-                shared.sums[source.column + j, group] = total[j]
+        if column < value_dim:
+            values = cute.make_rmem_tensor((VECTOR, _IN_FLIGHT), Float32)
+            for begin in cutlass.range(group, splits, self.groups * _IN_FLIGHT, unroll=1):
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
+                    part = cutlass.min(begin + i * self.groups, splits - 1)
+                    offset = (first + Int64(part) * rows) * value_dim + column
+                    offset = cute.assume(offset, divby=VECTOR)
+                    source = cute.make_tensor(o_parts + offset, cute.make_layout(VECTOR))
+                    cute.autovec_copy(source, values[None, i])
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
+                    part = begin + i * self.groups
+                    weight = shared.weights[cutlass.min(part, splits - 1)]
+                    counts = (part < splits) & (weight != 0.0)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        share = select(counts, values[j, i] * weight, Float32(0.0))
+                        total[j] = total[j] + share
+        for j in cutlass.range_constexpr(VECTOR):
+            shared.sums[column + j, group] = total[j]
 
 
 def source(key: KernelKey) -> KernelSource:
