@@ -381,6 +381,8 @@ def _short() -> list[Case]:
         sized(heads=(6, 2), window=(0, 0), query_offset=(390, 17), head_dim=128),
         draft(heads=(8, 2), query_offset=387, head_dim=128),
         draft(heads=(16, 1), query_offset=(250, 56), key_lengths=(254, 60), poison=True),
+        # More than 32 rows of a group: Hopper computes them by warpgroup.
+        draft(heads=(16, 1), query_offset=62, head_dim=128, key_lengths=(66, 254), poison=True),
         draft(heads=(8, 1), window=(100, 0), query_offset=387, head_dim=256, numerics="exact"),
         draft(heads=(4, 1), query_offset=-2, head_dim=72, value_dim=40, magnitude=30.0),
         sized(heads=(2, 1), query_length=16, window=(70, 3), head_dim=192, value_dim=128),
@@ -401,6 +403,9 @@ def _short_scores() -> list[Case]:
         draft(soft_cap=30.0, window=(100, 0), head_dim=256, value_dim=192, poison=True),
         sized(max_logit=True, heads=(4, 1), key_lengths=(0, 391), head_dim=96),
         draft(max_logit=True, query_lengths=(0, 3), heads=(3, 1), growing=True, head_dim=192),
+        draft(soft_cap=30.0, heads=(20, 2), head_dim=96, dtype="fp16"),
+        draft(sinks=True, heads=(12, 1), head_dim=192, value_dim=128, key_lengths=(391, 250)),
+        draft(masks=("segments",), heads=(10, 1), head_dim=128),
         draft(masks=("ranges",), heads=(4, 1), head_dim=128),
         sized(masks=("ranges",), query_length=32, heads=(2, 2), dtype="fp16", batch=3),
         sized(masks=("scattered",), query_length=10, heads=(6, 1), query_lengths=(10, 3)),

@@ -11,6 +11,8 @@ order, whatever runs beside it. Parts whose LSE is -inf have no output: what is 
 dropped.
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -33,7 +35,26 @@ from kernels.kernel_source import KernelSource
 
 _LANES = 32
 _THREADS = JOIN_WARPS * _LANES
-_IN_FLIGHT = 8  # loads of a thread
+_IN_FLIGHT = 8  # loads of a thread at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The outputs of a row's parts.
+
+    Attributes:
+      parts: of all rows.
+      first: the row of part 0, among all rows of all parts.
+      rows: from a part's row to the next part's.
+      splits: the number of parts.
+      value_dim: columns.
+    """
+
+    parts: cute.Pointer
+    first: Int64
+    rows: Int32
+    splits: Int32
+    value_dim: Int32
 
 
 class ForwardJoin(JoinHost):
@@ -44,24 +65,28 @@ class ForwardJoin(JoinHost):
         self.description = join(key.head_dim)
         self.lanes = join_lanes(key.head_dim)
         self.groups = _THREADS // self.lanes
+        self.parts_at_once = self.groups * _IN_FLIGHT
 
     @cute.kernel
     def kernel(self, buffers: JoinBuffers, shape: JoinShape):
         shared = resources.allocate(self.description, self.dtype)
         thread, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
+        index, token, _ = cute.arch.block_idx()
+        batch = index // shape.heads
+        head = index - batch * shape.heads
         rows = shape.query_length * shape.heads
-        batch = row // rows
-        in_batch = row - batch * rows
-        token = in_batch // shape.heads
-        head = in_batch - token * shape.heads
+        in_batch = token * shape.heads + head
         first = Int64(batch) * shape.splits * rows + in_batch
         cute.arch.griddepcontrol_wait()
         sink_log2, is_row = row_sink(buffers, shape.sink_heads, batch, head, token)
         parts = cute.make_layout(shape.splits, stride=Int64(rows))
         lse_parts = cute.make_tensor(buffers.lse_parts + first, parts)
+        outputs = Outputs(buffers.o_parts, first, rows, shape.splits, shape.value_dim)
+        loaded = [self.make_loads(), self.make_loads()]
+        for i in cutlass.range_constexpr(len(loaded)):  # While weights are computed.
+            self.load_parts(loaded[i], outputs, i * self.parts_at_once)
         largest, total = self.weigh(shared, lse_parts, shape.splits)
-        self.add_parts(shared, buffers.o_parts, first, rows, shape.splits, shape.value_dim)
+        self.add_parts(shared, loaded, outputs)
         cute.arch.sync_threads()
         inverse, lse = with_sink(largest, total, sink_log2)
         place = (Int64(batch) * shape.heads + head) * shape.query_length + token
@@ -75,7 +100,9 @@ class ForwardJoin(JoinHost):
                 for group in cutlass.range_constexpr(self.groups):
                     value = value + shared.sums[thread * VECTOR + j, group]
                 output[j] = (value * inverse).to(self.dtype)
-            offset = cute.assume(Int64(row) * shape.value_dim + thread * VECTOR, divby=VECTOR)
+            offset = cute.assume(
+                (Int64(batch) * rows + in_batch) * shape.value_dim + thread * VECTOR, divby=VECTOR
+            )
             target = cute.make_tensor(buffers.o + offset, cute.make_layout(VECTOR))
             cute.autovec_copy(output, target)
         if (shape.max_heads > 0) & (thread < _LANES):
@@ -130,43 +157,62 @@ class ForwardJoin(JoinHost):
             total = total + shared.of_warps[i, 1]
         return largest, total
 
+    def make_loads(self) -> cute.Tensor:
+        """Makes registers for a thread's loads of as many parts as it loads at once."""
+        return cute.make_rmem_tensor((VECTOR, _IN_FLIGHT), Float32)
+
     @cute.jit
-    def add_parts(
+    def load_parts(self, loaded: cute.Tensor, outputs: Outputs, begin: Int32 | int):
+        """Loads a thread's columns of its group's parts from `begin` on, if there are any."""
+        thread, _, _ = cute.arch.thread_idx()
+        column = thread % self.lanes * VECTOR
+        if (begin < outputs.splits) & (column < outputs.value_dim):
+            for i in cutlass.range_constexpr(_IN_FLIGHT):
+                part = begin + thread // self.lanes + i * self.groups
+                part = cutlass.min(part, outputs.splits - 1)
+                offset = (outputs.first + Int64(part) * outputs.rows) * outputs.value_dim + column
+                offset = cute.assume(offset, divby=VECTOR)
+                source = cute.make_tensor(outputs.parts + offset, cute.make_layout(VECTOR))
+                cute.autovec_copy(source, loaded[None, i])
+
+    @cute.jit
+    def add_loaded(
         self,
+        total: cute.Tensor,
         shared: resources.Shared,
-        o_parts: cute.Pointer,
-        first: Int64,
-        rows: Int32,
+        loaded: cute.Tensor,
+        begin: Int32 | int,
         splits: Int32,
-        value_dim: Int32,
     ):
+        """Adds the share of parts from `begin` on to a thread's columns; as `load_parts`."""
+        thread, _, _ = cute.arch.thread_idx()
+        if begin < splits:
+            for i in cutlass.range_constexpr(_IN_FLIGHT):
+                part = begin + thread // self.lanes + i * self.groups
+                weight = shared.weights[cutlass.min(part, splits - 1)]
+                counts = (part < splits) & (weight != 0.0)
+                for j in cutlass.range_constexpr(VECTOR):
+                    share = select(counts, loaded[j, i] * weight, Float32(0.0))
+                    total[j] = total[j] + share
+
+    @cute.jit
+    def add_parts(self, shared: resources.Shared, loaded: list[cute.Tensor], outputs: Outputs):
         """Leaves each group's share of a row's output in shared memory.
 
-        first: the row of part 0, among all rows of o_parts; the next part's is `rows` later.
+        loaded: the first parts.
         """
         thread, _, _ = cute.arch.thread_idx()
-        group = thread // self.lanes
-        column = thread % self.lanes * VECTOR
+        column, splits = thread % self.lanes * VECTOR, outputs.splits
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
-        if column < value_dim:
-            values = cute.make_rmem_tensor((VECTOR, _IN_FLIGHT), Float32)
-            for begin in cutlass.range(group, splits, self.groups * _IN_FLIGHT, unroll=1):
-                for i in cutlass.range_constexpr(_IN_FLIGHT):
-                    part = cutlass.min(begin + i * self.groups, splits - 1)
-                    offset = (first + Int64(part) * rows) * value_dim + column
-                    offset = cute.assume(offset, divby=VECTOR)
-                    source = cute.make_tensor(o_parts + offset, cute.make_layout(VECTOR))
-                    cute.autovec_copy(source, values[None, i])
-                for i in cutlass.range_constexpr(_IN_FLIGHT):
-                    part = begin + i * self.groups
-                    weight = shared.weights[cutlass.min(part, splits - 1)]
-                    counts = (part < splits) & (weight != 0.0)
-                    for j in cutlass.range_constexpr(VECTOR):
-                        share = select(counts, values[j, i] * weight, Float32(0.0))
-                        total[j] = total[j] + share
+        for i in cutlass.range_constexpr(len(loaded)):
+            self.add_loaded(total, shared, loaded[i], i * self.parts_at_once, splits)
+        first = len(loaded) * self.parts_at_once
+        for begin in cutlass.range(first, splits, self.parts_at_once, unroll=1):
+            self.load_parts(loaded[0], outputs, begin)
+            self.add_loaded(total, shared, loaded[0], begin, splits)
         for j in cutlass.range_constexpr(VECTOR):
-            shared.sums[column + j, group] = total[j]
+            shared.sums[column + j, thread // self.lanes] = total[j]
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -1,4 +1,4 @@
-"""Split forward, for few query rows: O and LSE of a part of the keys; one source for all GPUs.
+"""Split forward, for few query rows: O and LSE of a part of the keys, on all GPUs.
 
 A CTA has packed rows of one KV head, (token, head of the group): row r is token r // group. Its K
 and V blocks are every `splits`-th of a sequence, so that parts are equally long whatever the
@@ -15,11 +15,14 @@ lengths are, and which part a block is in depends on shapes alone.
     and log2(sum) + maximum, fp32, of this part of the keys; or O and LSE, if it is all of them.
 
 The time is that of loading K and V once. All rows of a group share a load, and a multiprocessor has
-192 KiB on their way.
+192 KiB on their way. Where calls are short, what comes before and after counts: every warp issues
+its loads from global memory at once, queries and extents first, before K and V of all CTAs delay
+them by microseconds; and code that runs once is short, since it has to be fetched.
 
 Note [warps]: 16 rows have four warps, each for a quarter of the keys; 32 rows have two warps for
-either 16, and a warp half of the keys; else a warp has its own 16 rows and all keys. So each warp
-has row tile `warp % row_tiles` and, of every `key_groups` steps of a step's keys, one.
+either 16, and a warp half of the keys; else a warp has its own 16 rows and all keys (on Hopper by
+products of the warpgroup: `kernels.sm90.forward_split`). So each warp has row tile
+`warp % row_tiles` and, of every `key_groups` steps of a step's keys, one.
 
 Rows that see no key of a part leave its output unwritten and its LSE -inf.
 """
@@ -31,15 +34,19 @@ from cutlass import Float32, Int32, Int64
 from fa4_jax.key import PAGE_KEYS, SPLIT_CTAS, SPLIT_KEYS, KernelKey
 from kernels.common import matrix_rows, ptx, resources, tensors
 from kernels.common.resources import Maps, Shared
+from kernels.common.ring import Use
+from kernels.common.schedule import batch_band
 from kernels.common.softmax import exp2, finite_reference, fmax, rescale_factor, select
 from kernels.common.split_data import (
     NO_RANGES,
     Addresses,
     Call,
+    Place,
     Rows,
     Scales,
     Work,
     assign,
+    find_place,
     make_scales,
     row_limits,
 )
@@ -66,6 +73,20 @@ from kernels.kernel_source import KernelSource
 _DEPTH = 16  # of one mma.sync
 
 
+def count_row_tiles(place: Place) -> Int32:
+    """Returns how many of the MMA warps have rows of their own: 1, 2 or 4; see Note [warps]."""
+    tiles = (place.rows + WARP_ROWS - 1) // WARP_ROWS
+    return Int32(cutlass.select_(tiles > 2, Int32(4), tiles))
+
+
+def first_row_of_thread(place: Place, row_tiles: Int32) -> Int32:
+    """Returns the first packed row of a thread; it has another one 8 rows later."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    row_tile = warp - warp // row_tiles * row_tiles
+    return place.first_row + row_tile * WARP_ROWS + (thread % 32) // 4
+
+
 class ForwardSplit(Stores, SplitHost):
     """The kernel of one key; attributes are compile-time constants."""
 
@@ -76,6 +97,8 @@ class ForwardSplit(Stores, SplitHost):
         self.description = split(key.arch, key.head_dim, key.paged)
         self.tile = SPLIT_TILES[key.arch, key.head_dim]
         self.ctas = SPLIT_CTAS[key.head_dim]
+        self.unrolls_steps = self.tile.unrolls_paged_steps and key.paged
+        self.start_barrier = self.description.named_barrier("start")
         self.parts_barrier = self.description.named_barrier("parts")
         self.span_bytes = self.description.maps[0].span_bytes
         self.block_bytes = SPLIT_KEYS * key.head_dim * 2
@@ -92,33 +115,40 @@ class ForwardSplit(Stores, SplitHost):
         of_keys: PageBuffers | SplitRanges,
     ):
         cute.arch.griddepcontrol_launch_dependents()  # They wait until this kernel is over.
+        ranges = NO_RANGES if cutlass.const_expr(self.paged) else of_keys
+        call = Call(buffers, sizes, dims, parts, scalars, ranges)
+        place = find_place(call)
+        band = batch_band(buffers.extents, place.batch, scalars.window)
         shared = resources.allocate(self.description, self.dtype)
+        query = self.make_query(shared)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         load = self.description.role("load")
         if warp_index == load.first_warp:
             resources.prefetch(maps, self.description)
             with cute.arch.elect_one():
                 resources.initialise(self.description, shared.barriers)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-
-        ranges = NO_RANGES if cutlass.const_expr(self.paged) else of_keys
-        call = Call(buffers, sizes, dims, parts, scalars, ranges)
-        work = assign(call)
-        if warp_index == load.first_warp:
-            if cutlass.const_expr(not self.paged):
-                self.load(maps, shared, work, parts.splits)
-            elif sizes.key_length % SPLIT_KEYS == 0:
-                self.load_pages(maps, shared, work, call, of_keys, SPLIT_KEYS)
-            else:
-                self.load_pages(maps, shared, work, call, of_keys, PAGE_KEYS)
+                place.write(shared.place)
         else:
-            self.mma(shared, work, call)
+            self.load_query(query, place, call)
+        cute.arch.mbarrier_init_fence()
+        work = assign(call, place, band, shared.place)
+        if warp_index == load.first_warp:
+            cute.arch.sync_warp()
+            resources.arrive(self.start_barrier)
+            if cutlass.const_expr(not self.paged):
+                self.load(maps, shared, work, place, parts.splits)
+            elif sizes.key_length % SPLIT_KEYS == 0:
+                self.load_pages(maps, shared, work, place, call, of_keys, SPLIT_KEYS)
+            else:
+                self.load_pages(maps, shared, work, place, call, of_keys, PAGE_KEYS)
+        else:
+            resources.meet(self.start_barrier)
+            self.mma(shared, query, work, place, call)
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, work: Work, splits: Int32):
+    def load(self, maps: Maps, shared: Shared, work: Work, place: Place, splits: Int32):
         """Load warp: loads K and V of this CTA's blocks."""
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+        kv = tensors.bthd_coordinates()[None, None, place.kv_head, place.batch]
         tiles = cute.local_tile(kv, (SPLIT_KEYS, self.head_dim), (None, 0))
         for i in cutlass.range(work.count, unroll=1):
             use = shared.barriers.kv_full.use(i)
@@ -136,6 +166,7 @@ class ForwardSplit(Stores, SplitHost):
         maps: Maps,
         shared: Shared,
         work: Work,
+        place: Place,
         call: Call,
         pages: PageBuffers,
         rows: cutlass.Constexpr[int],
@@ -151,7 +182,7 @@ class ForwardSplit(Stores, SplitHost):
         last = (work.band.key_length - 1) // page_length
         last = cutlass.min(last, pages.table_width - 1)
         entries = cute.make_tensor(
-            pages.page_table + Int64(work.batch) * pages.table_width,
+            pages.page_table + Int64(place.batch) * pages.table_width,
             cute.make_layout(pages.table_width),
         )
         own = work.first_block * SPLIT_KEYS + lane % copies * rows
@@ -169,7 +200,7 @@ class ForwardSplit(Stores, SplitHost):
             for copy in cutlass.range_constexpr(copies):
                 page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, copy))
                 first = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(row, copy))
-                source = tensors.bthd_coordinates()[None, None, work.kv_head, page]
+                source = tensors.bthd_coordinates()[None, None, place.kv_head, page]
                 source = cute.domain_offset((first, 0), source)
                 self.load_rows(maps, source, shared, use.slot, copy, rows, full)
             own += splits * SPLIT_KEYS
@@ -203,75 +234,105 @@ class ForwardSplit(Stores, SplitHost):
                 )
 
     @cute.jit
-    def mma(self, shared: Shared, work: Work, call: Call):
+    def mma(self, shared: Shared, query: cute.Tensor, work: Work, place: Place, call: Call):
         """MMA warp: computes its rows' share of this part, joins it with others', stores it."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        tiles = (work.rows + WARP_ROWS - 1) // WARP_ROWS
-        row_tiles = Int32(cutlass.select_(tiles > 2, Int32(4), tiles))
+        row_tiles = count_row_tiles(place)
         scales = make_scales(call.scalars)
-        rows = self.make_rows(shared, work, call, row_tiles)
+        rows = self.make_rows(query, work, place, call, row_tiles)
+        self.visit_blocks(shared, work, call, rows, scales)
+        self.leave(shared, rows, warp, scales.scale_log2)
+        self.store(shared, work, call, row_tiles)
+
+    @cute.jit
+    def visit_blocks(self, shared: Shared, work: Work, call: Call, rows: Rows, scales: Scales):
+        """Adds this part's keys to a warp's output."""
+        self.visit_by_warps(shared, work, call, rows, scales)
+
+    @cute.jit
+    def visit_by_warps(self, shared: Shared, work: Work, call: Call, rows: Rows, scales: Scales):
+        """Does so by mma.sync, each warp for itself."""
         addresses = self.make_addresses(shared)
         steps = SPLIT_KEYS // self.tile.step_keys
         for i in cutlass.range(work.count, unroll=1):
             use = shared.barriers.kv_full.use(i)
             shared.barriers.kv_full.wait(use)
             first_key = (work.first_block + i * call.parts.splits) * SPLIT_KEYS
-            for step in cutlass.range_constexpr(steps):
+            for step in cutlass.range(steps, unroll=1, unroll_full=self.unrolls_steps):
                 if ((steps * i + step) & (rows.key_groups - 1)) == rows.key_group:
-                    stage = use.slot * self.block_bytes
-                    own = Addresses(addresses.k + stage, addresses.v + stage)
-                    self.step(rows, own, step, first_key, work, call, scales)
-            cute.arch.sync_warp()  # One lane says for all that they have read the block.
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
-        self.leave(shared, rows, warp, scales.scale_log2)
-        self.store(shared, work, call, row_tiles)
+                    first = step * self.tile.step_keys
+                    offset = use.slot * self.block_bytes + first * self.span_bytes
+                    own = Addresses(addresses.k + offset, addresses.v + offset)
+                    self.step(rows, own, first_key + first, work, call, scales)
+            self.release(shared, use)
+
+    def release(self, shared: Shared, use: Use):
+        """Says, by one lane for its warp, that a block has been read."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
+
+    def make_query(self, shared: Shared) -> cute.Tensor:
+        """Makes this thread's queries: registers, or its own in shared memory; see `Rows`."""
+        if self.tile.query_in_shared:
+            thread, _, _ = cute.arch.thread_idx()
+            own = cutlass.min(thread, MMA_WARPS * 32 - 1)  # The load warp has none.
+            return shared.query[None, own, None]
+        return cute.make_rmem_tensor((4, self.head_dim // _DEPTH), Int32)
 
     @cute.jit
-    def make_rows(self, shared: Shared, work: Work, call: Call, row_tiles: Int32) -> Rows:
-        """Loads the queries of a warp's rows from global memory; rows past the last are 0."""
-        d, sizes, dims = self.head_dim, call.sizes, call.dims
+    def load_query(self, query: cute.Tensor, place: Place, call: Call):
+        """Loads the queries of a warp's rows from global memory; rows past the last are 0.
+
+        All loads are on their way before anything else is: K and V of all CTAs delay later ones by
+        microseconds.
+        """
+        sizes, dims = call.sizes, call.dims
         thread, _, _ = cute.arch.thread_idx()
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        key_group = warp // row_tiles
-        first = work.first_row + (warp - key_group * row_tiles) * WARP_ROWS + lane // 4
-        query = cute.make_rmem_tensor((4, d // _DEPTH), Int32)
-        if cutlass.const_expr(self.tile.query_in_shared):
-            query = shared.query[None, thread, None]
+        lane = thread % 32
+        first = first_row_of_thread(place, count_row_tiles(place))
+        for half in cutlass.range_constexpr(HALVES):
+            row = first + 8 * half
+            is_row = row < place.first_row + place.rows
+            row = cutlass.min(row, place.first_row + place.rows - 1)
+            token = row // place.group
+            vector = Int64(place.batch) * sizes.query_length + token
+            vector = vector * sizes.heads + place.head(row, token)
+            source = cute.recast_ptr(call.buffers.q + vector * dims.head_dim, dtype=Float32)
+            words = cutlass.select_(is_row, dims.head_dim // 2 - lane % 4, Int32(0))
+            for part in cutlass.range_constexpr(2 * (self.head_dim // _DEPTH)):
+                pair = ptx.load_below(source + lane % 4, 4 * part, Int32(words))
+                query[half + 2 * (part % 2), part // 2] = pair.bitcast(Int32)
+
+    @cute.jit
+    def make_rows(
+        self, query: cute.Tensor, work: Work, place: Place, call: Call, row_tiles: Int32
+    ) -> Rows:
+        """Finds what the rows of a warp see; they have no keys yet."""
+        thread, _, _ = cute.arch.thread_idx()
         rows = Rows(
             query=query,
             low=cute.make_rmem_tensor((HALVES,), Int32),
             high=cute.make_rmem_tensor((HALVES,), Int32),
             maximum=cute.make_rmem_tensor((HALVES,), Float32),
             row_sum=cute.make_rmem_tensor((HALVES,), Float32),
-            acc=cute.make_rmem_tensor((4, d // TILE_KEYS), Float32),
-            key_group=key_group,
+            acc=cute.make_rmem_tensor((4, self.head_dim // TILE_KEYS), Float32),
+            key_group=cute.arch.make_warp_uniform(thread // 32) // row_tiles,
             key_groups=MMA_WARPS // row_tiles,
         )
         rows.maximum.fill(-Float32.inf)
         rows.row_sum.fill(0.0)
         rows.acc.fill(0.0)
+        first = first_row_of_thread(place, row_tiles)
         for half in cutlass.range_constexpr(HALVES):
             row = first + 8 * half
-            is_row = row < work.first_row + work.rows
-            row = cutlass.min(row, work.first_row + work.rows - 1)
-            token = row // work.group
-            low, high = row_limits(work, call, token)
+            is_row = row < place.first_row + place.rows
+            token = cutlass.min(row, place.first_row + place.rows - 1) // place.group
+            low, high = row_limits(work, call, place.batch, token)
             sees = is_row & (token < work.band.query_length)
             rows.low[half] = low
             rows.high[half] = Int32(cutlass.select_(sees, high, low))
-            head = work.kv_head * work.group + row - token * work.group
-            vector = (Int64(work.batch) * sizes.query_length + token) * sizes.heads + head
-            source = call.buffers.q + vector * dims.head_dim
-            for part in cutlass.range_constexpr(2 * (d // _DEPTH)):
-                column = 8 * part + (lane % 4) * 2
-                there = is_row & (column < dims.head_dim)
-                column = Int32(cutlass.select_(there, column, Int32(0)))
-                pair = cute.recast_ptr(source + cute.assume(column, divby=2), dtype=Int32)
-                pair = cute.make_tensor(pair, cute.make_layout(1))[0]
-                place = (half + 2 * (part % 2), part // 2)
-                rows.query[place] = Int32(cutlass.select_(there, pair, Int32(0)))
         return rows
 
     def make_addresses(self, shared: Shared) -> Addresses:
@@ -287,38 +348,46 @@ class ForwardSplit(Stores, SplitHost):
         self,
         rows: Rows,
         addresses: Addresses,
-        step: cutlass.Constexpr[int],
         first_key: Int32,
         work: Work,
         call: Call,
         scales: Scales,
     ):
-        """Adds a step's keys to a warp's output.
+        """Adds a step's keys, whose addresses these are, to a warp's output."""
+        scores = self.scores(rows, addresses.k)
+        own_key = self.exponentiate(rows, scores, first_key, work, call, scales)
+        present = self.present(own_key, work.band.key_length)
+        self.multiply_values(rows, scores, addresses.v, present)
 
-        Args:
-          addresses: of the block.
-          step: which 32 of the block's keys.
-          first_key: of the block.
+    @cute.jit
+    def exponentiate(
+        self,
+        rows: Rows,
+        scores: cute.Tensor,
+        first_key: Int32,
+        work: Work,
+        call: Call,
+        scales: Scales,
+    ) -> Int32:
+        """Replaces a step's products by P; returns the thread's first key.
+
+        first_key: of the step.
         """
-        lane = cute.arch.lane_idx()
-        first = step * self.tile.step_keys
-        own_key = first_key + first + (lane % 4) * 2
-        scores = self.scores(rows, addresses.k, first)
+        own_key = first_key + (cute.arch.lane_idx() % 4) * 2
         cap(scores, scales.before_cap)
         if cutlass.const_expr(call.ranges is not None):
             compare_tags(scores, rows, work, call, own_key)
         self.softmax(rows, scores, own_key, scales.scale_log2)
-        present = self.present(own_key, work.band.key_length)
-        self.multiply_values(rows, scores, addresses.v, first, present)
+        return own_key
 
-    def scores(self, rows: Rows, k: Int32, first: int) -> cute.Tensor:
+    def scores(self, rows: Rows, k: Int32) -> cute.Tensor:
         """Returns S of a step's keys: for each 8 of them four values."""
         tiles = [[Float32(0.0)] * 4 for _ in range(self.tile.step_keys // TILE_KEYS)]
         for depth in range(self.head_dim // _DEPTH):
             a = cute.make_rmem_tensor((4,), Int32)
             cute.autovec_copy(rows.query[None, depth], a)
             for pair in range(self.tile.step_keys // 16):
-                bits, offset = self.place(first + 16 * pair, depth * _DEPTH)
+                bits, offset = self.place(16 * pair, depth * _DEPTH)
                 b = ptx.load_matrices(k ^ bits, offset)
                 for i in range(2):
                     tile, own = 2 * pair + i, b[2 * i : 2 * i + 2]
@@ -377,7 +446,6 @@ class ForwardSplit(Stores, SplitHost):
         rows: Rows,
         scores: cute.Tensor,
         v: Int32,
-        first: int,
         present: list[Int32],
     ):
         """Adds P V of a step's keys to the output."""
@@ -385,7 +453,7 @@ class ForwardSplit(Stores, SplitHost):
             places = [(i, 2 * pair + tile) for tile in range(2) for i in (0, 2)]
             a = [ptx.round_pair(self.dtype, scores[i, j], scores[i + 1, j]) for i, j in places]
             for column in range(0, self.head_dim, _DEPTH):
-                bits, offset = self.place(first + 16 * pair, column)
+                bits, offset = self.place(16 * pair, column)
                 b = ptx.load_matrices(v ^ bits, offset, transposed=True)
                 b = [value & present[2 * pair + i % 2] for i, value in enumerate(b)]
                 for i in range(2):

@@ -91,12 +91,8 @@ def _forward_split(key: KernelKey, description: Description) -> Launch:
             *extra,
         ),
         grid=(
-            (
-                *(Factor(buffer="parts", axis=axis) for axis in (0, 1)),
-                *(Factor(buffer=buffer, axis=axis) for buffer, axis in (("q", 0), ("k", 2))),
-            ),
-            _ONE,
-            _ONE,
+            (Factor(buffer="q", axis=0), Factor(buffer="k", axis=2)),
+            *_dims("parts", (0, 1)),
         ),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
@@ -120,7 +116,11 @@ def _forward_join(key: KernelKey, description: Description) -> Launch:
             *interface.params(interface.JoinBuffers),
             *interface.params(interface.JoinShape)[1:],
         ),
-        grid=(tuple(Factor(buffer="o_parts", axis=axis) for axis in (2, 3, 0)), _ONE, _ONE),
+        grid=(
+            (Factor(buffer="o_parts", axis=0), Factor(buffer="o_parts", axis=3)),
+            *_dims("o_parts", (2,)),
+            _ONE,
+        ),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
     )

@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64
 from fa4_jax import bands
 from fa4_jax.key import SPLIT_KEYS, SPLIT_ROWS
 from kernels.common import row_ranges, tensors
-from kernels.common.schedule import batch_band
 from kernels.common.softmax import LN_2, LOG2_E, select
+from kernels.common.split_description import PLACE_WORDS
 from kernels.interface import (
     HeadDims,
     JoinBuffers,
@@ -43,16 +43,13 @@ NO_RANGES: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What a CTA computes.
+class Place:
+    """Which rows and which part of the keys a CTA has: what shapes alone say.
 
     Attributes:
       batch, kv_head, part: which.
       group: query heads of the KV head.
       first_row, rows: packed rows.
-      band: of the batch element.
-      first_block, count: its blocks are first_block, first_block + splits, and so on.
-      compares: not 0 where rows and keys have tags that have to be compared.
     """
 
     batch: Int32
@@ -61,26 +58,59 @@ class Work:
     group: Int32
     first_row: Int32
     rows: Int32
+
+    def write(self, words: cute.Tensor):
+        """Writes its attributes to shared memory, where `Work.read_place` reads them."""
+        for i, field in enumerate(dataclasses.fields(self)):
+            words[i] = getattr(self, field.name)
+
+    def head(self, row: Int32, token: Int32) -> Int32:
+        """Returns the query head of a packed row of a token."""
+        return self.kv_head * self.group + row - token * self.group
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a CTA computes.
+
+    Attributes:
+      place: the words of its `Place` in shared memory, so that no register holds them meanwhile.
+      band: of the batch element.
+      first_block, count: its blocks are first_block, first_block + splits, and so on.
+      compares: not 0 where rows and keys have tags that have to be compared.
+    """
+
+    place: cute.Tensor
     band: bands.Band
     first_block: Int32
     count: Int32
     compares: Int32
 
+    def read_place(self) -> Place:
+        """Returns which rows and which part of the keys the CTA has."""
+        return Place(*(cute.arch.make_warp_uniform(self.place[i]) for i in range(PLACE_WORDS)))
 
-@cute.jit
-def assign(call: Call) -> Work:
-    """Returns this CTA's work; KV heads, which are neighbours in memory, run fastest."""
-    sizes, splits = call.sizes, call.parts.splits
-    index, _, _ = cute.arch.block_idx()
-    rest = index // sizes.kv_heads
-    kv_head = index - rest * sizes.kv_heads
-    index, rest = rest, rest // splits
-    part = index - rest * splits
-    batch = rest // call.parts.row_blocks
-    first_row = (rest - batch * call.parts.row_blocks) * SPLIT_ROWS
+
+def find_place(call: Call) -> Place:
+    """Returns this CTA's place; KV heads, which are neighbours in memory, run fastest."""
+    sizes = call.sizes
+    index, part, row_block = cute.arch.block_idx()
+    batch = index // sizes.kv_heads
+    kv_head = index - batch * sizes.kv_heads
+    first_row = row_block * SPLIT_ROWS
     group = sizes.heads // sizes.kv_heads
     rows = cutlass.min(sizes.query_length * group - first_row, Int32(SPLIT_ROWS))
-    band = batch_band(call.buffers.extents, batch, call.scalars.window)
+    return Place(batch, kv_head, part, group, first_row, rows)
+
+
+@cute.jit
+def assign(call: Call, place: Place, band: bands.Band, words: cute.Tensor) -> Work:
+    """Returns the work of a place: band and ranges say which blocks its rows see.
+
+    words: of the place in shared memory.
+    """
+    sizes, splits, group = call.sizes, call.parts.splits, place.group
+    batch, first_row, rows = place.batch, place.first_row, place.rows
     first_token = first_row // group
     tokens = (first_row + rows - 1) // group - first_token + 1
     blocks = bands.visited_blocks(band, first_token, tokens, SPLIT_KEYS, tensors.INT32)
@@ -91,20 +121,20 @@ def assign(call: Call) -> Work:
             arrays = row_ranges.arrays(call.ranges, sizes, batch)
             seen, compares = row_ranges.limit_blocks(blocks, arrays, own, SPLIT_KEYS)
             begin, end = seen.begin, seen.end
-    skipped = part - begin % splits
+    skipped = place.part - begin % splits
     skipped = Int32(cutlass.select_(skipped < 0, skipped + splits, skipped))
     first = begin + skipped
     count = (cutlass.max(end - first, 0) + splits - 1) // splits
-    return Work(batch, kv_head, part, group, first_row, rows, band, first, count, compares)
+    return Work(words, band, first, count, compares)
 
 
 @cute.jit
-def row_limits(work: Work, call: Call, token: Int32) -> tuple[Int32, Int32]:
+def row_limits(work: Work, call: Call, batch: Int32, token: Int32) -> tuple[Int32, Int32]:
     """Returns the keys that a token sees by band and range: low <= j < high."""
     low, high = bands.row_limits(work.band, token, tensors.INT32)
     if cutlass.const_expr(call.ranges is not None):
         if call.ranges.range_rows > 0:
-            arrays = row_ranges.arrays(call.ranges, call.sizes, work.batch)
+            arrays = row_ranges.arrays(call.ranges, call.sizes, batch)
             own_low, own_high = row_ranges.row_limits(arrays, token)
             low, high = cutlass.max(low, own_low), cutlass.min(high, own_high)
     return low, high

@@ -37,12 +37,14 @@ class SplitTile:
       span_bytes: swizzle span of K and V.
       step_keys: keys that a warp works on at a time.
       query_in_shared: the threads keep their queries in shared memory, where registers are too few.
+      unrolls_paged_steps: of a kernel for pages; the compiler spills registers otherwise.
     """
 
     stages: int
     span_bytes: int = 128
     step_keys: int = 32
     query_in_shared: bool = False
+    unrolls_paged_steps: bool = False
 
 
 SPLIT_TILES = {
@@ -53,11 +55,15 @@ SPLIT_TILES = {
     ("sm_90a", 256): SplitTile(stages=3, query_in_shared=True),
     ("sm_100f", 64): SplitTile(stages=6),
     ("sm_100f", 96): SplitTile(stages=4, span_bytes=64),
-    ("sm_100f", 128): SplitTile(stages=3, step_keys=16),
+    ("sm_100f", 128): SplitTile(stages=3, step_keys=16, unrolls_paged_steps=True),
     ("sm_100f", 192): SplitTile(stages=4),
     ("sm_100f", 256): SplitTile(stages=3, query_in_shared=True),
 }
 """By head dim; a multiprocessor then has 192 KiB of K and V on their way."""
+
+
+PLACE_WORDS = 6
+"""Of `split_data.Place`."""
 
 
 def padded_columns(head_dim: int) -> int:
@@ -78,6 +84,15 @@ def split(arch: str, head_dim: int, paged: bool = False) -> Description:
         TensorMap(f"{of}_short", of, PAGE_KEYS, tile.span_bytes // 2, tile.span_bytes)
         for of in ("k", "v")
     )
+    vt = operand("vt", (head_dim, n, tile.stages), tile.span_bytes, "V^T", "v", transposed=True)
+    cleared = NamedBarrier(
+        "cleared",
+        first=2,
+        threads=MMA_WARPS * LANES,
+        roles=("mma",),
+        meaning="values past the key length are 0",
+    )
+    hopper = arch == "sm_90a"
     words = (4, MMA_WARPS * LANES, head_dim // 16)
     query = Region("query", words, "each thread's queries, packed", "i32", alignment=16)
     return Description(
@@ -91,17 +106,27 @@ def split(arch: str, head_dim: int, paged: bool = False) -> Description:
         ),
         named_barriers=(
             NamedBarrier(
+                "start",
+                first=3,
+                threads=(MMA_WARPS + 1) * LANES,
+                roles=("mma", "load"),
+                meaning="mbarriers are initialised; the load warp arrives and does not wait",
+            ),
+            NamedBarrier(
                 "parts",
                 first=1,
                 threads=MMA_WARPS * LANES,
                 roles=("mma",),
                 meaning="K has been read; then: all warps' sums and outputs are there",
             ),
+            *([cleared] if hopper else []),
         ),
         regions=(
             Region("sums", (2, rows), "each row's largest score and sum, of each warp", "f32"),
+            Region("place", (PLACE_WORDS,), "which rows and which part of the keys", "i32"),
             operand("k", (n, head_dim, tile.stages), tile.span_bytes, "K blocks"),
             operand("v", (n, head_dim, tile.stages), tile.span_bytes, "V blocks"),
+            *([vt] if hopper else []),
             *([query] if tile.query_in_shared else []),
             Region("outputs", (padded, rows), "each warp's output", "f32", shares="k"),
         ),

@@ -57,11 +57,10 @@ class SplitHost:
         if cutlass.const_expr(self.paged):
             shapes |= hosts.of_pages(of_keys, sizes, dims)
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
-        ctas = parts.splits * parts.row_blocks * sizes.batch * sizes.kv_heads
         if cutlass.const_expr(not self.paged):
             of_keys = dataclasses.replace(of_keys, **dict.fromkeys(launches.absent_of_split()))
         self.kernel(maps, buffers, sizes, dims, parts, scalars, of_keys).launch(
-            grid=[ctas, 1, 1],
+            grid=[sizes.batch * sizes.kv_heads, parts.splits, parts.row_blocks],
             block=[self.description.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.ctas,
@@ -78,7 +77,7 @@ class JoinHost:
     @cute.jit
     def __call__(self, buffers: JoinBuffers, shape: JoinShape, stream: cuda.CUstream):
         self.kernel(buffers, dataclasses.replace(shape, batch=None)).launch(
-            grid=[shape.query_length * shape.heads * shape.batch, 1, 1],
+            grid=[shape.heads * shape.batch, shape.query_length, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
         )

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 
 from kernels.common import ptx, row_ranges
 from kernels.common.softmax import select, tanh
-from kernels.common.split_data import Call, Rows, Work
+from kernels.common.split_data import Call, Place, Rows, Work
 from kernels.common.split_description import MMA_WARPS, WARP_ROWS
 
 HALVES = 2
@@ -16,12 +16,12 @@ TILE_KEYS = 8
 """Columns of one mma.sync."""
 
 
-def own_token(work: Work, key_groups: Int32, half: int) -> Int32:
+def own_token(place: Place, key_groups: Int32, half: int) -> Int32:
     """Returns the token of a thread's row; of a row past the last, that of the last."""
     thread, _, _ = cute.arch.thread_idx()
     row_tiles = MMA_WARPS // key_groups
-    row = work.first_row + (thread // 32) % row_tiles * WARP_ROWS + (thread % 32) // 4 + 8 * half
-    return cutlass.min(row, work.first_row + work.rows - 1) // work.group
+    row = place.first_row + (thread // 32) % row_tiles * WARP_ROWS + (thread % 32) // 4 + 8 * half
+    return cutlass.min(row, place.first_row + place.rows - 1) // place.group
 
 
 @cute.jit
@@ -56,10 +56,11 @@ def _hidden(
 
     The loop is not unrolled: a thread that holds an output has few registers.
     """
-    ranges = row_ranges.arrays(call.ranges, call.sizes, ptx.opaque(work.batch))
+    place = work.read_place()
+    ranges = row_ranges.arrays(call.ranges, call.sizes, ptx.opaque(place.batch))
     hidden = Int32(0)
     for half in cutlass.range_constexpr(HALVES):
-        token = own_token(work, ptx.opaque(rows.key_groups), half)
+        token = own_token(place, ptx.opaque(rows.key_groups), half)
         low = row_ranges.element(ranges.tag_low, token)
         high = row_ranges.element(ranges.tag_high, token)
         for i in cutlass.range(keys, unroll=1):

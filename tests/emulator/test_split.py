@@ -121,6 +121,7 @@ PAGED = (
     (Case(batch=3, heads=(4, 1), query_length=2, key_length=240, head_dim=96), 48),
     (Case(batch=2, heads=(6, 2), query_length=5, key_length=288, head_dim=256, value_dim=192), 16),
     (Case(batch=2, heads=(4, 1), query_length=3, key_length=320, sinks=True, soft_cap=3.0), 64),
+    (Case(batch=2, heads=(20, 2), query_length=4, key_length=336, head_dim=128), 48),
 )
 
 
