@@ -4,6 +4,7 @@
     python -m benchmarks.decode --parts 1 4 16 33 66 132 264   # our kernel alone, divided otherwise
     python -m benchmarks.decode --few-keys  # the ordinary and the split forward of few keys
     python -m benchmarks.decode --copies    # calls for which pages are copied
+    python -m benchmarks.decode --steps     # a step of a loop beside the same call in a chain
 
 It measures as `python -m benchmarks.attention --group decode` does, beside it our kernel on the
 same keys in pages of 64 tokens in random order and, where they can be imported, flash-attn-4 and
@@ -12,6 +13,7 @@ microseconds of our kernel with these numbers of parts of the keys, for
 `fa4_jax.splits.COST_BLOCKS`; --few-keys is for its LEAST_KEYS.
 --copies times `decode` for chunks of a prompt and for float8 pages, beside its default path and
 `attention` on the same keys side by side.
+--steps times a decoding step in a `while_loop` beside as many steps one after another.
 """
 
 from __future__ import annotations
@@ -201,6 +203,50 @@ def show_copies(protocol: Protocol) -> None:
         print(f"{size}: {', '.join(cells)}", flush=True)
 
 
+STEPS = 64
+"""Steps of a loop that `show_steps` times."""
+
+
+def show_steps(case: Case, protocol: Protocol) -> None:
+    """Prints microseconds of a decoding step: in a while loop, and one after another in a chain.
+
+    A step attends from pages and adds a token to the lengths; the difference is the loop's own.
+    """
+    plan = plan_of(case, PAGE)
+    query, key, value, _ = measure.make_inputs(case)
+    count = case.batch * case.key_length // PAGE
+    pages = [x.reshape(count, PAGE, *x.shape[2:]) for x in (key, value)]
+    table = np.random.default_rng(0).permutation(count).reshape(case.batch, -1)
+    table = jnp.asarray(table, jnp.int32)
+    lengths = jnp.full(case.batch, case.key_length - STEPS, jnp.int32)
+
+    def step(query: jax.Array, lengths: jax.Array, pages: Any) -> tuple[jax.Array, jax.Array]:
+        return decode(query, *pages, table, lengths, implementation="kernel"), lengths + 1
+
+    def loop(query: jax.Array, lengths: jax.Array, steps: jax.Array, pages: Any) -> jax.Array:
+        def body(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return state[0] + 1, *step(*state[1:], pages)
+
+        start = (jnp.int32(0), query, lengths)
+        return jax.lax.while_loop(lambda state: state[0] < steps, body, start)[1]
+
+    def chain(query: jax.Array, lengths: jax.Array, steps: jax.Array, pages: Any) -> jax.Array:
+        del steps
+        for _ in range(STEPS):
+            query, lengths = step(query, lengths, pages)
+        return query
+
+    given = (query, lengths, jnp.int32(STEPS), pages)
+    calls = {
+        f.__name__: functools.partial(jax.jit(f).lower(*given).compile(), *given)
+        for f in (loop, chain)
+    }
+    found = interleave(calls, protocol)
+    parts = plan.parts[0] if plan.parts else 0
+    cells = (f"{name} {_microseconds(timing, STEPS)}" for name, timing in found.items())
+    print(f"{case.id}, {parts} parts: a step, {', '.join(cells)}", flush=True)
+
+
 def flash_attn_4_cell(case: Case, protocol: Protocol) -> str:
     """Returns microseconds of a call of flash-attn-4, or why there are none."""
     try:
@@ -261,6 +307,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--few-keys", action="store_true", help="ordinary and split forward")
     parser.add_argument("--copies", action="store_true", help="calls for which pages are copied")
+    parser.add_argument("--steps", action="store_true", help="steps of a loop, and of a chain")
     parser.add_argument("--parts", type=int, nargs="+", help="numbers of parts of our kernel")
     options = parser.parse_args()
     torch_peer.load_torch()  # before JAX starts its devices
@@ -275,7 +322,10 @@ def main() -> None:
     for case in cases if options.parts else ():
         show_parts(case, options.parts, protocol)
         jax.clear_caches()
-    if options.parts or options.few_keys or options.copies:
+    for case in cases if options.steps else ():
+        show_steps(case, protocol)
+        jax.clear_caches()
+    if options.parts or options.few_keys or options.copies or options.steps:
         return
     head = ("B, T, S, N/K, d", OURS, CUDNN, XLA, *CELLS, "floor", "share", "differences")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)

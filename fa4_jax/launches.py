@@ -69,8 +69,8 @@ def mask_buffers(bits: MaskBits | None, kernel: Kernel, kv_heads: int = 0) -> di
         return {}
     if bits is None:
         nothing = jnp.zeros((1, 0, 1, 1), jnp.int32)
-        bits = MaskBits(nothing[..., None], nothing, nothing)
-    elif kv_heads:
+        return {"mask_bits": nothing[..., None], "mask_some": nothing, "mask_every": nothing}
+    if kv_heads:
         bits = packed.of_groups(bits, kv_heads)
     return {"mask_bits": bits.words, "mask_some": bits.some, "mask_every": bits.every}
 
@@ -95,8 +95,8 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
         rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
     else:
         rows = _narrowed(_whole(problem) if rows is None else rows, bits)
-        boxes = None if bits is None else packed.boxes_of_queries(bits, tile)
-        tiles = order.of_queries(rows, problem.window, operands.extents, tile, boxes)
+        keys = None if bits is None else packed.keys_of_tiles(bits, tile)
+        tiles = order.of_queries(rows, problem.window, operands.extents, tile, keys)
     sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
@@ -227,8 +227,8 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     else:
         rows = _narrowed(_whole(problem) if rows is None else rows, bits)
         count = table.tiles(keys, tile)
-        boxes = None if bits is None else packed.boxes_of_keys(bits, tile, count)
-        own = order.Tiles(tile, keys, boxes)
+        visitors = None if bits is None else packed.rows_of_tiles(bits, tile, count)
+        own = order.Tiles(tile, keys, visitors)
         tiles = order.of_keys(rows, problem.window, operands.extents, own)
     return {
         **range_buffers(rows),

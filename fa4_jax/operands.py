@@ -42,11 +42,19 @@ class MaskBits(NamedTuple):
     words [B|1, N|1, ceil(T / 64), 4 ceil(S / 128), 64]: bit t of [..., u, w, i] says whether row
     64 u + i sees key 32 w + t. some, every [B|1, N|1, ceil(T / 64), ceil(S / 512)]: a bit for 64
     rows and 16 keys: whether any of their pairs are seen, or all.
+
+    The rest follows from `some`; it is here so that no call computes it again. limits
+    [B|1, N|1, ceil(T / 128), 2]: 128 rows see no key before the first or from the second on.
+    row_boxes [B|1, N|1, ceil(T / 64)], key_boxes [B|1, N|1, 32 ceil(S / 512)]: of how many boxes of
+    64 rows and 16 keys a pair is seen, by their rows and by their keys.
     """
 
     words: Array
     some: Array
     every: Array
+    limits: Array
+    row_boxes: Array
+    key_boxes: Array
 
 
 class Operands(NamedTuple):

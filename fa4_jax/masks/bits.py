@@ -109,7 +109,7 @@ def pack(pairs: Pairs, query_length: int, key_length: int) -> MaskBits:
     rows = at_once * BOX_ROWS
     padded = pairs.padded(blocks * rows, words * WORD)
 
-    def block(index: Any) -> MaskBits:
+    def block(index: Any) -> tuple[Array, Array, Array]:
         box = _Box(index * rows, rows, 0, words * WORD)
         seen = jnp.broadcast_to(padded.seen(box), (batch, heads, rows, words * WORD))
         row = index * rows + jnp.arange(rows, dtype=jnp.int32)
@@ -118,18 +118,18 @@ def pack(pairs: Pairs, query_length: int, key_length: int) -> MaskBits:
         return _packed(seen & inside, (row >= query_length).reshape(1, 1, at_once, 1, BOX_ROWS))
 
     if blocks == 1:
-        return block(0)
+        return _with_visits(block(0))
     found = lax.map(block, jnp.arange(blocks, dtype=jnp.int32))
 
     def joined(x: Array) -> Array:
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(batch, heads, blocks * at_once, *x.shape[4:])[:, :, :tiles]
 
-    return jax.tree.map(joined, found)
+    return _with_visits(jax.tree.map(joined, found))
 
 
-def _packed(seen: Array, absent: Array) -> MaskBits:
-    """Bits of bool [B|1, N|1, 64 tiles, 32 words].
+def _packed(seen: Array, absent: Array) -> tuple[Array, Array, Array]:
+    """Words and states of bool [B|1, N|1, 64 tiles, 32 words].
 
     absent: rows past the query length, [1, 1, tiles, 1, 64], which hide nothing.
     """
@@ -139,11 +139,23 @@ def _packed(seen: Array, absent: Array) -> MaskBits:
     some = lax.reduce(found, np.uint32(0), lax.bitwise_or, (4,))
     ones = np.uint32(2**32 - 1)
     all_seen = lax.reduce(jnp.where(absent, ones, found), ones, lax.bitwise_and, (4,))
-    return MaskBits(
+    return (
         lax.bitcast_convert_type(found, jnp.int32),
         _states(some, lambda half: half != 0),
         _states(all_seen, lambda half: half == 2**BOX_KEYS - 1),
     )
+
+
+def _with_visits(packed: tuple[Array, Array, Array]) -> MaskBits:
+    """Adds to words and states what follows from the states."""
+    words, some, every = packed
+    of_entries = split_states(_grouped(some, 2, TILE_ROWS // BOX_ROWS, 0, lax.bitwise_or))
+    box = lax.broadcasted_iota(jnp.int32, of_entries.shape, 3)
+    low = jnp.where(of_entries, box, UNBOUNDED // BOX_KEYS).min(-1) * BOX_KEYS
+    high = (jnp.where(of_entries, box, -1).max(-1) + 1) * BOX_KEYS
+    row_boxes = lax.population_count(some).sum(-1)
+    key_boxes = split_states(some).sum(2, dtype=jnp.int32)
+    return MaskBits(words, some, every, jnp.stack((low, high), -1), row_boxes, key_boxes)
 
 
 def _states(words: Array, holds: Callable[[Array], Array]) -> Array:
@@ -169,18 +181,16 @@ def split_states(states: Array) -> Array:
     return bits.reshape(*states.shape[:-1], states.shape[-1] * WORD) != 0
 
 
-def boxes_of_queries(bits: MaskBits, size: int) -> Array:
-    """Boxes of keys that tiles of `size` rows see a key of, in all heads: int32 [B|1, tiles]."""
-    each = size // BOX_ROWS
-    some = _grouped(bits.some, 2, each, 0, lax.bitwise_or)
-    return lax.population_count(some).sum((1, 3))
+def keys_of_tiles(bits: MaskBits, size: int) -> Array:
+    """Keys that a row of each tile of `size` rows visits in the mean: int32 [B|1, tiles]."""
+    boxes = _grouped(bits.row_boxes.sum(1), 1, size // BOX_ROWS, 0, lax.add)
+    return boxes * BOX_KEYS // (size // BOX_ROWS * bits.row_boxes.shape[1])
 
 
-def boxes_of_keys(bits: MaskBits, size: int, tiles: int) -> Array:
-    """Boxes of rows that see a key of tiles of `size` keys, in all heads: int32 [B|1, tiles]."""
-    some = split_states(bits.some).astype(jnp.int32)
-    some = _grouped(some, 3, size // BOX_KEYS, 0, lax.bitwise_or)
-    return some.sum((1, 2))[:, :tiles]
+def rows_of_tiles(bits: MaskBits, size: int, tiles: int) -> Array:
+    """Rows that a key of each tile of `size` keys is visited by: int32 [B|1, tiles]."""
+    boxes = _grouped(bits.key_boxes.sum(1), 1, size // BOX_KEYS, 0, lax.add)[:, :tiles]
+    return boxes * BOX_ROWS // (size // BOX_KEYS * bits.key_boxes.shape[1])
 
 
 def narrowed(table: Array, bits: MaskBits) -> Array:
@@ -188,15 +198,10 @@ def narrowed(table: Array, bits: MaskBits) -> Array:
 
     The third and fourth column, by which a block needs no limits, stay.
     """
-    some = _grouped(bits.some, 2, TILE_ROWS // BOX_ROWS, 0, lax.bitwise_or)
-    seen = split_states(lax.reduce(some, np.int32(0), lax.bitwise_or, (1,)))
-    box = lax.broadcasted_iota(jnp.int32, seen.shape, 2)
-    low = jnp.where(seen, box, UNBOUNDED // BOX_KEYS).min(-1) * BOX_KEYS
-    high = (jnp.where(seen, box, -1).max(-1) + 1) * BOX_KEYS
-    batch = max(table.shape[0], seen.shape[0])
-    table = jnp.broadcast_to(table, (batch, *table.shape[1:]))
-    low, high = jnp.maximum(table[..., 0], low), jnp.minimum(table[..., 1], high)
-    found = jnp.stack((low, high, table[..., 2], table[..., 3]), axis=-1)
+    low = jnp.maximum(table[..., 0], bits.limits[..., 0].min(1))
+    high = jnp.minimum(table[..., 1], bits.limits[..., 1].max(1))
+    rest = (jnp.broadcast_to(table[..., i], low.shape) for i in (2, 3))
+    found = jnp.stack((low, high, *rest), axis=-1)
     return jnp.where((low < high)[..., None], found, 0)
 
 

@@ -30,7 +30,7 @@ def descending(length: Any, size: int) -> Array:
 
 
 def of_queries(
-    rows: RowRanges, window: Window, extents: Array, size: int, boxes: Array | None = None
+    rows: RowRanges, window: Window, extents: Array, size: int, visited: Array | None = None
 ) -> Array:
     """Tiles of `size` query rows, by the keys between the first and the last that each visits.
 
@@ -39,7 +39,7 @@ def of_queries(
       window: what else hides keys, of the call.
       extents: [B, 4], as in `operands.Operands`.
       size: rows of a tile.
-      boxes: of keys that each tile visits by a mask of pairs (`bits.boxes_of_queries`), or None.
+      visited: keys that each tile visits by a mask of pairs (`bits.keys_of_tiles`), or None.
 
     Returns:
       int32 [B|1, ceil(T / size)], as many as `rows` has batch elements.
@@ -53,15 +53,15 @@ def of_queries(
     first = table.tiled(jnp.where(seen, low, LIMIT), LIMIT, size).min(-1)
     last = table.tiled(jnp.where(seen, high, 0), 0, size).max(-1)
     visits = jnp.maximum(last - first, 0)
-    return _most_first(rows, visits if boxes is None else _fewer(visits, boxes))
+    return _most_first(rows, visits if visited is None else jnp.minimum(visits, visited))
 
 
 class Tiles(NamedTuple):
-    """Tiles of `size` keys, of key_length; boxes: of rows that visit each by a mask of pairs."""
+    """Tiles of `size` keys, of key_length; visitors: rows, by a mask of pairs, or None."""
 
     size: int
     key_length: Any
-    boxes: Array | None = None
+    visitors: Array | None = None
 
 
 def of_keys(rows: RowRanges, window: Window, extents: Array, tiles: Tiles) -> Array:
@@ -79,15 +79,9 @@ def of_keys(rows: RowRanges, window: Window, extents: Array, tiles: Tiles) -> Ar
     high = jnp.minimum(rows.table[:, None, :, 1], last_row + offset + window[1] + 1)
     meets = (low < past_key) & (high > first_key) & (first_row < queries) & (first_key < keys)
     visits = jnp.sum(meets, axis=-1, dtype=jnp.int32)
-    if tiles.boxes is not None:
-        visits = _fewer(visits * table.TILE_ROWS, tiles.boxes)
+    if tiles.visitors is not None:
+        visits = jnp.minimum(visits * table.TILE_ROWS, tiles.visitors)
     return _most_first(rows, visits)
-
-
-def _fewer(visits: Array, boxes: Array) -> Array:
-    """The fewer of both, [B|1, tiles], each as a share of the most that any tile has."""
-    visits, boxes = (x.astype(jnp.float32) / jnp.maximum(x.max(), 1) for x in (visits, boxes))
-    return (jnp.minimum(visits, boxes) * 2**20).astype(jnp.int32)
 
 
 def _most_first(rows: RowRanges, visits: Array) -> Array:

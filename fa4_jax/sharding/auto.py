@@ -184,7 +184,7 @@ def _factors_of_bits(bits: MaskBits | None) -> list[str]:
     batch, heads = bits.words.shape[:2]
     b, n = "b" if batch > 1 else "p", "n" if heads > 1 else "q"
     states = f"{b} {n} x z"
-    return [f"{b} {n} x y r", states, states]
+    return [f"{b} {n} x y r", states, states, f"{b} {n} u c", f"{b} {n} x", f"{b} {n} g"]
 
 
 @dataclasses.dataclass(frozen=True)

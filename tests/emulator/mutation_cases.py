@@ -241,10 +241,11 @@ def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases that take a split forward through its paths, with all keys in one part.
 
-    One has four warps for the same rows, entries without a block and with two, and padded keys; one
-    has a warp for each 16 rows, several rounds of the ring, and all that scores may have.
-    Pages are those of `split_launches.page_of`: long ones in the first, short ones in the second.
-    Each have a loop of their own, so that the first has several rounds of the ring, too.
+    Both have padded keys. One has four warps for the same rows, entries without a block and with
+    two; one has a warp for each 16 rows, or Hopper's warpgroup, several rounds of the ring, and all
+    that scores may have. Pages are those of `split_launches.page_of`: long ones in the first, short
+    ones in the second. Each have a loop of their own, so that the first has several rounds of the
+    ring, too.
     """
     masks = () if key.paged else ("scattered",)
     most = 31 * 64 if key.paged else 300
@@ -259,7 +260,15 @@ def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             key_lengths=(0, 70, most),
             poison=True,
         ),
-        Case(**(common | scores), batch=1, heads=(4, 1), query_length=13, key_length=2000),
+        Case(
+            **(common | scores),
+            batch=1,
+            heads=(4, 1),
+            query_length=13,
+            key_length=2000,
+            key_lengths=(1990,),
+            poison=True,
+        ),
     )
 
 

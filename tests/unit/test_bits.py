@@ -121,11 +121,11 @@ def test_tables_and_orders_follow_the_bits():
     assert not none[0, 0].any() and none[0, 5].any()
 
     padded = np.pad(seen, ((0, 0), (0, -t % 192), (0, -s % 128)))
-    of_rows = padded.reshape(2, -1, 192, padded.shape[2] // 16, 16).any((2, 4)).sum(2)
-    found_rows = bits.boxes_of_queries(found, 192)
-    np.testing.assert_array_equal(found_rows, of_rows[:, : found_rows.shape[1]])
-    of_keys = padded[:, :704].reshape(2, 11, 64, -1, 128).any((2, 4)).sum(1)
-    np.testing.assert_array_equal(bits.boxes_of_keys(found, 128, 8), of_keys)
+    boxes = padded.reshape(2, -1, 64, padded.shape[2] // 16, 16).any((2, 4))
+    of_rows = boxes.reshape(2, -1, 3, boxes.shape[2]).sum((2, 3))
+    np.testing.assert_array_equal(bits.keys_of_tiles(found, 192), of_rows * 16 // 3)
+    of_keys = boxes.reshape(2, boxes.shape[1], -1, 8).sum((1, 3))
+    np.testing.assert_array_equal(bits.rows_of_tiles(found, 128, 8), of_keys * 64 // 8)
 
 
 def test_too_many_bits_are_refused():
