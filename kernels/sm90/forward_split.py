@@ -94,8 +94,9 @@ class HopperForwardSplit(ForwardSplit):
                 self.exponentiate(rows, scores, own_key, work, call, scales)
                 round_fragment(mma.scores, mma.probabilities)
                 mma.pv.issue(mma.acc, mma.probabilities, mma.vt[step][stage], accumulate=True)
-                warpgroup.wait_group(0)
-            self.release(shared, use)
+            warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
 
     def make_operands(self, shared: Shared, rows: Rows, thread: Int32) -> Operands:
         """Makes the products; Q and O are the registers of `rows`."""

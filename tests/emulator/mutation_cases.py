@@ -241,14 +241,12 @@ def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases that take a split forward through its paths, with all keys in one part.
 
-    Both have padded keys. One has four warps for the same rows, entries without a block and with
-    two; one has a warp for each 16 rows, or Hopper's warpgroup, several rounds of the ring, and all
-    that scores may have. Pages are those of `split_launches.page_of`: long ones in the first, short
-    ones in the second. Each have a loop of their own, so that the first has several rounds of the
-    ring, too.
+    Both have padded keys and several rounds of the ring. One has four warps for the same rows, and
+    entries without a block and with two; one has a warp for each 16 rows (Hopper: a warpgroup), and
+    all that scores may have. Pages are those of `split_launches.page_of`: long ones in the first,
+    short ones in the second.
     """
-    masks = () if key.paged else ("scattered",)
-    most = 31 * 64 if key.paged else 300
+    masks, most = () if key.paged else ("scattered",), 31 * 64
     scores = {"soft_cap": 9.0, "sinks": True, "max_logit": True, "masks": masks}
     return (
         Case(
@@ -266,7 +264,7 @@ def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             heads=(4, 1),
             query_length=13,
             key_length=2000,
-            key_lengths=(1990,),
+            key_lengths=(1960,),
             poison=True,
         ),
     )
