@@ -21,7 +21,8 @@ in no order (backward_tail). There is a CTA for each multiprocessor. While it st
 tile, K, V and the first queries of the next one come.
 
 P and dS are operands in registers. P is rounded after dS has been computed: dS then takes the
-registers of dP, and P, rounded, and dS, rounded, those of the scores.
+registers of dP, and P, rounded, and dS, rounded, those of the scores. Where a tile says so, this
+goes by parts of the queries (`gradient_by_parts`).
 
 Note [scores]: dS has two buffers used in turn, so one barrier a step is enough: a warpgroup passes
 `scores_ready` of step i + 1 only when the other one has arrived there, which it does after its
@@ -255,8 +256,9 @@ class Backward(BackwardParts):
                 place = Step(member, block, step, group, hidden, words, is_first, of_tile)
                 self.step(shared, work, rows, (grads, slices), exponents, place)
                 step += 1
-        if steps > 0:
-            self.query_gradient.hand_over(shared, step - 1)
+        if cutlass.const_expr(self.tile.dq_buffers > 1):
+            if steps > 0:
+                self.query_gradient.hand_over(shared, step - 1)
         cute.arch.sync_warp()
         self.release(shared.barriers.kv_empty.first)
         return step
@@ -342,8 +344,9 @@ class Backward(BackwardParts):
         products.scores.issue_with(slices.v, dp, v, do)
         if cutlass.const_expr(not tile.delta_after_scores):
             delta = self.statistics(shared.delta, slot)
-        if not place.is_first:
-            self.query_gradient.hand_over(shared, step - 1)
+        if cutlass.const_expr(tile.dq_buffers > 1):
+            if not place.is_first:
+                self.query_gradient.hand_over(shared, step - 1)
         warpgroup.wait_group(1)
         if cutlass.const_expr(tile.delta_after_scores):
             delta = self.statistics(shared.delta, slot)
@@ -354,13 +357,13 @@ class Backward(BackwardParts):
         if cutlass.const_expr(not self.soft_cap):
             self.exponentiate(scores, lse_log2, exponents.scale_log2)
         warpgroup.wait_group(0)
+        staging = shared.ds[None, None, buffer]
         if cutlass.const_expr(self.soft_cap):
             self.capped_gradient(scores, dp, (lse_log2, delta), exponents.scale_log2)
+        if cutlass.const_expr(tile.first_slices > 0):
+            ds = self.gradient_by_parts((scores, dp), delta, staging, (grads.dv, dot), thread)
         else:
-            self.score_gradient(scores, dp, delta)
-        p, ds = self.operand(grads_mma, scores), self.operand(grads_mma, dp)
-        self.to_shared(dp, shared.ds[None, None, buffer], thread)
-        products.dv.issue(grads.dv, p, dot, accumulate=True)
+            ds = self.gradient_at_once((scores, dp), delta, staging, (grads.dv, dot), thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.scores_ready)
 
@@ -374,6 +377,8 @@ class Backward(BackwardParts):
         warpgroup.wait_group(1)
         self.release(shared.barriers.do_empty.at(use))
         self.query_gradient.add(shared, work, rows, dq, place)
+        if cutlass.const_expr(tile.dq_buffers == 1):
+            self.query_gradient.hand_over(shared, step)
         warpgroup.wait_group(0)
         self.release(shared.barriers.q_empty.at(use))
 
@@ -397,6 +402,64 @@ class Backward(BackwardParts):
         rounded = cute.make_rmem_tensor(values.shape, self.dtype)
         wgmma.round_fragment(values, rounded)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
+
+    def gradient_at_once(
+        self,
+        scores: tuple[cute.Tensor, cute.Tensor],
+        delta: cute.Tensor,
+        staging: cute.Tensor,
+        value_gradient: tuple[cute.Tensor, cute.Tensor],
+        thread: Int32,
+    ) -> cute.Tensor:
+        """Computes dS^T, writes it to shared memory, and issues dV.
+
+        Args:
+          scores: P^T, and dP^T, which is replaced by dS^T; capped ones have been.
+          staging: (n, m) tile of dS in shared memory.
+          value_gradient: dV, and dO transposed as its operand.
+
+        Returns:
+          dS^T as operand of dK.
+        """
+        (values, dp), (dv, dot), products = scores, value_gradient, self.products()
+        if not self.soft_cap:
+            self.score_gradient(values, dp, delta)
+        mma = products.dk.tiled()
+        p, ds = self.operand(mma, values), self.operand(mma, dp)
+        self.to_shared(dp, staging, thread)
+        products.dv.issue(dv, p, dot, accumulate=True)
+        return ds
+
+    def gradient_by_parts(
+        self,
+        scores: tuple[cute.Tensor, cute.Tensor],
+        delta: cute.Tensor,
+        staging: cute.Tensor,
+        value_gradient: tuple[cute.Tensor, cute.Tensor],
+        thread: Int32,
+    ) -> cute.Tensor:
+        """Does what `gradient_at_once` does, in two parts of the queries.
+
+        The tensor core, which both warpgroups leave idle meanwhile, begins dV after the first part.
+        """
+        (values, dp), (dv, dot), products = scores, value_gradient, self.products()
+        shape = products.dk.tiled().partition_shape_A((self.tile.n, self.tile.m))
+        p, ds = (cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, products.scores.tiled()).get_slice(thread)
+        target = copy.partition_D(staging)
+        source = cute.make_tensor(ds.iterator, cute.make_layout(target.shape))
+        slices = self.tile.m // wgmma.SLICE
+        for first, end in ((0, self.tile.first_slices), (self.tile.first_slices, slices)):
+            self.score_gradient(values, dp, delta, range(2 * first, 2 * end))
+            wgmma.round_slices(values, p, first, end)
+            wgmma.round_slices(dp, ds, first, end)
+            for k in range(first, end):
+                place = ((None, k), None, None)
+                cute.copy(atom, source[place], target[place])
+            products.dv.issue_more(dv, p, dot, first, end)
+        warpgroup.commit_group()
+        return ds
 
     def capped_gradient(
         self,

@@ -34,9 +34,6 @@ SCORE_BUFFERS = 2
 VISIT_WORDS = 2
 """int32 words that say what a step is: its query block, and what ranges hide in it."""
 
-DQ_BUFFERS = 2
-"""Steps of dQ that shared memory holds where it is staged there."""
-
 ORDER_WARPS = 2
 """Warps that add dQ, or open the turns for it, in a fixed order: each has every other step."""
 
@@ -54,7 +51,7 @@ _BITS = ", and where the bits of a mask of pairs are"
 def of_key(key: KernelKey) -> Description:
     """Describes the main backward kernel of a key."""
     head_dim, value_dim, deterministic = key.head_dim, key.value_dim, key.deterministic
-    tile = BACKWARD_TILES[head_dim, value_dim].in_order(deterministic)
+    tile = BACKWARD_TILES[head_dim, value_dim].of_kernel(deterministic, key.soft_cap)
     words, text = VISIT_WORDS, _VISITS
     if key.reads_mask:
         words, text = words + tile.m // WARPGROUP_ROWS, text + _BITS
@@ -63,7 +60,7 @@ def of_key(key: KernelKey) -> Description:
         text = "key tile, head and blocks of the CTA's tile"
         words = WORK_WORDS + key.ranges + TAIL_WORDS * _splits_tail(key)
         work = Region("work", (words, 2), text, "i32")
-        blocks = Region("dq_block", (DQ_BUFFERS,), "query block of a buffer of dQ", "i32")
+        blocks = Region("dq_block", (tile.dq_buffers,), "query block of a buffer of dQ", "i32")
         parts = Region("parts_done", (1,), "parts of a split tile that were done before", "i32")
         visits = (work, *visits, *([blocks] * key.ranges), *([parts] * _splits_tail(key)))
     return Description(
@@ -169,8 +166,8 @@ def _barriers(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
     loaded, released = (copied("load"),), tuple(warps(role) for role in users)
     q_stages, do_stages = tile.stages, tile.do_stages
     staging = (
-        Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory", DQ_BUFFERS),
-        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read", DQ_BUFFERS),
+        Barrier("dq_full", released, ("reduce",), "step: dQ is in shared memory", tile.dq_buffers),
+        Barrier("dq_empty", (one("reduce"),), users, "step: dQ has been read", tile.dq_buffers),
     )
     order = (
         Barrier("dq_turn", (one("order"),), users, "step: dQ may be added", ORDER_WARPS),
@@ -221,7 +218,7 @@ def _regions(
     own_ticket = deterministic and not tile.persistent
     ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
     dq = Region(
-        *("dq", (m * d, DQ_BUFFERS), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
+        *("dq", (m * d, tile.dq_buffers), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
         alignment=1024,
     )
     return (
@@ -248,7 +245,7 @@ def _gradients(tile: BackwardTile, head_dims: tuple[int, int]) -> list[Region]:
     These are the memory of dS, and that of the dQ buffer which the next step will use.
     """
     (d, dv), n = head_dims, tile.n
-    buffers = DQ_BUFFERS * dv_places(tile, d, dv)
+    buffers = tile.dq_buffers * dv_places(tile, d, dv)
     return [
         operand("grad_k", (n, d), tile.key_span_bytes, "dK on its way", shares="ds"),
         operand("grad_v", (n, dv, buffers), tile.span_bytes, "dV on its way", shares="dq"),

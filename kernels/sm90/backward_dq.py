@@ -7,9 +7,10 @@ bwd_post undoes it with the same accumulator layout. Without pairs dQ is staged 
 where it has the same layout, so that one bulk copy adds a step's tile; in a pair each thread adds
 its registers by vectors.
 
-Note [late]: dQ has two buffers, so that a step does not wait until its stores to shared memory are
+Note [late]: where dQ has two buffers, a step does not wait until its stores to shared memory are
 visible to the copy. The tile's next one does, when it has issued its scores; after the last step
-the tile's end does.
+the tile's end does. With one buffer the step itself waits, while the tensor core has dK: the copy
+then has read the buffer when the next step's dQ is there.
 
 Note [dq order]: every (head, query tile) has a counter. The key tiles that visit the query tile add
 to it in ascending order: a CTA waits until the counter equals the number of visiting key tiles

@@ -33,7 +33,8 @@ class BackwardParts(BackwardHost):
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
         self.deterministic, self.bias = key.deterministic, key.bias
-        self.tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
+        tile = BACKWARD_TILES[key.head_dim, key.value_dim]
+        self.tile = tile.of_kernel(key.deterministic, key.soft_cap)
         self.slices = self.tile.slices(key.ranges, key.soft_cap)
         self.description = of_key(key)
         self.shape = BackwardShape(
@@ -175,9 +176,11 @@ class BackwardParts(BackwardHost):
                     exponent = scores[index] * scale_log2 - values[column]
                     scores[index] = exp2(exponent)
 
-    def score_gradient(self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor):
-        """Replaces dp by dS^T = P^T * (dP^T - delta)."""
-        for pair in range(cute.size(p.shape[0][2])):
+    def score_gradient(
+        self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor, pairs: range | None = None
+    ):
+        """Replaces dp by dS^T = P^T * (dP^T - delta), in some pairs of columns or in all."""
+        for pair in pairs or range(cute.size(p.shape[0][2])):
             values = self.of_columns(delta, pair)
             for row in range(softmax.ROWS):
                 for column in range(2):

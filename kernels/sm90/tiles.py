@@ -205,6 +205,11 @@ class BackwardTile:
         needs three stages of Q and dO. Not in a fixed order, where the next pair waits for it.
       delta_after_scores: a step loads delta when its scores are there, not before it waits for
         them, which would hold up the next product; it takes a few more registers.
+      first_slices: slices of 16 queries whose dS is computed and whose share of dV is issued before
+        the others' dS is computed: meanwhile both warpgroups would leave the tensor core idle.
+        0: all at once.
+      dq_buffers: steps of dQ that shared memory holds where it is staged there. With two, the next
+        step hands dQ over (backward_dq.py, Note [late]); with one, its own step does.
       splits_tail: CTAs share the last tiles of a dense call (backward_tail.py). At d = 64 the
         compiler then arranges a step worse, which costs as much as the tail.
     """
@@ -221,15 +226,24 @@ class BackwardTile:
     masked_v_slices: tuple[int, int] | None = None
     late_dq: bool = False
     delta_after_scores: bool = False
+    first_slices: int = 0
+    dq_buffers: int = 2
     splits_tail: bool = False
 
     mma_warpgroups = 2
 
-    def in_order(self, deterministic: bool) -> BackwardTile:
-        """Returns the sizes of the kernel that adds dQ in a fixed order, or of the other one."""
-        if not (deterministic and self.late_dq):
-            return self
-        return dataclasses.replace(self, late_dq=False, stages=2, do_stages=2)
+    def of_kernel(self, deterministic: bool, soft_cap: bool) -> BackwardTile:
+        """Returns the sizes of a kernel that adds dQ in a fixed order, or caps scores, or neither.
+
+        Two buffers of dQ let two warps wait for their turns at once; a capped kernel computes P and
+        dS together, and has no registers to divide this.
+        """
+        if deterministic and self.late_dq:
+            return dataclasses.replace(self, late_dq=False, stages=2, do_stages=2)
+        if (deterministic or soft_cap) and self.first_slices > 0:
+            at_once = {"delta_after_scores": False, "first_slices": 0, "dq_buffers": 2}
+            return dataclasses.replace(self, **at_once)
+        return self
 
     @property
     def keys(self) -> int:
@@ -287,7 +301,15 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         splits_tail=True,
     ),
     (128, 128): BackwardTile(
-        m=64, n=128, stages=2, v_slices=3, masked_v_slices=(3, 1), splits_tail=True
+        m=64,
+        n=128,
+        stages=2,
+        v_slices=3,
+        masked_v_slices=(3, 1),
+        delta_after_scores=True,
+        first_slices=2,
+        dq_buffers=1,
+        splits_tail=True,
     ),
     (192, 128): BackwardTile(
         m=64,

@@ -17,6 +17,9 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SLICE = 16
 """Columns of operand A, and rows of B, that one instruction multiplies."""
 
+_SLICE_ELEMENTS = 64 * SLICE // 128
+"""What a thread holds of a slice of 64 rows."""
+
 SHARED, REGISTERS = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
@@ -27,8 +30,13 @@ def round_fragment(values: cute.Tensor, rounded: cute.Tensor):
     compiler to its use, after the next product has been issued, and the fp32 values would stay in
     registers beside that product's accumulators.
     """
+    round_slices(values, rounded, 0, cute.size(rounded) // _SLICE_ELEMENTS)
+
+
+def round_slices(values: cute.Tensor, rounded: cute.Tensor, first: int, end: int):
+    """Does what `round_fragment` does, for slices `first` to `end` of an operand A."""
     pairs = cute.recast_tensor(rounded, Int32)
-    for i in range(cute.size(pairs)):
+    for i in range(first * _SLICE_ELEMENTS // 2, end * _SLICE_ELEMENTS // 2):
         pairs[i] = ptx.round_pair(rounded.element_type, values[2 * i], values[2 * i + 1])
 
 
@@ -65,6 +73,14 @@ class Wgmma:
             mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
         warpgroup.commit_group()
+
+    def issue_more(self, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, first: int, end: int):
+        """Issues acc += a b of the slices from `first` to `end`; the caller commits the group."""
+        mma = self.tiled()
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        for k in range(first, end):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
 
     def issue_by_slices(self, *products: tuple[cute.Tensor, cute.Tensor, cute.Tensor, bool]):
         """Issues several products (acc, a, b, accumulate), slice by slice, as one group.

@@ -97,5 +97,5 @@ def test_every_proxy_fence_of_a_backward_is_needed() -> None:
         for mutation in moved(ptx)
         if mutation.kind.startswith("moved up") and ": fence.proxy" in mutation.kind
     }
-    assert len(fences) == 6 and len(too_early) == 3
+    assert len(fences) == 5 and len(too_early) == 4
     assert not surviving(KEYS[name], list((fences | too_early).values()))

@@ -209,7 +209,7 @@ def of_kernel(key: KernelKey, kind: tuple[str, ...]) -> tuple[str, ...]:
     """Returns a class that says, of stores in a backward, what kernel they are in."""
     if kind != ("bwd", "STS", "LDS"):
         return kind
-    tile = BACKWARD_TILES[key.head_dim, key.value_dim].in_order(key.deterministic)
+    tile = BACKWARD_TILES[key.head_dim, key.value_dim].of_kernel(key.deterministic, key.soft_cap)
     pair = " of a pair" if tile.ctas > 1 else ""
     late = " with late dQ" if tile.late_dq else ""
     return f"bwd{pair} with ranges" if key.ranges else f"bwd{late}", *kind[1:]

@@ -25,6 +25,16 @@ def test_backward_tiles_fit(head_dims):
     assert head_dim == value_dim or tile.ctas == 2, "only pairs have two head dims"
 
 
+@pytest.mark.parametrize("tile", tiles.BACKWARD_TILES.values(), ids=str)
+def test_backward_parts_divide_a_step(tile):
+    assert 0 <= tile.first_slices < tile.m // 16
+    assert tile.dq_buffers == 2 or tile.persistent
+    for deterministic, soft_cap in ((True, False), (False, True), (True, True)):
+        own = tile.of_kernel(deterministic, soft_cap)
+        assert own.first_slices == 0, "capped kernels compute P and dS together"
+        assert own.dq_buffers == 2, "two warps wait for turns at once"
+
+
 def test_every_head_dim_has_tiles():
     def head_dims(kernel):
         narrow = {
