@@ -1,9 +1,18 @@
-"""What kernels read of a bias, and what they return of its gradient: float32 arrays.
+"""What kernels read of a bias, and what they return of its gradient.
 
-A bias by distance has one number a distance, [B|1, N|1, 1, T + S - 1]. Kernels tell it from a dense
-bias whose rows are alike by its length; where T is 1, both are the same. Kernels sum its gradient
-along the diagonals of tiles of 64 x 64 pairs: a lower half of 64 diagonals and an upper one of 63.
-The upper half of a tile and the lower half of the next one have the same distances.
+A kernel reads float32 numbers: of a dense bias as they are, of one by distance one number a
+distance, [B|1, N|1, 1, T + S - 1]. It tells it from a dense bias whose rows are alike by its
+length; where T is 1, both are the same.
+
+Most of Hopper's kernels load two numbers at once (`KernelKey.pairwise_bias`). Of a bias by distance
+they have two copies side by side, the second one without the first number, so that every number is
+at an even place in one of them; and DISTANCE_MARGIN zeros on either side. A dense bias of their own
+16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2]. Its fourth
+dimension is less than S, that of a bias by distance is more.
+
+Kernels sum the gradient of a bias by distance along the diagonals of tiles of 64 x 64 pairs: a
+lower half of 64 diagonals and an upper one of 63. The upper half of a tile and the lower half of
+the next one have the same distances.
 """
 
 from __future__ import annotations
@@ -15,27 +24,53 @@ import jax.numpy as jnp
 
 from fa4_jax.bias import AtDistances
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
+from fa4_jax.key import DISTANCE_MARGIN, KernelKey
 from fa4_jax.operands import Operands
 from fa4_jax.problem import Problem
 
 Array = jax.Array
 
 
-def buffer(bias: Any) -> Array:
-    """The bias as kernels read it: [B|1, N|1, T|1, S] or, by distance, [B|1, N|1, 1, T + S - 1]."""
+def buffer(bias: Any, key: KernelKey) -> Array:
+    """The bias as a kernel reads it.
+
+    Args:
+      bias: a dense one, or `AtDistances`.
+      key: of the kernel.
+    """
+    by_pairs = key.pairwise_bias
     if isinstance(bias, AtDistances):
-        return bias.values[:, :, None]
+        return _two_copies(bias.values) if by_pairs else bias.values[:, :, None]
+    own = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[key.dtype]
+    if by_pairs and bias.dtype == own and bias.shape[3] % 2 == 0:
+        return bias.reshape(*bias.shape[:3], bias.shape[3] // 2, 2)
     return bias.astype(jnp.float32)
 
 
-def shape_of(operands: Operands, problem: Problem) -> tuple[Any, ...] | None:
-    """Shape of `buffer` of a call, or None where no kernel reads its bias."""
+def _two_copies(values: Array) -> Array:
+    """[B|1, N|1, L] between zeros, twice: [B|1, N|1, 2, columns], of an even number of columns."""
+    count = values.shape[2]
+    columns = count + 2 * DISTANCE_MARGIN + count % 2
+    copies = [
+        jnp.pad(values, ((0, 0), (0, 0), (before, columns - before - count)))
+        for before in (DISTANCE_MARGIN, DISTANCE_MARGIN - 1)
+    ]
+    return jnp.stack(copies, axis=2)
+
+
+def abstract(operands: Operands, problem: Problem) -> Any:
+    """A call's bias without its numbers, as `buffer` takes it, or None where no kernel reads it."""
     if problem.bias == "dense":
-        return operands.bias.shape
+        return jax.ShapeDtypeStruct(operands.bias.shape, operands.bias.dtype)
     if problem.bias != "distance":
         return None
-    batch = problem.batch if operands.offset is None else 1
-    return batch, problem.query_heads, 1, problem.query_length + problem.key_length - 1
+    shape = (
+        problem.batch if operands.offset is None else 1,
+        problem.query_heads,
+        problem.query_length + problem.key_length - 1,
+    )
+    values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return AtDistances(problem.query_length, values)
 
 
 def gradient_shape(shape: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -48,7 +83,8 @@ def gradient_shape(shape: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[An
       shape: of `buffer`.
       lengths: T and S.
     """
-    batch, heads, rows, columns = shape
+    batch, heads, rows, columns = shape[:4]
+    columns *= 2 if len(shape) == 5 else 1
     row_tiles, key_tiles = (-(-length // TILE) for length in lengths)
     if columns != lengths[1]:
         units = row_tiles + key_tiles - 1

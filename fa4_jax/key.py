@@ -141,6 +141,10 @@ READS_MASKS = frozenset({"sm_90a", "sm_100f"})
 BIAS_GRADIENT_TILE = 64
 """Query rows, and keys, of a tile of a bias's gradient."""
 
+DISTANCE_MARGIN = 256
+"""Elements on either side of a bias by distance that Hopper's kernels may read: more than the rows
+or keys of any tile, so that nothing is compared with the lengths."""
+
 
 _FLAGS = (
     *("band", "ranges", "soft_cap", "bias", "deterministic", "polynomial_exp2", "pair", "short"),
@@ -206,6 +210,16 @@ class KernelKey:
         else:
             lacks_registers = self.soft_cap
         return self.ranges and self.arch in READS_MASKS and not lacks_registers
+
+    @property
+    def pairwise_bias(self) -> bool:
+        """Whether it reads two elements of a bias at once (`fa4_jax.bias_buffer`): on Hopper.
+
+        The forwards of d = 192 and 256 and the backward of d = 64, which has 128 queries a step,
+        have no registers for it.
+        """
+        fits = self.head_dim <= 128 if self.kernel is Pass.FORWARD else self.head_dim != 64
+        return self.arch == "sm_90a" and fits
 
     @property
     def name(self) -> str:

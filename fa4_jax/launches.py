@@ -86,7 +86,7 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     `max_logit` is raised by the kernel; where nobody wants it, it is empty.
     """
     if problem.bias is not None:
-        return {"bias": bias_buffer.buffer(operands.bias)}
+        return {"bias": bias_buffer.buffer(operands.bias, kernel.key)}
     if not in_memory(problem, Pass.FORWARD):
         return {}
     tile = _tile_size(kernel)
@@ -216,7 +216,7 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     kernel: the main one.
     """
     if problem.bias is not None:
-        bias = bias_buffer.buffer(operands.bias)
+        bias = bias_buffer.buffer(operands.bias, kernel.key)
         shape = bias_buffer.gradient_shape(bias.shape, _lengths(problem))
         return {"bias": bias, "dbias_shape": jnp.zeros(shape, jnp.int32)}
     if not in_memory(problem, Pass.BACKWARD):

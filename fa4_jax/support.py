@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from fa4_jax import bands, bias_buffer, catalogue, designs, dispatch, validate
@@ -156,12 +155,11 @@ class Held:
 
     Attributes:
       bits: of the words of bits of a mask.
-      bias: of the numbers of a bias, f32, and whether they are the caller's own array.
+      bias: without its numbers, `bias_buffer.abstract`.
     """
 
     bits: tuple[int, ...] | None = None
-    bias: tuple[int, ...] | None = None
-    bias_is_given: bool = False
+    bias: Any = None
 
 
 def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Held]:
@@ -189,9 +187,8 @@ def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
             found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], Held()))
         else:
             operands, problem = canonicalise(Call(*positional, **named))
-            bias = bias_buffer.shape_of(operands, problem)
-            given = getattr(operands.bias, "dtype", None) == jnp.float32
-            found.append((problem, Held(bits.shape_of(operands), bias, given)))
+            bias = bias_buffer.abstract(operands, problem)
+            found.append((problem, Held(bits.shape_of(operands), bias)))
 
     jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
     problem, held = found[0]
@@ -346,12 +343,21 @@ def _copies(problem: PagedProblem, plan: Plan) -> tuple[Workspace, ...]:
     )
 
 
+def _bias(plan: Plan, held: Held) -> Any:
+    """Shape and type of what kernels read of a bias, or None."""
+    if held.bias is None or not plan.forward:
+        return None
+    kernel = next((x for x in plan.backward if x.key.kernel is Pass.BACKWARD), plan.forward[0])
+    return jax.eval_shape(lambda x: bias_buffer.buffer(x, kernel.key), held.bias)
+
+
 def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     launches = [kernel.launch for kernel in plan.forward_launches + plan.backward]
     problem, own = plan.problem, {"parts": plan.parts, "tail": plan.tail_shape}
-    if held.bias is not None:
+    bias = _bias(plan, held)
+    if bias is not None:
         lengths = problem.query_length, problem.key_length
-        own |= {"bias": held.bias, "dbias_shape": bias_buffer.gradient_shape(held.bias, lengths)}
+        own |= {"bias": bias.shape, "dbias_shape": bias_buffer.gradient_shape(bias.shape, lengths)}
     found = [
         Workspace(name, result.dtype, shape)
         for name, (result, shape) in new_buffers(problem, launches, own).items()
@@ -359,8 +365,8 @@ def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     ]
     if plan.forward and held.bits is not None:
         found.append(Workspace("mask_bits", "i32", held.bits))
-    if plan.forward and held.bias is not None and not held.bias_is_given:
-        found.append(Workspace("bias", "f32", held.bias))
+    if bias is not None and getattr(held.bias, "dtype", None) != bias.dtype:
+        found.append(Workspace("bias", "f32", bias.shape))
     split = group_split(plan)
     if split.parts > 1:
         shapes = given_shapes(split.plan.problem)

@@ -27,7 +27,7 @@ def describe(key: KernelKey) -> Description:
     if key.kernel is Pass.FORWARD_JOIN:
         return split_description.join(key.head_dim)
     if key.kernel is Pass.BIAS_GRADIENT:
-        return bias_gradient_description.description(key.head_dim)
+        return bias_gradient_description.description(key.arch, key.head_dim)
     hopper = key.arch == "sm_90a"
     if key.kernel is Pass.TANGENT:
         return sm90_tangent.of_key(key) if hopper else sm100_tangent.description(key.head_dim)

@@ -426,7 +426,14 @@ def _short_scores() -> list[Case]:
 def _biases() -> list[Case]:
     """Dense biases of every shape, those by distance, and what is combined with them."""
     sized = functools.partial(Case, query_length=200, key_length=333)
+    paired = functools.partial(Case, query_length=200, key_length=334)  # bias_buffer
     return [
+        paired(bias=(1, 4, 200, 334), heads=(4, 2), head_dim=128, is_causal=True, query_offset=134),
+        paired(bias=(2, 1, 200, 334), query_lengths=(33, 200), key_lengths=(334, 70), poison=True),
+        paired(bias=(1, 1, 200, 334), head_dim=96, dtype="fp16", window=(50, 70)),
+        paired(bias=(1, 2, 200, 334), head_dim=192, dtype="fp16", deterministic=True),
+        paired(bias=(2, 2, 200, 334), head_dim=192, value_dim=128),
+        paired(bias=(1, 2, 1, 334), head_dim=256, query_lengths=(200, 33)),
         sized(bias=(2, 2, 200, 333)),
         sized(bias=(1, 4, 200, 333), heads=(4, 2), head_dim=128, is_causal=True, query_offset=133),
         sized(bias=(2, 1, 1, 333), heads=(4, 1), dtype="fp16", key_lengths=(333, 70)),

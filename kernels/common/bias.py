@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from kernels.common import ptx
 from kernels.common.tensors import f32
 from kernels.interface import BiasBuffers, Sizes
 
@@ -73,12 +74,25 @@ class BiasInMemory:
     buffers: BiasBuffers
     sizes: Sizes
 
-    def of_head(self, batch: Int32, head: Int32) -> HeadBias:
-        """Returns the bias of a query head."""
-        own, sizes = self.buffers, self.sizes
+    def anew(self) -> "BiasInMemory":
+        """Returns the same; nothing that follows from its shape is held before this place."""
+        names = ("bias_heads", "bias_rows", "bias_columns")
+        shape = {name: ptx.anew(getattr(self.buffers, name)) for name in names}
+        return dataclasses.replace(self, buffers=dataclasses.replace(self.buffers, **shape))
+
+    def plane(self, batch: Int32, head: Int32) -> cute.Pointer:
+        """Returns the elements of a query head."""
+        return self.buffers.bias + self._offset(batch, head)
+
+    def _offset(self, batch: Int32, head: Int32) -> Int64:
+        own = self.buffers
         plane = Int64(cutlass.select_(own.bias_batch == 1, Int32(0), batch))
         head = cutlass.select_(own.bias_heads == 1, Int32(0), head)
-        plane = (plane * own.bias_heads + head) * own.bias_rows * own.bias_columns
+        return (plane * own.bias_heads + head) * own.bias_rows * own.bias_columns
+
+    def of_head(self, batch: Int32, head: Int32) -> HeadBias:
+        """Returns the bias of a query head."""
+        own, sizes, plane = self.buffers, self.sizes, self._offset(batch, head)
         by_distance = own.bias_columns > sizes.key_length
         rows_differ = own.bias_rows > 1
         step = Int32(cutlass.select_(rows_differ, own.bias_columns, Int32(0)))

@@ -29,8 +29,9 @@ from fa4_jax import bands
 from fa4_jax.key import BIAS_GRADIENT_TILE, KernelKey
 from kernels.common import hosts, matrix_rows, ptx, resources, tensors
 from kernels.common.bias import BiasInMemory
-from kernels.common.bias_gradient_description import OPERANDS, description
+from kernels.common.bias_gradient_description import OPERANDS, ctas, description
 from kernels.common.bias_gradient_host import BiasGradientHost
+from kernels.common.block_bias import Addition, BlockBias
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import batch_band
 from kernels.common.softmax import LOG2_E, exp2, select
@@ -166,7 +167,9 @@ class BiasGradient(BiasGradientHost):
 
     def __init__(self, key: KernelKey):
         self.dtype, self.head_dim = tensors.TYPES[key.dtype], key.head_dim
-        self.description = description(key.head_dim)
+        self.pairwise = key.pairwise_bias
+        self.description = description(key.arch, key.head_dim)
+        self.ctas = ctas(key.arch, key.head_dim)
         self.span_bytes = self.description.maps[0].span_bytes
         self.tile_bytes = TILE * key.head_dim * 2
         self.sums = self.description.named_barrier("sums")
@@ -235,8 +238,13 @@ class BiasGradient(BiasGradientHost):
             if visit.seen:
                 use = shared.barriers.full.use(read)
                 shared.barriers.full.wait(use)
-                stage = use.slot * self.tile_bytes
+                stage, words = use.slot * self.tile_bytes, None
+                if cutlass.const_expr(self.pairwise):
+                    words = self.bias_of(call, visit).load_any()
                 scores = self.product(shared.q, shared.k, stage)
+                if cutlass.const_expr(self.pairwise):
+                    how = Addition(_place, past_end=True)
+                    self.bias_of(call, visit).add(scores, call.scalars.scale, how, words)
                 gradients = self.product(shared.do, shared.v, stage)
                 cute.arch.sync_warp()  # One lane says for all that they have read the operands.
                 with cute.arch.elect_one():
@@ -244,6 +252,14 @@ class BiasGradient(BiasGradientHost):
                 self.add(total, scores, gradients, call, visit)
                 read += 1
         self.store(shared, call, work, total)
+
+    def bias_of(self, call: Call, visit: Visit) -> BlockBias:
+        """Returns what a thread's scores of a visit get."""
+        thread, _, _ = cute.arch.thread_idx()
+        row = visit.first_row + thread // 32 * 16 + thread % 32 // 4
+        key, memory = visit.first_key + thread % 4 * 2, BiasInMemory(call.bias, call.sizes)
+        of = (visit.batch, visit.head, row, key)
+        return BlockBias(memory, *of, self.dtype, TILE // _COLUMNS)
 
     def product(self, rows: cute.Tensor, keys: cute.Tensor, stage: Int32) -> cute.Tensor:
         """Returns A B^T of a warp's 16 rows: for each 8 keys four values.
@@ -282,7 +298,7 @@ class BiasGradient(BiasGradientHost):
         call: Call,
         visit: Visit,
     ):
-        """Adds dS of a visit to the sums."""
+        """Adds dS of a visit to the sums; scores: with the bias, where it is read by pairs."""
         thread, _, _ = cute.arch.thread_idx()
         lane, sizes = thread % 32, call.sizes
         bias = BiasInMemory(call.bias, sizes).of_head(visit.batch, visit.head)
@@ -302,9 +318,10 @@ class BiasGradient(BiasGradientHost):
             for tile in cutlass.range_constexpr(TILE // _COLUMNS):
                 for column in cutlass.range_constexpr(2):
                     key, place = tile * _COLUMNS + column, (2 * half + column, tile)
-                    score = scores[place] * call.scalars.scale
-                    score = (score + ptx.load_below(added, key, left)) * LOG2_E
-                    ds = exp2(score - lse_log2) * (gradients[place] - delta)
+                    score = scores[place]
+                    if cutlass.const_expr(not self.pairwise):
+                        score = score * call.scalars.scale + ptx.load_below(added, key, left)
+                    ds = exp2(score * LOG2_E - lse_log2) * (gradients[place] - delta)
                     seen = (key >= low) & (key < high)
                     total[place] = total[place] + select(seen, ds, Float32(0.0))
 
@@ -370,6 +387,11 @@ class BiasGradient(BiasGradientHost):
             found = found + shared.sums[row + distance, row]
         place = Int32(cutlass.select_(thread < TILE, thread, thread - TILE + columns))
         cute.make_tensor(unit + place, cute.make_layout(1))[0] = found
+
+
+def _place(pair: int, row: int, column: int) -> tuple[int, int]:
+    """Returns where a score of a thread is in what `BiasGradient.product` returns."""
+    return 2 * row + column, pair
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -24,14 +24,29 @@ OPERANDS = ("q", "k", "v", "do")
 STAGES = {64: 3, 96: 2, 128: 2, 192: 2, 256: 1}
 """Visits whose operands are there or on their way, by head dim: shared memory has room for them."""
 
+
+def ctas(arch: str, head_dim: int) -> int:
+    """Returns how many CTAs a multiprocessor holds at a time.
+
+    A CTA has one MMA warp for each scheduler, so two hide each other's latency, where registers and
+    shared memory have room for them.
+    """
+    return 2 if arch == "sm_90a" and head_dim <= 128 else 1
+
+
+def stages(arch: str, head_dim: int) -> int:
+    """Returns STAGES, or as many as two CTAs have room for."""
+    return 1 if head_dim == 128 and ctas(arch, head_dim) > 1 else STAGES[head_dim]
+
+
 PADDED_KEYS = BIAS_GRADIENT_TILE + 1
 """Columns of a row of sums in shared memory: those of a diagonal lie in as many banks."""
 
 
 @functools.cache
-def description(head_dim: int) -> Description:
+def description(arch: str, head_dim: int) -> Description:
     """Describes the kernel of a head dim."""
-    tile, stages = BIAS_GRADIENT_TILE, STAGES[head_dim]
+    tile, ring = BIAS_GRADIENT_TILE, stages(arch, head_dim)
     span = 64 if head_dim == 96 else 128
     both = ("mma",)
     return Description(
@@ -40,8 +55,8 @@ def description(head_dim: int) -> Description:
             Role("load", MMA_WARPS, 1, "TMA: Q, K, V and dO of every visit"),
         ),
         barriers=(
-            Barrier("full", (copied("load"),), both, "visit", stages),
-            Barrier("empty", (warps("mma"),), ("load",), "visit", stages),
+            Barrier("full", (copied("load"),), both, "visit", ring),
+            Barrier("empty", (warps("mma"),), ("load",), "visit", ring),
         ),
         named_barriers=(
             NamedBarrier(
@@ -54,7 +69,7 @@ def description(head_dim: int) -> Description:
         ),
         regions=(
             *(
-                operand(name, (tile, head_dim, stages), span, f"{name} of visits")
+                operand(name, (tile, head_dim, ring), span, f"{name} of visits")
                 for name in OPERANDS
             ),
             Region("sums", (PADDED_KEYS, tile), "the sum of dS, by row", "f32", shares="q"),

@@ -24,9 +24,11 @@ class BiasGradientHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
+      ctas: that one multiprocessor holds at a time.
     """
 
     description: Description
+    ctas: int
     dtype: Any
     kernel: Any
 
@@ -48,7 +50,8 @@ class BiasGradientHost:
             grid=[bias.bias_batch * bias.bias_heads * shape.units, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.ctas,
+            preferred_smem_carveout=100,  # Without it the compiler asks a GPU, and none is there.
         )
 
 

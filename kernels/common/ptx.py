@@ -181,6 +181,110 @@ def load_below(source: cute.Pointer, index: int, count: Int32) -> Float32:
     )
 
 
+def load_word(source: cute.Pointer, index: int) -> Int32:
+    """ld.global: returns word `index` of an array."""
+    return cute.arch.inline_ptx(
+        f"ld.global.b32 {{$w0}}, [{{$r0}} + {4 * index}];",
+        write_only_types=[Int32],
+        read_only_args=[source],
+    )
+
+
+def load_word_below(source: cute.Pointer, index: int, count: Int32) -> Int32:
+    """ld.global: returns word `index` of an array of `count` words; 0 past the last."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred below; setp.gt.s32 below, {{$r1}}, {index}; mov.b32 {{$w0}}, 0;"
+        f" @below ld.global.b32 {{$w0}}, [{{$r0}} + {4 * index}]; }}",
+        write_only_types=[Int32],
+        read_only_args=[source, count],
+    )
+
+
+def load_pair(source: cute.Pointer, index: int) -> tuple[Int32, Int32]:
+    """ld.global.v2: returns words `index` and `index + 1` of an array; they are 8-aligned."""
+    return cute.arch.inline_ptx(
+        f"ld.global.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {4 * index}];",
+        write_only_types=[Int32] * 2,
+        read_only_args=[source],
+    )
+
+
+def load_pair_or_words(
+    sources: list[cute.Pointer], pair: int, word: int, count: Int32
+) -> tuple[Int32, Int32]:
+    """ld.global: returns two adjacent words of the first array, 8-aligned, or one of each array.
+
+    Predicates choose, not branches, across which the compiler would move registers.
+
+    Args:
+      pair: the pair's first index.
+      word: the words' index.
+      count: of words of each array, and 0 is loaded past the last; negative for a pair.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .pred pair, below; setp.lt.s32 pair, {$r2}, 0;"
+        f" setp.gt.s32 below, {{$r2}}, {word}; mov.b32 {{$w0}}, 0; mov.b32 {{$w1}}, 0;"
+        f" @pair ld.global.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {4 * pair}];"
+        f" @below ld.global.b32 {{$w0}}, [{{$r0}} + {4 * word}];"
+        f" @below ld.global.b32 {{$w1}}, [{{$r1}} + {4 * word}]; }}",
+        write_only_types=[Int32] * 2,
+        read_only_args=[*sources, count],
+    )
+
+
+def load_pair_or_row(
+    source: cute.Pointer, pair: int, of_row: tuple[int, Int32, Int32], second: int, count: Int32
+) -> tuple[Int32, Int32]:
+    """ld.global: returns two adjacent words of an array, 8-aligned, or two words of a row.
+
+    Predicates choose, not branches, across which the compiler would move registers; and an address
+    is in registers for its own load only.
+
+    Args:
+      pair: the pair's first index.
+      of_row: which row after the source, the last one there, and words from row to row; that row
+        or the last one is loaded from.
+      second: the second word's index in the row; the first one's is 0.
+      count: of words of a row from there on, and 0 is loaded past the last; negative for a pair.
+    """
+    row, last, step = of_row
+    return cute.arch.inline_ptx(
+        "{ .reg .pred pair, below, also; .reg .b32 row; .reg .b64 at; setp.lt.s32 pair, {$r3}, 0;"
+        f" setp.gt.s32 below, {{$r3}}, 0; setp.gt.s32 also, {{$r3}}, {second};"
+        f" mov.b32 {{$w0}}, 0; mov.b32 {{$w1}}, 0; min.s32 row, {{$r1}}, {row};"
+        " mad.wide.s32 at, row, {$r2}, {$r0};"
+        f" @pair ld.global.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {4 * pair}];"
+        f" @below ld.global.b32 {{$w0}}, [at];"
+        f" @also ld.global.b32 {{$w1}}, [at + {4 * second}]; }}",
+        write_only_types=[Int32] * 2,
+        read_only_args=[source, last, step * 4, count],
+    )
+
+
+def transpose_matrix(row_pair: Int32) -> Int32:
+    """movmatrix.trans: returns a warp's share of an 8 x 8 matrix of 16-bit elements, transposed.
+
+    Lane 4 g + t has columns 2 t and 2 t + 1 of row g, of the matrix and of what is returned.
+    """
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
+        write_only_types=[Int32],
+        read_only_args=[row_pair],
+    )
+
+
+def widen_pair(dtype: type[cutlass.Numeric], pair: Int32) -> tuple[Float32, Float32]:
+    """cvt.f32.{bf16,f16}: returns the two values of a word, low half first."""
+    if dtype is cutlass.BFloat16:
+        return (pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
+        " cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        write_only_types=[Float32] * 2,
+        read_only_args=[pair],
+    )
+
+
 def round_pair(dtype: type[cutlass.Numeric], low: Float32, high: Float32) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: rounds two values to nearest even, packed low half first."""
     packed = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]

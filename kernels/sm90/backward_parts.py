@@ -16,7 +16,8 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.softmax import exp2
 from kernels.common.state import Exponents, Rows
-from kernels.sm90 import backward_bias, backward_mask, softmax, wgmma
+from kernels.sm90 import backward_mask, softmax, wgmma
+from kernels.sm90.backward_bias import StepBias
 from kernels.sm90.backward_data import Products, Step, make_products
 from kernels.sm90.backward_description import of_key
 from kernels.sm90.backward_dq import QueryGradient
@@ -33,9 +34,10 @@ class BackwardParts(BackwardHost):
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
         self.deterministic, self.bias = key.deterministic, key.bias
+        self.pairwise = key.pairwise_bias
         tile = BACKWARD_TILES[key.head_dim, key.value_dim]
         self.tile = tile.of_kernel(key.deterministic, key.soft_cap)
-        self.slices = self.tile.slices(key.ranges, key.soft_cap)
+        self.slices = self.tile.slices(key.ranges, key.soft_cap, key.bias)
         self.description = of_key(key)
         self.shape = BackwardShape(
             m=self.tile.m,
@@ -146,7 +148,9 @@ class BackwardParts(BackwardHost):
     def add_bias(self, work: Work, scores: cute.Tensor, place: Step, exponents: Exponents):
         """Replaces products by biased scores, where a call has a bias."""
         if self.bias:
-            backward_bias.add(work, scores, place, self.tile.m, exponents.before_bias)
+            bias = StepBias(work.bias, work, place, self.tile.m, self.dtype)
+            add = bias.add if self.pairwise else bias.add_elements
+            add(scores, exponents.before_bias)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
         """Returns this lane's share of a step's row statistics, for `of_columns`: (2, m / 64).

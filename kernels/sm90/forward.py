@@ -17,8 +17,8 @@ pay here, see docs/hopper.md.)
 
 With ranges (kernels/common/row_ranges.py) rows' limits, and tags where they are needed, come from
 memory, and so do sinks (forward_output.py); each head's largest score goes there. A call may then
-have a mask of pairs, too (forward_visits.py). A bias (kernels/common/bias.py) is loaded score by
-score when the product is there. Dropout is not supported.
+have a mask of pairs, too (forward_visits.py). A bias (kernels/common/block_bias.py) has a loop for
+each of its forms, in which it is loaded while the products run. Dropout is not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
@@ -39,6 +39,8 @@ when few blocks of a tile are left, whose loads hide the latency. No CTA waits f
 may start in any order.
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -46,6 +48,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
+from kernels.common.block_bias import Addition, BlockBias, Form
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
@@ -89,7 +92,7 @@ class Forward(ForwardHost, Loads, Turns):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
-        self.paged, self.bias = key.paged, key.bias
+        self.paged, self.bias, self.pairwise_bias = key.paged, key.bias, key.pairwise_bias
         self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
         self.description = of_key(key)
         names = ("issue_turn", "epilogue")
@@ -242,9 +245,7 @@ class Forward(ForwardHost, Loads, Turns):
             if cutlass.const_expr(not self.band):
                 phases = ((end - 1, begin, False),)
             for phase in cutlass.range_constexpr(len(phases)):
-                above, down_to, masked = phases[phase]
-                for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-                    self.step(shared, mma, rows, own, place, block, masked)
+                self.steps(shared, mma, rows, own, place, phases[phase])
 
             use = shared.barriers.v_full.use(blocks_done + count - 1)
             shared.barriers.v_full.wait(use)
@@ -268,6 +269,51 @@ class Forward(ForwardHost, Loads, Turns):
             self.release(shared.barriers.o_empty.first)
 
     @cute.jit
+    def steps(
+        self,
+        shared: Shared,
+        mma: Operands,
+        rows: Rows,
+        own: Scores,
+        place: Place,
+        phase: tuple[Int32, Int32, bool],
+    ):
+        """Does the steps of blocks down from `above - 1` to `down_to`, all of them masked or none.
+
+        A bias has a loop for each of its forms, in which nothing asks for it.
+        """
+        above, down_to, masked = phase
+        if cutlass.const_expr(masked or own.bias is None):
+            for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+                self.step(shared, mma, rows, own, place, block, masked)
+        elif cutlass.const_expr(not self.pairwise_bias):
+            self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
+        else:
+            bias = self.block_bias(own, Int32(0))
+            if bias.by_distance():
+                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "distance")
+            elif bias.in_pairs():
+                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "pairs")
+            else:
+                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
+
+    @cute.jit
+    def biased_steps(
+        self,
+        shared: Shared,
+        mma: Operands,
+        rows: Rows,
+        own: Scores,
+        place: Place,
+        blocks: tuple[Int32, Int32],
+        form: cutlass.Constexpr[Form],
+    ):
+        """Does the steps of blocks without keys past the last, of a form of a bias."""
+        above, down_to = blocks
+        for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+            self.step(shared, mma, rows, own, place, block, False, form)
+
+    @cute.jit
     def first_block(
         self,
         shared: Shared,
@@ -288,7 +334,7 @@ class Forward(ForwardHost, Loads, Turns):
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
-        self.add_bias(mma.scores, own, end - 1, past_end=True)
+        self.add_bias(mma.scores, own, end - 1)
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
             hide(mma.scores, rows, end - 1, visit, self.tile.n)
         self.softmax_block(mma.scores, rows, own.scales)
@@ -311,6 +357,7 @@ class Forward(ForwardHost, Loads, Turns):
         place: Place,
         block: Int32,
         masked: cutlass.Constexpr[bool],
+        form: cutlass.Constexpr[Form | None] = None,
     ):
         """Issues a block's scores and the output product of the block before; then its softmax."""
         now = place.ring_end - block
@@ -320,18 +367,21 @@ class Forward(ForwardHost, Loads, Turns):
             self.await_turn(place.group)
         k = mma.k[None, None, None, use.slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
+        words = self.load_bias(own, block, form, early=True)
         shared.barriers.v_full.wait(last)
         vt = mma.vt[None, None, None, last.slot]
         mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
         if cutlass.const_expr(self.takes_turns):
             self.pass_turn(place.group)
+        if cutlass.const_expr(words is None):
+            words = self.load_bias(own, block, form, early=False)
         warpgroup.wait_group(1)
         if cutlass.const_expr(masked):
             visit = visit_of(shared, rows, use.slot, block + 1)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
-        self.add_bias(mma.scores, own, block, past_end=masked)
+        self.add_bias(mma.scores, own, block, form, words)
         if cutlass.const_expr(masked):
             hide(mma.scores, rows, block, visit, self.tile.n)
         factors = self.softmax_block(mma.scores, rows, own.scales)
@@ -340,21 +390,50 @@ class Forward(ForwardHost, Loads, Turns):
         self.rescale(mma.acc, factors)
         wgmma.round_fragment(mma.scores, mma.probabilities)
 
-    def add_bias(self, scores: cute.Tensor, own: Scores, block: Int32, past_end: bool):
-        """Replaces products by biased scores, where a call has a bias.
+    def block_bias(self, own: Scores, block: Int32) -> BlockBias:
+        """Returns what a block of scores gets.
 
-        past_end: whether the block may have keys past the last.
+        No register is left for what is the same in every block, nor from loading to adding.
         """
-        if own.bias is None:
-            return
-        # No register is left for what is the same in every block.
+        assert own.bias is not None
         thread, _, _ = cute.arch.thread_idx()
         thread = ptx.anew(thread) - WARPGROUP
         row = own.work.first_row + thread // 32 * 16 + thread % 32 // 4
-        first = row, block * self.tile.n + thread % 4 * 2
-        bias = own.bias.of_head(ptx.anew(own.work.batch), ptx.anew(own.work.head))
-        how = ("predicate" if self.tile.bias_by_predicate else "clamp") if past_end else None
-        softmax.add_bias(scores, bias, first, own.scales.before_bias, how)
+        key = block * self.tile.n + thread % 4 * 2
+        of = ptx.anew(own.work.batch), ptx.anew(own.work.head)
+        return BlockBias(own.bias.anew(), *of, row, key, self.dtype, self.tile.n // 8)
+
+    def load_bias(
+        self, own: Scores, block: Int32, form: Form | None, early: bool
+    ) -> cute.Tensor | None:
+        """Starts to load what a block of scores gets, where this is the moment for its form.
+
+        Pairs are twice as many loads as distances, and hold up the next product.
+        """
+        if form is None or (form == "distance") != early:
+            return None
+        return self.block_bias(own, block).load(form, past_end=False)
+
+    def add_bias(
+        self,
+        scores: cute.Tensor,
+        own: Scores,
+        block: Int32,
+        form: Form | None = None,
+        words: cute.Tensor | None = None,
+    ):
+        """Replaces products by biased scores, where a call has a bias.
+
+        form: of the bias, where the block has no keys past the last; words: of `load_bias`.
+        """
+        if own.bias is not None:
+            bias, before_bias = self.block_bias(own, block), own.scales.before_bias
+            how = Addition(softmax.fragment_index, past_end=form is None)
+            if form is None and self.pairwise_bias:
+                bias.add(scores, before_bias, how)
+            else:
+                how = dataclasses.replace(how, form=form or "elements")
+                bias.add_loaded(scores, words, before_bias, how)
 
     def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
         """Replaces scores by P, updates row references and sums, returns rescale factors."""

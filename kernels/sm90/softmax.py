@@ -7,14 +7,11 @@ Scores are kept unscaled; exponents are in units of log2, so that exp is one exp
 """
 
 import itertools
-from typing import Literal
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.common import ptx
-from kernels.common.bias import HeadBias
 from kernels.common.row_ranges import Tags, bits_below
 from kernels.common.softmax import (
     TANH_NEAR,
@@ -25,7 +22,6 @@ from kernels.common.softmax import (
     select,
     tanh,
 )
-from kernels.common.tensors import f32
 
 ROWS = 2  # rows of an accumulator fragment per thread
 
@@ -106,38 +102,6 @@ def mask_tags(acc: cute.Tensor, first_column: Int32, tags: Tags):
             index = fragment_index(pair, row, column)
             matches = (tag >= tags.low[row]) & (tag <= tags.high[row])
             acc[index] = select(matches, acc[index], -Float32.inf)
-
-
-PastEnd = Literal["predicate", "clamp"] | None
-
-
-def add_bias(
-    acc: cute.Tensor,
-    bias: HeadBias,
-    first: tuple[Int32, Int32],
-    before_bias: Float32,
-    past_end: PastEnd,
-):
-    """Replaces products by scores: times before_bias, plus the bias.
-
-    Args:
-      first: of the thread's rows and of its columns (keys).
-      past_end: how keys past the last, which a block may have, read nothing past the array; None in
-        a block that has none.
-    """
-    first_row, first_column = first
-    for row in range(ROWS):
-        of_row = bias.row(first_row + 8 * row)
-        of_block = of_row + first_column
-        for pair, column in fragment_columns(acc):
-            index, offset = fragment_index(pair, row, column), pair * 8 + column
-            if past_end == "predicate":
-                added = ptx.load_below(of_block, offset, bias.keys - first_column)
-            elif past_end == "clamp":
-                added = f32(of_row, cutlass.min(first_column + offset, bias.keys - 1))
-            else:
-                added = f32(of_block, offset)
-            acc[index] = acc[index] * before_bias + added
 
 
 def new_reference(

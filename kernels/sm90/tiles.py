@@ -58,8 +58,6 @@ class ForwardTile:
       skips_rescaling: a warp in which no row's reference moved does not multiply its output by the
         factors, which are 1; otherwise it always multiplies, while exponentials are computed
         (`Forward.softmax_side_by_side`). Which costs more was measured.
-      bias_by_predicate: of a bias, elements past the last key are not loaded; otherwise the last
-        one is, in their place. Which spills no registers was tried.
     """
 
     m: int
@@ -68,7 +66,6 @@ class ForwardTile:
     span_bytes: int = 128
     own_output: bool = True
     skips_rescaling: bool = True
-    bias_by_predicate: bool = False
 
     @property
     def mma_warpgroups(self) -> int:
@@ -91,7 +88,6 @@ FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
         kv_stages=2,
         span_bytes=64,
         skips_rescaling=False,
-        bias_by_predicate=True,
     ),
     (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
     (192, 128, False): ForwardTile(
@@ -200,7 +196,7 @@ class BackwardTile:
       k_slices, v_slices: slices of 16 columns of K and V that registers hold, as operands of S and
         dP; products then read less shared memory, whose port binds. As many as fit and pay.
       masked_v_slices: v_slices of kernels with ranges, and of those with a soft cap, too, where
-        these leave fewer registers.
+        these leave fewer registers; biased_v_slices: likewise of kernels with a bias.
       late_dq: a pair computes dQ of a step in the next one (backward_pair.py, Note [late dQ]); it
         needs three stages of Q and dO. Not in a fixed order, where the next pair waits for it.
       delta_after_scores: a step loads delta when its scores are there, not before it waits for
@@ -224,6 +220,7 @@ class BackwardTile:
     k_slices: int = 0
     v_slices: int = 0
     masked_v_slices: tuple[int, int] | None = None
+    biased_v_slices: int | None = None
     late_dq: bool = False
     delta_after_scores: bool = False
     first_slices: int = 0
@@ -269,8 +266,10 @@ class BackwardTile:
         """Scores of a thread that a soft cap asks about together: all, where registers allow."""
         return 16 if self.m == 128 else 32
 
-    def slices(self, ranges: bool, soft_cap: bool) -> tuple[int, int]:
+    def slices(self, ranges: bool, soft_cap: bool, bias: bool) -> tuple[int, int]:
         """The slices of K and of V that registers of a kernel hold."""
+        if bias and self.biased_v_slices is not None:
+            return self.k_slices, self.biased_v_slices
         if ranges and self.masked_v_slices is not None:
             return self.k_slices, self.masked_v_slices[soft_cap]
         return self.k_slices, self.v_slices
@@ -309,6 +308,7 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         delta_after_scores=True,
         first_slices=2,
         dq_buffers=1,
+        biased_v_slices=0,
         splits_tail=True,
     ),
     (192, 128): BackwardTile(

@@ -43,8 +43,9 @@ _RESULTS = {"output": "o", "output_tangent": "o_tangent"} | {name: name for name
 """The kernels' names of results, by the oracle's."""
 
 
-_GROUPED = {"mask_some": "group_some", "mask_every": "group_every"}
-"""Buffers that a backward has of groups of heads, a forward of heads; what they are called here."""
+_OF_BACKWARD = {"mask_some": "group_some", "mask_every": "group_every", "bias": "backward_bias"}
+"""Buffers that a backward reads otherwise than a forward: of groups of heads, not of heads, or of a
+bias in another form; what they are called here."""
 
 
 @functools.cache
@@ -139,8 +140,10 @@ class Attention:
             pairs = ((arrays[x], arrays[y]) for x, y in of_rows)
             with np.errstate(all="ignore"):  # Padding may hold anything.
                 arrays = arrays | {"row_statistics": row_statistics(np, *pairs)}
-        if key.kernel == Pass.BACKWARD:
-            arrays = arrays | {name: arrays[of] for name, of in _GROUPED.items() if of in arrays}
+        if key.kernel in (Pass.BACKWARD, Pass.BIAS_GRADIENT):
+            arrays = arrays | {
+                name: arrays[of] for name, of in _OF_BACKWARD.items() if of in arrays
+            }
         packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
         emulator.launch(
             text_of(key, code.text),
@@ -270,7 +273,7 @@ def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[s
     operands = api.for_kernels(Plan(problem, (forward,)), operands)
     backward = [one for one in backward if one.key.kernel is Pass.BACKWARD]
     buffers = launches.backward_buffers(problem, operands, backward[0]) if backward else {}
-    buffers = {_GROUPED.get(name, name): x for name, x in buffers.items()}
+    buffers = {_OF_BACKWARD.get(name, name): x for name, x in buffers.items()}
     if forward.key.kernel is Pass.FORWARD_SPLIT:
         buffers = launches.split_buffers(problem, operands) | buffers
     else:

@@ -22,23 +22,30 @@ from jax.sharding import PartitionSpec as P
 from fa4_jax import api, attention, bias, bias_buffer, explain, launches, supports, xla
 from fa4_jax.boxes import Whole
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
+from fa4_jax.key import DISTANCE_MARGIN, KernelKey, Pass
 from fa4_jax.problem import Problem
 from tests.fakes import fake_target
 
+BY_ONE = KernelKey("sm_100f", Pass.FORWARD, "bf16", 128, band=True, bias=True)
+BY_PAIRS = dataclasses.replace(BY_ONE, arch="sm_90a")
 KINDS = [AxisType.Auto, AxisType.Explicit, AxisType.Manual]
 LENGTHS = st.integers(1, 200)
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows=LENGTHS, keys=LENGTHS, seed=st.integers(0, 100))
-def test_diagonals_of_tiles_add_up_to_those_of_the_whole(rows: int, keys: int, seed: int) -> None:
+@given(
+    rows=LENGTHS, keys=LENGTHS, seed=st.integers(0, 100), key=st.sampled_from([BY_ONE, BY_PAIRS])
+)
+def test_diagonals_of_tiles_add_up_to_those_of_the_whole(
+    rows: int, keys: int, seed: int, key: KernelKey
+) -> None:
     """The kernel's halves, made here by their definition, become the sums of whole diagonals."""
     ds = np.random.default_rng(seed).normal(size=(rows, keys)).astype(np.float32)
     of = bias.AtDistances(rows, jnp.zeros((1, 1, rows + keys - 1)))
-    shape = bias_buffer.gradient_shape(bias_buffer.buffer(of).shape, (rows, keys))
+    shape = bias_buffer.gradient_shape(bias_buffer.buffer(of, key).shape, (rows, keys))
     found = np.zeros(shape[1:5], np.float32)
     assert shape[0] == 0
-    if rows == 1:
+    if rows == 1 and not key.pairwise_bias:
         found[0, 0, 0] = ds[0]
     else:
         tiles = -(-rows // TILE), -(-keys // TILE)
@@ -54,6 +61,30 @@ def test_diagonals_of_tiles_add_up_to_those_of_the_whole(rows: int, keys: int, s
     expected = [np.trace(ds, d) for d in range(1 - rows, keys)]
     got = bias_buffer.gradient(of, jnp.asarray(found), (rows, keys))
     np.testing.assert_allclose(got.values[0, 0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_every_distance_is_at_an_even_place_of_one_of_two_copies(count: int) -> None:
+    values = jnp.arange(1.0, count + 1).reshape(1, 1, count)
+    found = bias_buffer.buffer(bias.AtDistances(3, values), BY_PAIRS)[0, 0]
+    assert found.shape[0] == 2 and found.shape[1] % 2 == 0
+    for i in range(-DISTANCE_MARGIN, count + DISTANCE_MARGIN):
+        place = DISTANCE_MARGIN + i
+        number = found[place % 2, place - place % 2]
+        assert number == (i + 1 if 0 <= i < count else 0)
+
+
+def test_a_dense_bias_is_read_as_it_is_where_keys_are_pairs() -> None:
+    def shape(of: Any, key: KernelKey = BY_PAIRS) -> Any:
+        found = jax.eval_shape(lambda x: bias_buffer.buffer(x, key), of)
+        return found.dtype, found.shape
+
+    even, odd = (jax.ShapeDtypeStruct((1, 4, 9, keys), jnp.bfloat16) for keys in (10, 11))
+    assert shape(even) == (jnp.bfloat16, (1, 4, 9, 5, 2))
+    assert shape(odd) == (jnp.float32, odd.shape)
+    assert shape(even, BY_ONE) == (jnp.float32, even.shape)
+    assert shape(jax.ShapeDtypeStruct(even.shape, jnp.float16))[0] == jnp.float32
+    assert bias_buffer.gradient_shape(shape(even)[1], (9, 10))[1:5] == even.shape
 
 
 @pytest.mark.parametrize("offset", [np.array([3]), np.array([3, -9])])

@@ -1,0 +1,208 @@
+"""A bias as Hopper's kernels read it: `fa4_jax.bias_buffer` says what lies in memory.
+
+A thread has pairs of adjacent keys, every 8 keys, of rows r and r + 8: a fragment of wgmma or
+mma.sync. Of a bias by distance, row r + 8 has at a pair what row r has at the pair before, so one
+pair more than a row has is all that a thread loads. Of a bias in the kernel's own type a pair is
+one word. Both are few enough to be on their way to registers while the product of the scores runs;
+fp32 elements, one for each score, are not, and are loaded when the scores are there.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from fa4_jax.key import DISTANCE_MARGIN
+from kernels.common import ptx
+from kernels.common.bias import BiasInMemory
+from kernels.common.tensors import INT32, f32
+
+_ROWS = 2  # of a thread
+_STEP = 8  # keys from a pair of a row to the next one
+
+
+Form = Literal["distance", "pairs", "elements"]
+"""Of a bias in memory: by distance, pairs of the storage type, or one fp32 number a score."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """How scores get their bias.
+
+    Attributes:
+      place: of (pair, row, column) in the scores.
+      past_end: whether the block may have keys past the last.
+      form: of the bias.
+    """
+
+    place: Callable[[int, int, int], Any]
+    past_end: bool
+    form: Form = "elements"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockBias:
+    """What a thread adds to a block of scores.
+
+    Attributes:
+      memory: where the bias is.
+      batch, head: whose it is.
+      row, key: of the thread's first score.
+      dtype: the kernel's storage type.
+      pairs: of keys, of a row.
+    """
+
+    memory: BiasInMemory
+    batch: Int32
+    head: Int32
+    row: Int32
+    key: Int32
+    dtype: type[cutlass.Numeric]
+    pairs: int
+
+    def by_distance(self) -> Boolean:
+        """Whether the distance of row and key alone decides."""
+        return self.memory.buffers.bias_columns > self.memory.sizes.key_length
+
+    def in_pairs(self) -> Boolean:
+        """Whether elements are of the kernel's storage type; a column is then a pair of them."""
+        return self.memory.buffers.bias_columns < self.memory.sizes.key_length
+
+    def sources(self, form: Form) -> list[cute.Pointer]:
+        """Returns where `load` finds a bias of a form: of both rows, or of their distances."""
+        rows, columns = self.memory.buffers.bias_rows, self.memory.buffers.bias_columns
+        last_row = self.memory.sizes.query_length - 1
+        plane = self.memory.plane(self.batch, self.head)
+        if form == "distance":
+            return [distances(plane, columns, last_row + self.key - self.row - _STEP)]
+        step = INT32.select(rows > 1, columns, Int32(0))
+        places = [cutlass.min(self.row + _STEP * row, last_row) for row in range(_ROWS)]
+        return [plane + (Int64(place) * step + self.key // 2) for place in places]
+
+    def load(self, form: Form, past_end: bool) -> cute.Tensor | None:
+        """Starts to load a bias of a form; `add_loaded` takes what comes.
+
+        past_end: whether the block may have keys past the last.
+        """
+        if form == "elements":
+            return None
+        words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
+        sources = self.sources(form)
+        if form == "distance":
+            for pair in range(self.pairs + 1):
+                words[2 * pair], words[2 * pair + 1] = ptx.load_pair(sources[0], _STEP * pair)
+            return words
+        left = self.memory.buffers.bias_columns - self.key // 2
+        for row, source in enumerate(sources):
+            for pair in range(self.pairs):
+                at, index = 2 * pair + row, _STEP // 2 * pair
+                if past_end:
+                    words[at] = ptx.load_word_below(source, index, left)
+                else:
+                    words[at] = ptx.load_word(source, index)
+        return words
+
+    def add_loaded(
+        self,
+        scores: cute.Tensor,
+        words: cute.Tensor | None,
+        before_bias: Float32,
+        how: Addition,
+    ):
+        """Replaces products by scores: times before_bias, plus the bias.
+
+        words: of `load`, which are None where fp32 elements are to be loaded now.
+        """
+        if words is None:
+            self.add_elements(scores, before_bias, how)
+            return
+        for pair in range(self.pairs):
+            for row in range(_ROWS):
+                if how.form == "distance":
+                    at = 2 * (pair + 1 - row)
+                    added = [words[at + column].bitcast(Float32) for column in range(2)]
+                else:
+                    added = ptx.widen_pair(self.dtype, words[2 * pair + row])
+                for column in range(2):
+                    at = how.place(pair, row, column)
+                    scores[at] = scores[at] * before_bias + added[column]
+
+    def load_any(self) -> cute.Tensor:
+        """Starts to load a bias whose form is a value of the run; `add` takes what comes."""
+        words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
+        by_distance, own = self.by_distance(), self.sources("pairs")
+        (first,) = self.sources("distance")
+        first = cutlass.select_(by_distance, first.toint(), own[0].toint())
+        own[0] = cute.make_ptr(Float32, first, cute.AddressSpace.gmem)
+        count = cutlass.max(self.memory.buffers.bias_columns - self.key // 2, 0)
+        count = INT32.select(self.in_pairs(), count, Int32(0))
+        count = INT32.select(by_distance, Int32(-1), count)
+        for pair in range(self.pairs + 1):
+            if pair == self.pairs:
+                count = cutlass.min(count, 0)
+            found = ptx.load_pair_or_words(own, _STEP * pair, _STEP // 2 * pair, count)
+            words[2 * pair], words[2 * pair + 1] = found
+        return words
+
+    @cute.jit
+    def add(
+        self,
+        scores: cute.Tensor,
+        before_bias: Float32,
+        how: cutlass.Constexpr[Addition],
+        words: cute.Tensor | None = None,
+    ):
+        """Does what `add_loaded` does, of a bias of any form.
+
+        words: of `load_any`, or None to load them now.
+        """
+        if self.by_distance():
+            self.add_of(scores, before_bias, how, "distance", words)
+        elif self.in_pairs():
+            self.add_of(scores, before_bias, how, "pairs", words)
+        else:
+            self.add_of(scores, before_bias, how, "elements", words)
+
+    def add_of(
+        self,
+        scores: cute.Tensor,
+        before_bias: Float32,
+        how: Addition,
+        form: Form,
+        words: cute.Tensor | None,
+    ):
+        """Does what `add` does, in the branch of a form."""
+        # Nothing of a branch may be computed before it, and held in registers.
+        names = ("batch", "head", "row", "key")
+        own = {name: ptx.anew(getattr(self, name)) for name in names}
+        own = dataclasses.replace(self, **own)
+        how = dataclasses.replace(how, form=form)
+        if words is None or form == "elements":
+            words = own.load(form, how.past_end)
+        own.add_loaded(scores, words, before_bias, how)
+
+    def add_elements(self, scores: cute.Tensor, before_bias: Float32, how: Addition):
+        """Does what `add_loaded` does for fp32 elements."""
+        bias = self.memory.of_head(self.batch, self.head)
+        for row in range(_ROWS):
+            of_row = bias.row(self.row + _STEP * row)
+            for pair, column in itertools.product(range(self.pairs), range(2)):
+                key, at = self.key + _STEP * pair + column, how.place(pair, row, column)
+                key = cutlass.min(key, bias.keys - 1) if how.past_end else key
+                scores[at] = scores[at] * before_bias + f32(of_row, key)
+
+
+def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:
+    """Returns elements of a bias by distance, 8-aligned, from element `first` on.
+
+    There are two copies, in one of which each element is at an even place.
+
+    columns: of a copy.
+    """
+    index = DISTANCE_MARGIN + first
+    odd = index & 1
+    return plane + (odd * columns + index - odd)
