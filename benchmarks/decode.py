@@ -221,11 +221,13 @@ def show_steps(case: Case, protocol: Protocol) -> None:
     lengths = jnp.full(case.batch, case.key_length - STEPS, jnp.int32)
 
     def step(query: jax.Array, lengths: jax.Array, pages: Any) -> tuple[jax.Array, jax.Array]:
-        return decode(query, *pages, table, lengths, implementation="kernel"), lengths + 1
+        keys, values = pages
+        return decode(query, keys, values, table, lengths, implementation="kernel"), lengths + 1
 
     def loop(query: jax.Array, lengths: jax.Array, steps: jax.Array, pages: Any) -> jax.Array:
         def body(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return state[0] + 1, *step(*state[1:], pages)
+            count, query, lengths = state
+            return count + 1, *step(query, lengths, pages)
 
         start = (jnp.int32(0), query, lengths)
         return jax.lax.while_loop(lambda state: state[0] < steps, body, start)[1]

@@ -121,7 +121,8 @@ def test_tables_and_orders_follow_the_bits():
     assert not none[0, 0].any() and none[0, 5].any()
 
     padded = np.pad(seen, ((0, 0), (0, -t % 192), (0, -s % 128)))
-    boxes = padded.reshape(2, -1, 64, padded.shape[2] // 16, 16).any((2, 4))
+    split = padded.reshape(2, -1, 64, padded.shape[2] // 16, 16)
+    boxes: np.ndarray = np.asarray(split.any((2, 4)))
     of_rows = boxes.reshape(2, -1, 3, boxes.shape[2]).sum((2, 3))
     np.testing.assert_array_equal(bits.keys_of_tiles(found, 192), of_rows * 16 // 3)
     of_keys = boxes.reshape(2, boxes.shape[1], -1, 8).sum((1, 3))
