@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from fa4_jax.key import BIAS_GRADIENT_TILE
 from kernels.description import (
@@ -49,6 +50,8 @@ def description(arch: str, head_dim: int) -> Description:
     tile, ring = BIAS_GRADIENT_TILE, stages(arch, head_dim)
     span = 64 if head_dim == 96 else 128
     both = ("mma",)
+    of_q = Region("sums", (PADDED_KEYS, tile), "the sum of dS, by row", "f32", shares="q")
+    sums = of_q if of_q.num_bytes <= 2 * tile * head_dim * ring else replace(of_q, shares="")
     return Description(
         roles=(
             Role("mma", 0, MMA_WARPS, "S, dP and the sum of dS of 16 query rows and all keys"),
@@ -72,7 +75,7 @@ def description(arch: str, head_dim: int) -> Description:
                 operand(name, (tile, head_dim, ring), span, f"{name} of visits")
                 for name in OPERANDS
             ),
-            Region("sums", (PADDED_KEYS, tile), "the sum of dS, by row", "f32", shares="q"),
+            sums,
         ),
         division=Division(tile, keys=tile),
         maps=tuple(TensorMap(name, name, tile, head_dim, span) for name in OPERANDS),

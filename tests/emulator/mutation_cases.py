@@ -241,10 +241,10 @@ def _hessian_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases that take a split forward through its paths, with all keys in one part.
 
-    Both have padded keys and several rounds of the ring. One has four warps for the same rows, and
-    entries without a block and with two; one has a warp for each 16 rows (Hopper: a warpgroup), and
-    all that scores may have. Pages are those of `split_launches.page_of`: long ones in the first,
-    short ones in the second.
+    One has four warps for the same rows, padded keys, and entries without a block and with two; two
+    have a warp for each 16 rows (Hopper: a warpgroup), the first of these with all that scores may
+    have, the other with padded keys. All have several rounds of the ring. Pages are those of
+    `split_launches.page_of`: long ones in the first and third, short ones in the second.
     """
     masks, most = () if key.paged else ("scattered",), 31 * 64
     scores = {"soft_cap": 9.0, "sinks": True, "max_logit": True, "masks": masks}
@@ -258,13 +258,14 @@ def _split_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
             key_lengths=(0, 70, most),
             poison=True,
         ),
+        Case(**(common | scores), batch=1, heads=(4, 1), query_length=13, key_length=2000),
         Case(
-            **(common | scores),
+            **common,
             batch=1,
             heads=(4, 1),
             query_length=13,
-            key_length=2000,
-            key_lengths=(1960,),
+            key_length=704,
+            key_lengths=(650,),
             poison=True,
         ),
     )
