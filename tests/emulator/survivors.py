@@ -74,8 +74,8 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_100f_bwd_post_bf16_d128": Counter(),
     "sm_100f_bwd_post_bf16_d192x128": Counter(),
     "sm_100f_bwd_post_bf16_d256": Counter(),
-    "sm_90a_fwd_split_bf16_d64": Counter(),
-    "sm_90a_fwd_split_bf16_d64_paged": Counter(),
+    "sm_90a_fwd_split_bf16_d64": Counter({_PRODUCT_FENCE: 1, _PRODUCT_GROUP: 1}),
+    "sm_90a_fwd_split_bf16_d64_paged": Counter({_PRODUCT_FENCE: 1, _PRODUCT_GROUP: 1}),
     "sm_90a_fwd_join_bf16_d64": Counter(),
     "sm_90a_fwd_bf16_d64": Counter(
         {_REGISTERS: 1, _PRODUCT_FENCE: 1, _STORED: 1, "removed: mbarrier.arrive.shared.b64": 1}
