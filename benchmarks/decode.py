@@ -13,7 +13,7 @@ microseconds of our kernel with these numbers of parts of the keys, for
 `fa4_jax.splits.COST_BLOCKS`; --few-keys is for its LEAST_KEYS.
 --copies times `decode` for chunks of a prompt and for float8 pages, beside its default path and
 `attention` on the same keys side by side.
---steps times a decoding step in a `while_loop` beside as many steps one after another.
+--steps times a decoding step in loops beside as many steps one after another.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import functools
 import unittest.mock
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -205,12 +206,16 @@ def show_copies(protocol: Protocol) -> None:
 
 STEPS = 64
 """Steps of a loop that `show_steps` times."""
+State = tuple[jax.Array, jax.Array]
+"""What a step hands on: the query and the lengths."""
 
 
 def show_steps(case: Case, protocol: Protocol) -> None:
-    """Prints microseconds of a decoding step: in a while loop, and one after another in a chain.
+    """Prints microseconds of a decoding step: in loops, and one after another in a chain.
 
-    A step attends from pages and adds a token to the lengths; the difference is the loop's own.
+    A step attends from pages and adds a token to the lengths. `loop` ends by a count that is a
+    value of the run, as sampling does; of `counted` the compiler knows it; `idle` is `loop` without
+    attention. The differences are the loops' own.
     """
     plan = plan_of(case, PAGE)
     query, key, value, _ = measure.make_inputs(case)
@@ -220,28 +225,42 @@ def show_steps(case: Case, protocol: Protocol) -> None:
     table = jnp.asarray(table, jnp.int32)
     lengths = jnp.full(case.batch, case.key_length - STEPS, jnp.int32)
 
-    def step(query: jax.Array, lengths: jax.Array, pages: Any) -> tuple[jax.Array, jax.Array]:
+    def step(state: State, pages: Any) -> State:
+        query, lengths = state
         keys, values = pages
         return decode(query, keys, values, table, lengths, implementation="kernel"), lengths + 1
 
-    def loop(query: jax.Array, lengths: jax.Array, steps: jax.Array, pages: Any) -> jax.Array:
-        def body(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            count, query, lengths = state
-            return count + 1, *step(query, lengths, pages)
+    def idle_step(state: State, pages: Any) -> State:
+        del pages
+        return state[0], state[1] + 1
 
-        start = (jnp.int32(0), query, lengths)
-        return jax.lax.while_loop(lambda state: state[0] < steps, body, start)[1]
+    def until(one: Callable[[State, Any], State], state: State, steps: Any, pages: Any) -> State:
+        def body(counted: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+            return counted[0] + 1, one(counted[1], pages)
 
-    def chain(query: jax.Array, lengths: jax.Array, steps: jax.Array, pages: Any) -> jax.Array:
+        start = (jnp.int32(0), state)
+        return jax.lax.while_loop(lambda counted: counted[0] < steps, body, start)[1]
+
+    def counted(state: State, steps: jax.Array, pages: Any) -> State:
+        del steps
+        return jax.lax.fori_loop(0, STEPS, lambda _, state: step(state, pages), state)
+
+    def chain(state: State, steps: jax.Array, pages: Any) -> State:
         del steps
         for _ in range(STEPS):
-            query, lengths = step(query, lengths, pages)
-        return query
+            state = step(state, pages)
+        return state
 
-    given = (query, lengths, jnp.int32(STEPS), pages)
+    given = ((query, lengths), jnp.int32(STEPS), pages)
+    functions = {
+        "loop": functools.partial(until, step),
+        "counted": counted,
+        "idle": functools.partial(until, idle_step),
+        "chain": chain,
+    }
     calls = {
-        f.__name__: functools.partial(jax.jit(f).lower(*given).compile(), *given)
-        for f in (loop, chain)
+        name: functools.partial(jax.jit(function).lower(*given).compile(), *given)
+        for name, function in functions.items()
     }
     found = interleave(calls, protocol)
     parts = plan.parts[0] if plan.parts else 0
@@ -309,7 +328,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--few-keys", action="store_true", help="ordinary and split forward")
     parser.add_argument("--copies", action="store_true", help="calls for which pages are copied")
-    parser.add_argument("--steps", action="store_true", help="steps of a loop, and of a chain")
+    parser.add_argument("--steps", action="store_true", help="steps of loops, and of a chain")
     parser.add_argument("--parts", type=int, nargs="+", help="numbers of parts of our kernel")
     options = parser.parse_args()
     torch_peer.load_torch()  # before JAX starts its devices
