@@ -41,10 +41,18 @@ print(*project["dependencies"], *sum(extras, []), sep="\n")
 endef
 export REQUIREMENTS
 
-.PHONY: test demo lint format matrix integrations wheel wheels kernels library emulated environment clean
+.PHONY: test cover proof demo lint format matrix integrations wheel wheels kernels library emulated environment clean
 
+# Linters, the build, and of slow tests the cases that fit 25 minutes of two cores with them
+# (tests/case_seconds.py); `cover` runs cases with every feature (an hour), `proof` every case.
 test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+cover: lint library kernels
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --full-cover
+
+proof: lint library kernels
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --every-case
 
 # The demo compiles kernels only where a GPU runs them, and those alone.
 demo: library

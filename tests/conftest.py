@@ -10,26 +10,44 @@ import numpy as np
 import pytest
 
 from fa4_jax import api
+from tests import case_seconds
 from tests.fakes import fake_target
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of the random inputs; a fresh one by default")
     parser.addoption(
+        "--full-cover", action="store_true", help="also what takes too long for `make test`"
+    )
+    parser.addoption(
         "--every-case", action="store_true", help="all cases of tests that otherwise sample them"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what `sampling.sampled` has not chosen."""
-    if not config.getoption("--every-case"):
-        left_out = [item for item in items if item.get_closest_marker("every_case")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("every_case")]
+    """Leaves out what `sampling.sampled` has not chosen, and what `case_seconds` has no time for.
+
+    A file that is named on the command line has time.
+    """
+    if config.getoption("--every-case"):
+        return
+    left_out = [bool(item.get_closest_marker("every_case")) for item in items]
+    named = any(".py" in argument for argument in config.args)
+    if not (named or config.getoption("--full-cover")):
+        sampled = [item for item, out in zip(items, left_out, strict=True) if not out]
+        names = [case_seconds.test_of(item) for item in sampled]
+        beyond = iter(case_seconds.beyond_the_budget(names, case_seconds.recorded()))
+        left_out = [
+            out or next(beyond) or bool(item.get_closest_marker("slow"))
+            for item, out in zip(items, left_out, strict=True)
+        ]
+    config.hook.pytest_deselected(items=[x for x, out in zip(items, left_out, strict=True) if out])
+    items[:] = [x for x, out in zip(items, left_out, strict=True) if not out]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_case: runs with --every-case alone")
+    config.addinivalue_line("markers", "slow: runs with --full-cover and --every-case alone")
     config.addinivalue_line("filterwarnings", "error")
     # Importing Flax 0.12.0, the newest for JAX 0.8.0.
     config.addinivalue_line("filterwarnings", "ignore:jax.(array_ref|ArrayRef):DeprecationWarning")

@@ -1,6 +1,7 @@
-"""Which cases `make test` runs of a test that runs many: few that have every feature between them.
+"""Which cases `make cover` runs of a test that runs many: few that have every feature between them.
 
-`pytest --every-case` runs all of them. A choice is the same on every machine.
+`make test` runs those for which `case_seconds` has time, `make proof` all cases. A choice is the
+same on every machine.
 """
 
 from __future__ import annotations

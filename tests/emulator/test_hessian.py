@@ -64,6 +64,7 @@ def test_jvp_of_a_gradient(gpu: Gpu, case: Case, seed: int) -> None:
     assert launches == ["fwd", "tangent", "hessian_q", "hessian_kv"]
 
 
+@pytest.mark.slow
 def test_vmap_and_a_gradient_of_a_gradient(gpu: Gpu, seed: int) -> None:
     together, apart = gpu(emulated_tangents.hessians_by_vmap, emulated_tangents.CASES[0], seed)
     for one, other in zip(together, apart, strict=True):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 TOY = "--layers 1 --width 32 --heads 1 --length 64 --batch 16 --steps 80 --learning-rate 1e-2"
@@ -87,6 +89,7 @@ def test_wrong_meshes_are_refused(tmp_path):
         assert f"--mesh {mesh}: {reason}" in refused.stderr
 
 
+@pytest.mark.slow
 def test_meanflow_tells_what_has_not_learned(tmp_path):
     flags = ["--steps", "3", "--batch", "4", "--width", "32", "--layers", "1", "--output"]
     found = run_example("examples/meanflow.py", *flags, str(tmp_path))

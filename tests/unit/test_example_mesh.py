@@ -144,6 +144,7 @@ def test_what_cannot_be_shared_out_is_refused(example, capsys, mesh, flags, reas
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_with_four_devices_each(alone, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

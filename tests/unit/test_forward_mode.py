@@ -121,6 +121,7 @@ def test_vmap(derivative: Any, shared: tuple[str, ...], rng: np.random.Generator
     close(actual, jax.tree.map(lambda *some: jnp.stack(some), *expected))
 
 
+@pytest.mark.slow
 def test_jacobians_and_hessian(rng: np.random.Generator) -> None:
     call = CALLS[1]
     x = make(call, rng)

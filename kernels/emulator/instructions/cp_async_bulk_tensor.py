@@ -185,22 +185,23 @@ def _store(
     kind = "async_write" if operation is None else "async_atomic"
 
     def effect(warp: Warp, mask: np.ndarray) -> Yield:
-        seen: set[tuple[TensorMap, tuple[int, ...], int]] = set()
+        seen: dict[tuple[TensorMap, tuple[int, ...], int], tuple[np.ndarray, Extent]] = {}
         for lane in np.flatnonzero(mask).tolist():
             tensor, at = box.read(warp, lane)
             if min(at) < 0:
                 raise Fault("out-of-bounds", f"stores a box at {at}, before the tensor", lane)
             size = math.prod(tensor.box) * tensor_map.ELEMENT_BYTES[tensor.dtype]
             address = int(shared_of(warp)[lane])
-            chunks = chunks_of(warp.cta, address, size, _ALIGNMENT)
-            chunks = swizzled(chunks, tensor.swizzle_bytes)
-            transfer = Transfer(warp, lane, instruction, warp.cta, _nothing, chunks)
-            write = functools.partial(_put_box, warp.cta, tensor, at, operation)
             # Lanes that store the same box do not race: ptxas makes one store of theirs, but of 32
             # lanes' reductions 32 (both seen on an H200).
             again = operation is None and (tensor, at, address) in seen
-            seen.add((tensor, at, address))
-            extent = _extent(warp.cta, tensor, at)
+            if (tensor, at, address) not in seen:
+                chunks = chunks_of(warp.cta, address, size, _ALIGNMENT)
+                chunks = swizzled(chunks, tensor.swizzle_bytes)
+                seen[tensor, at, address] = chunks, _extent(warp.cta, tensor, at)
+            chunks, extent = seen[tensor, at, address]
+            transfer = Transfer(warp, lane, instruction, warp.cta, _nothing, chunks)
+            write = functools.partial(_put_box, warp.cta, tensor, at, operation)
             issue_store(transfer, extent.nowhere() if again else extent, kind, write)
         return YIELD
 

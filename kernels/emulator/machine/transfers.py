@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kernels.emulator.order.global_memory import Access
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Transfer:
     """An issued copy, which `perform` carries out; `warp`, `lane` and `instruction` issued it.
 

@@ -53,21 +53,36 @@ class _Divergence:
     pending: list[tuple[int, np.ndarray]]
 
 
+class Rows(dict[int, np.ndarray]):
+    """Rows of a register bank by index, each made when it is first asked for.
+
+    A warp names few of a kernel's registers, and making all rows took a sixth of a run.
+    """
+
+    def __init__(self, bank: np.ndarray):
+        super().__init__()
+        self._bank = bank
+
+    def __missing__(self, index: int) -> np.ndarray:
+        row = self[index] = self._bank[index]
+        return row
+
+
 class Warp:
-    """State of a warp. Views of the register banks are lists of rows: warp.f32[7] is 32 lanes.
+    """State of a warp. Views of the register banks have rows: warp.f32[7] is 32 lanes.
 
     `lanes` and `number` count threads and warps through the cluster, `index` through the CTA.
     """
 
-    pred: list[np.ndarray]
-    u16: list[np.ndarray]
-    s16: list[np.ndarray]
-    u32: list[np.ndarray]
-    s32: list[np.ndarray]
-    f32: list[np.ndarray]
-    u64: list[np.ndarray]
-    s64: list[np.ndarray]
-    f64: list[np.ndarray]
+    pred: Rows
+    u16: Rows
+    s16: Rows
+    u32: Rows
+    s32: Rows
+    f32: Rows
+    u64: Rows
+    s64: Rows
+    f64: Rows
 
     def __init__(self, cta: Cta, index: int, counts: dict[str, int]):
         self.cta, self.index = cta, index
@@ -97,10 +112,10 @@ class Warp:
         self.b64 = np.full((max(counts["b64"], 1), LANES), NAN_WORD << 32, np.uint64)
         self.b128 = np.full((max(counts["b128"], 1), LANES, 2), NAN_WORD << 32, np.uint64)
         banks = {"16": self.b16, "32": self.b32, "64": self.b64}
-        self.pred = list(np.zeros((max(counts["pred"], 1), LANES), bool))
+        self.pred = Rows(np.zeros((max(counts["pred"], 1), LANES), bool))
         for view, dtype in alu.DTYPES.items():
             if view != "pred":
-                setattr(self, view, list(banks[view[1:]].view(dtype)))
+                setattr(self, view, Rows(banks[view[1:]].view(dtype)))
         threads = np.arange(index * LANES, (index + 1) * LANES, dtype=np.uint32)
         x, y, _ = cta.machine.block
         self.special = cta.special | {

@@ -69,10 +69,14 @@ class Readers:
           known: clocks, (rows, agents).
           entries: (rows, some).
         """
+        if not self._planes:
+            return None
+        warps = max(self._planes) + 1
+        least = known[:, : warps * LANES].reshape(len(known), warps, LANES).min((0, 2))
         for warp, plane in self._planes.items():
-            seen = known[:, warp * LANES : (warp + 1) * LANES]
-            if seen.min() >= self._latest[warp]:
+            if least[warp] >= self._latest[warp]:
                 continue
+            seen = known[:, warp * LANES : (warp + 1) * LANES]
             late = plane.moment[entries] > seen.min(1)[:, None]
             if late.any():
                 found = _exactly(plane, seen, entries, late)

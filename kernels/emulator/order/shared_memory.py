@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.emulator.memory import Fault
-from kernels.emulator.order.clocks import PENDING, Clocks
+from kernels.emulator.order.clocks import PENDING, Clocks, rows_of
 from kernels.emulator.order.readers import Readers
 from kernels.emulator.ptx.program import LANES
 
@@ -78,7 +78,7 @@ class SharedOrder:
         """Stores of `size` bytes at each address by these threads."""
         fine, coarse = self._entries(addresses, size)
         self._check_written(self.clock, threads, fine, coarse, "writes")
-        known = self.clock[threads]
+        known = self.clock[rows_of(threads)]
         self._check_reads(known, fine, coarse)
         self._record_writes(threads, fine, coarse)
         if self._atomic is not None:
@@ -177,7 +177,8 @@ class SharedOrder:
         self._async_written[coarse] = phase
 
     def _check_async_operands(self, threads: np.ndarray, coarse: np.ndarray, verb: str) -> None:
-        known = self.clock[threads].min(0)
+        rows = rows_of(threads)
+        known = self.clock[rows].min(0)
         late = self._async_written[coarse] > known[self._async_writer[coarse]]
         if late.any():
             at = self.base + int(coarse[late][0]) * _COARSE
@@ -199,7 +200,7 @@ class SharedOrder:
                 f"an asynchronous operation {verb} what thread {self._writer[at]} wrote at shared "
                 f"address {self.base + at * _FINE:#x}, and nothing orders the two",
             )
-        unfenced = written > self.fenced[threads].min(0)[writers]
+        unfenced = written > self.fenced[rows].min(0)[writers]
         if unfenced.any():
             at = int(fine[unfenced][0])
             raise Fault(
