@@ -23,7 +23,7 @@ class Capability:
 
     Attributes:
       has: whether a kernel is there for it.
-      sampled: what `make test` runs of it on the emulator.
+      sampled: what `make cover` runs of it on the emulator; `make test` runs a part of that.
       proof: the options of tests.emulator.kernel_conformance that run all of it.
     """
 
@@ -152,7 +152,7 @@ def main() -> int:
     except LookupError as error:
         print(error, file=sys.stderr)
         return 1
-    print("| " + " | ".join((*head, "`make test` runs", "the full proof")) + " |")
+    print("| " + " | ".join((*head, "`make cover` runs", "the full proof")) + " |")
     print("|---" * (len(head) + 2) + "|")
     print("\n".join(rows))
     return 0

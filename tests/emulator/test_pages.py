@@ -1,6 +1,6 @@
 """The forward of many rows from pages: the kernels alone under adversarial timing.
 
-They take about a minute of a core: a cover, `--every-case` runs all.
+They take about a minute of a core: a cover, `make proof` runs all.
 test_decode_end_to_end.py calls the same kernels by `decode`.
 """
 
