@@ -47,16 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (package.KernelError, NotImplementedError) as error:
         console.print(f"[red]{error}")
         return 1
-    if options.ptx is None:
+    if options.ptx is not None:
+        package.package_ptx(entries, options.ptx)
+    elif options.cubins is not None:
+        package.package(entries, options.cubins)
+    else:
         others = (cache.find(key) for key in keys if key not in set(selected))
         package.package([*entries, *(entry for entry in others if entry is not None)])
-    else:
-        package.package_ptx(entries, options.ptx)
     console.print(_table(entries))
     total = sum(len(entry.code) for entry in entries)
     console.print(
         f"{len(entries)} kernels, {total / 2**20:.1f} MB, {time.perf_counter() - start:.1f} s, "
-        f"in {os.path.relpath(options.ptx or package.OUTPUT)}"
+        f"in {os.path.relpath(options.ptx or options.cubins or package.OUTPUT)}"
     )
     return 0
 
@@ -80,7 +82,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="kernels compiled at a time"
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--cubins",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="write the selected kernels' cubins and their manifest there instead, "
+        "to be carried to another machine (FA4_JAX_KERNELS)",
+    )
+    instead.add_argument(
         "--ptx",
         type=pathlib.Path,
         metavar="FOLDER",

@@ -195,6 +195,21 @@ def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing*" in capsys.readouterr().err
 
 
+def test_some_cubins_are_written_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A folder for another machine has the selected kernels alone; the package stays as it is."""
+    key = next(iter(catalogue.all_keys()))
+    entry = cache.find(key)
+    assert entry is not None
+    monkeypatch.setattr(package, "OUTPUT", tmp_path / "packaged")
+    folder = tmp_path / "carried"
+    assert command.main(["--only", key.name, "--cubins", str(folder)]) == 0
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", f"{key.name}.cubin"}
+    assert list(manifest.load(folder / "manifest.json").cubins) == [key]
+    assert not package.OUTPUT.exists()
+
+
 @pytest.mark.parametrize(
     ("answer", "archs"),
     [("9.0\n", ("sm_90a",)), ("10.3\n", ("sm_100f",)), ("8.9\n", ()), (None, ())],
