@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fa4_jax.bands import LIMIT
 from fa4_jax.boxes import ANY, BATCH, HEADS, ROWS, Box, Boxed, part, positions
+from fa4_jax.key import NO_BAND
 
 __all__ = ["Bias", "alibi", "banded", "relative"]
 
@@ -237,9 +239,17 @@ def form(bias: Any, keys: Any) -> str | None:
     """
     if bias is None:
         return None
+    if isinstance(bias, Banded):
+        # Kernels add `first` to positions, which are below the limit, too.
+        return "banded" if bias.table.shape[3] and abs(bias.first) < LIMIT else "other"
     if isinstance(bias, Bias):
         return "distance" if bias.IS_BY_DISTANCE else "other"
     return "dense" if bias.shape[-1] == keys else "other"
+
+
+def first_distance(bias: Any, keys: Any) -> int:
+    """Returns `Problem.bias_first` of it."""
+    return bias.first if form(bias, keys) == "banded" else NO_BAND
 
 
 def _buckets(

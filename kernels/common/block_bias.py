@@ -8,13 +8,12 @@ fp32 elements, one for each score, are not, and are loaded when the scores are t
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import DISTANCE_MARGIN
 from kernels.common import ptx
@@ -54,6 +53,7 @@ class BlockBias:
       row, key: of the thread's first score.
       dtype: the kernel's storage type.
       pairs: of keys, of a row.
+      pairwise: whether the kernel loads two elements at once where it can.
     """
 
     memory: BiasInMemory
@@ -63,14 +63,13 @@ class BlockBias:
     key: Int32
     dtype: type[cutlass.Numeric]
     pairs: int
+    pairwise: bool
 
-    def by_distance(self) -> Boolean:
-        """Whether the distance of row and key alone decides."""
-        return self.memory.buffers.bias_columns > self.memory.sizes.key_length
-
-    def in_pairs(self) -> Boolean:
-        """Whether elements are of the kernel's storage type; a column is then a pair of them."""
-        return self.memory.buffers.bias_columns < self.memory.sizes.key_length
+    def anew(self) -> "BlockBias":
+        """Returns the same in a branch of which nothing is computed, and held, before it."""
+        names = ("batch", "head", "row", "key")
+        own = {name: ptx.anew(getattr(self, name)) for name in names}
+        return dataclasses.replace(self, memory=self.memory.anew(), **own)
 
     def sources(self, form: Form) -> list[cute.Pointer]:
         """Returns where `load` finds a bias of a form: of both rows, or of their distances."""
@@ -134,12 +133,12 @@ class BlockBias:
     def load_any(self) -> cute.Tensor:
         """Starts to load a bias whose form is a value of the run; `add` takes what comes."""
         words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
-        by_distance, own = self.by_distance(), self.sources("pairs")
+        by_distance, own = self.memory.by_distance(), self.sources("pairs")
         (first,) = self.sources("distance")
         first = cutlass.select_(by_distance, first.toint(), own[0].toint())
         own[0] = cute.make_ptr(Float32, first, cute.AddressSpace.gmem)
         count = cutlass.max(self.memory.buffers.bias_columns - self.key // 2, 0)
-        count = INT32.select(self.in_pairs(), count, Int32(0))
+        count = INT32.select(self.memory.in_pairs(), count, Int32(0))
         count = INT32.select(by_distance, Int32(-1), count)
         for pair in range(self.pairs + 1):
             if pair == self.pairs:
@@ -160,9 +159,11 @@ class BlockBias:
 
         words: of `load_any`, or None to load them now.
         """
-        if self.by_distance():
+        if cutlass.const_expr(not self.pairwise):
+            self.add_of(scores, before_bias, how, "elements", words)
+        elif self.memory.by_distance():
             self.add_of(scores, before_bias, how, "distance", words)
-        elif self.in_pairs():
+        elif self.memory.in_pairs():
             self.add_of(scores, before_bias, how, "pairs", words)
         else:
             self.add_of(scores, before_bias, how, "elements", words)
@@ -176,24 +177,31 @@ class BlockBias:
         words: cute.Tensor | None,
     ):
         """Does what `add` does, in the branch of a form."""
-        # Nothing of a branch may be computed before it, and held in registers.
-        names = ("batch", "head", "row", "key")
-        own = {name: ptx.anew(getattr(self, name)) for name in names}
-        own = dataclasses.replace(self, **own)
+        own = self.anew()
         how = dataclasses.replace(how, form=form)
         if words is None or form == "elements":
             words = own.load(form, how.past_end)
         own.add_loaded(scores, words, before_bias, how)
 
-    def add_elements(self, scores: cute.Tensor, before_bias: Float32, how: Addition):
+    @cute.jit
+    def add_elements(
+        self, scores: cute.Tensor, before_bias: Float32, how: cutlass.Constexpr[Addition]
+    ):
         """Does what `add_loaded` does for fp32 elements."""
         bias = self.memory.of_head(self.batch, self.head)
-        for row in range(_ROWS):
-            of_row = bias.row(self.row + _STEP * row)
-            for pair, column in itertools.product(range(self.pairs), range(2)):
-                key, at = self.key + _STEP * pair + column, how.place(pair, row, column)
-                key = cutlass.min(key, bias.keys - 1) if how.past_end else key
-                scores[at] = scores[at] * before_bias + f32(of_row, key)
+        rows, keys = (self.row, _STEP + 1), (self.key, _STEP * self.pairs)
+        if cute.arch.vote_any_sync(bias.meets(rows, keys)):
+            of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
+            for pair in cutlass.range_constexpr(self.pairs):
+                for column in cutlass.range_constexpr(2):
+                    key = self.key + _STEP * pair + column
+                    key = cutlass.min(key, bias.last_key) if how.past_end else key
+                    for row in cutlass.range_constexpr(_ROWS):
+                        at = how.place(pair, row, column)
+                        scores[at] = scores[at] * before_bias + f32(of_rows[row], key)
+        else:
+            for element in cutlass.range_constexpr(cute.size(scores)):
+                scores[element] = scores[element] * before_bias
 
 
 def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:
