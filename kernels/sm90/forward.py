@@ -291,9 +291,10 @@ class Forward(ForwardHost, Loads, Turns):
         elif cutlass.const_expr(not self.pairwise_bias):
             self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
         else:
-            if own.bias.by_distance():
+            memory = self.block_bias(own, Int32(0)).memory
+            if memory.by_distance():
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "distance")
-            elif own.bias.in_pairs():
+            elif memory.in_pairs():
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "pairs")
             else:
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
