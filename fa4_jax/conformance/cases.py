@@ -433,6 +433,7 @@ def _biases() -> list[Case]:
         paired(bias=(2, 2, 200, 334), head_dim=192, value_dim=128),
         paired(bias=(1, 2, 1, 334), head_dim=256, query_lengths=(200, 33)),
         sized(bias=(2, 2, 200, 333)),
+        sized(bias=(1, 1, 10, 333), query_length=10),
         sized(bias=(1, 4, 200, 333), heads=(4, 2), head_dim=128, is_causal=True, query_offset=133),
         sized(bias=(2, 1, 1, 333), heads=(4, 1), dtype="fp16", key_lengths=(333, 70)),
         sized(bias=(1, 1, 200, 333), head_dim=96, window=(50, 70), deterministic=True),
