@@ -116,9 +116,10 @@ class Visit:
 
 
 def assign(call: Call) -> Work:
-    """Returns this CTA's work."""
+    """Returns this CTA's work, which is computed anew at each call."""
     sizes, bias = call.sizes, call.bias
     index, _, _ = cute.arch.block_idx()
+    index = ptx.anew(index)
     plane = index // call.shape.units
     unit = index - plane * call.shape.units
     batch = plane // bias.bias_heads
@@ -263,7 +264,8 @@ class BiasGradient(BiasGradientHost):
                 visit = visit_of(call, work, ptx.anew(index))
                 self.add(total, scores, gradients, call, visit)
                 read += 1
-        self.store(shared, call, work, total)
+        # The work is found out again, too, so that no register holds what the sums do not need.
+        self.store(shared, call, assign(call), total)
 
     def bias_of(self, call: Call, visit: Visit) -> BlockBias:
         """Returns what a thread's scores of a visit get."""
