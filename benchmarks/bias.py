@@ -26,10 +26,14 @@ WAYS = ("forward", "forward and backward", "with its gradient")
 
 def forms(heads: int, length: int) -> dict[str, tuple[Any, Any]]:
     """Returns arrays of biases, and what makes biases of them, by name."""
-    keys = jax.random.split(jax.random.key(1), 4)
+    keys = jax.random.split(jax.random.key(1), 5)
     return {
         "alibi": (jax.random.uniform(keys[0], (heads,)) / length, bias.alibi),
         "relative": (jax.random.normal(keys[1], (32, heads)), bias.relative),
+        "banded, 256 keys": (
+            jax.random.normal(keys[4], (1, heads, length, 256)),
+            bias.banded,
+        ),
         "dense, of all heads": (
             jax.random.normal(keys[2], (1, 1, length, length), jnp.bfloat16),
             lambda x: x,

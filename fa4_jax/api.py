@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, score, validate, xla
-from fa4_jax.bias import AtDistances, Bias, form
+from fa4_jax.bias import AtDistances, Bias, first_distance, form
 from fa4_jax.extents import Extents
 from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
 from fa4_jax.masks.pairs import Pairs
@@ -314,6 +314,7 @@ def canonicalise(call: Call) -> tuple[Operands, Problem]:
         window=window,
         has_lengths=numbers.has_lengths,
         bias=form(bias, s),
+        bias_first=first_distance(bias, s),
         has_score_fn=call.score_fn is not None,
         has_mask=not (mask is None and pairs is None and packed is None),
         soft_cap=cap,

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fa4_jax.bands import LIMIT
 from fa4_jax.boxes import ANY, BATCH, HEADS, ROWS, Box, Boxed, part, positions
+from fa4_jax.key import NO_BAND
 
 __all__ = ["Bias", "alibi", "banded", "relative"]
 
@@ -113,13 +115,14 @@ class AtDistances(Bias):
     """What kernels read of a bias that is by distance: values [B|1, N, T + S - 1], float32.
 
     Row i and key j get values[b, n, j - i + T - 1]. The values are those of the query offset, so
-    that nobody counts it again.
+    that nobody counts it again. is_linear: each is the one before plus the same number.
     """
 
     DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY)}
     IS_BY_DISTANCE: ClassVar = True
     rows: Any = dataclasses.field(metadata={"static": True})
     values: Array
+    is_linear: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(cls, bias: Bias, lengths: tuple[Any, Any], offset: Array) -> AtDistances:
@@ -133,7 +136,8 @@ class AtDistances(Bias):
         distance = positions(0, rows + keys - 1) - (rows - 1)
         # A 16-bit type holds few distances exactly.
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
-        return cls(rows, wide.at_distances(distance[None] - offset[:, None]))
+        values = wide.at_distances(distance[None] - offset[:, None])
+        return cls(rows, values, isinstance(bias, Alibi))
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset
@@ -237,9 +241,17 @@ def form(bias: Any, keys: Any) -> str | None:
     """
     if bias is None:
         return None
+    if isinstance(bias, Banded):
+        # Kernels add `first` to positions, which are below the limit, too.
+        return "banded" if bias.table.shape[3] and abs(bias.first) < LIMIT else "other"
     if isinstance(bias, Bias):
         return "distance" if bias.IS_BY_DISTANCE else "other"
     return "dense" if bias.shape[-1] == keys else "other"
+
+
+def first_distance(bias: Any, keys: Any) -> int:
+    """Returns `Problem.bias_first` of it."""
+    return bias.first if form(bias, keys) == "banded" else NO_BAND
 
 
 def _buckets(

@@ -6,9 +6,15 @@ length; where T is 1, both are the same.
 
 Most of Hopper's kernels load two numbers at once (`KernelKey.pairwise_bias`). Of a bias by distance
 they have two copies side by side, the second one without the first number, so that every number is
-at an even place in one of them; and DISTANCE_MARGIN zeros on either side. A dense bias of their own
+at an even place in one of them; and DISTANCE_MARGIN zeros on either side. Where the numbers are
+linear (ALiBi), the forward has a third row, which begins with their step. A dense bias of their own
 16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2]. Its fourth
 dimension is less than S, that of a bias by distance is more.
+
+Of a banded bias kernels have the table with BAND_GAP zeros before each row and one more row of
+zeros, so that a row's elements lie between zeros, and with the columns in reverse: as the keys are
+then, which makes a row's elements those of a dense bias at the row's keys of the band. Its first
+distance, `first_distance`, is a scalar of the call, and says that a bias is banded.
 
 Kernels sum the gradient of a bias by distance along the diagonals of tiles of 64 x 64 pairs: a
 lower half of 64 diagonals and an upper one of 63. The upper half of a tile and the lower half of
@@ -17,14 +23,15 @@ the next one have the same distances.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.bias import AtDistances
+from fa4_jax.bias import Alibi, AtDistances, Banded
+from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, KernelKey, Pass
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
-from fa4_jax.key import DISTANCE_MARGIN, KernelKey
 from fa4_jax.operands import Operands
 from fa4_jax.problem import Problem
 
@@ -35,12 +42,18 @@ def buffer(bias: Any, key: KernelKey) -> Array:
     """The bias as a kernel reads it.
 
     Args:
-      bias: a dense one, or `AtDistances`.
+      bias: a dense one, `AtDistances` or `Banded`.
       key: of the kernel.
     """
     by_pairs = key.pairwise_bias
     if isinstance(bias, AtDistances):
-        return _two_copies(bias.values) if by_pairs else bias.values[:, :, None]
+        if not by_pairs:
+            return bias.values[:, :, None]
+        copies = _two_copies(bias.values)
+        return _with_step(copies, bias) if key.kernel is Pass.FORWARD else copies
+    if isinstance(bias, Banded):
+        table = bias.table[..., ::-1].astype(jnp.float32)
+        return jnp.pad(table, ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
     own = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[key.dtype]
     if by_pairs and bias.dtype == own and bias.shape[3] % 2 == 0:
         return bias.reshape(*bias.shape[:3], bias.shape[3] // 2, 2)
@@ -58,10 +71,28 @@ def _two_copies(values: Array) -> Array:
     return jnp.stack(copies, axis=2)
 
 
+def _with_step(copies: Array, bias: AtDistances) -> Array:
+    """The copies and, if the bias is linear, a row that begins with the step of its numbers.
+
+    A thread adds at most a block's keys of these steps to a number of its own, so that the step's
+    rounding counts less than that of the numbers.
+    """
+    if not bias.is_linear:
+        return copies
+    values = bias.values
+    steps = jnp.maximum(jnp.asarray(values.shape[2] - 1).astype(jnp.float32), 1)
+    row = jnp.zeros_like(copies[:, :, :1])
+    row = row.at[:, :, 0, 0].set((values[:, :, -1] - values[:, :, 0]) / steps)
+    return jnp.concatenate([copies, row], axis=2)
+
+
 def abstract(operands: Operands, problem: Problem) -> Any:
     """A call's bias without its numbers, as `buffer` takes it, or None where no kernel reads it."""
     if problem.bias == "dense":
         return jax.ShapeDtypeStruct(operands.bias.shape, operands.bias.dtype)
+    if problem.bias == "banded":
+        table: Any = jax.ShapeDtypeStruct(operands.bias.table.shape, operands.bias.table.dtype)
+        return Banded(operands.bias.first, table)
     if problem.bias != "distance":
         return None
     shape = (
@@ -70,10 +101,12 @@ def abstract(operands: Operands, problem: Problem) -> Any:
         problem.query_length + problem.key_length - 1,
     )
     values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return AtDistances(problem.query_length, values)
+    return AtDistances(problem.query_length, values, isinstance(operands.bias, Alibi))
 
 
-def gradient_shape(shape: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[Any, ...]:
+def gradient_shape(
+    shape: tuple[Any, ...], lengths: tuple[Any, Any], is_banded: bool = False
+) -> tuple[Any, ...]:
     """Shape of the operand that says what shape a gradient has, and how many tiles a head has.
 
     It has no elements. The 0 comes first: a constant of 2^28 rows without elements, (1024, 1024,
@@ -82,8 +115,14 @@ def gradient_shape(shape: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[An
     Args:
       shape: of `buffer`.
       lengths: T and S.
+      is_banded: whether it is of a banded bias.
     """
     batch, heads, rows, columns = shape[:4]
+    if is_banded:
+        columns -= BAND_GAP
+        # The rows of a tile have their columns at TILE - 1 keys more than one row has.
+        tiles = -(-(columns + TILE - 1) // TILE)
+        return 0, batch, heads, rows - 1, columns, -(-lengths[0] // TILE) * tiles
     columns *= 2 if len(shape) == 5 else 1
     row_tiles, key_tiles = (-(-length // TILE) for length in lengths)
     if columns != lengths[1]:
@@ -99,6 +138,8 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
       found: of the shape that `gradient_shape` has after its 0, but for the number of tiles.
       lengths: T and S.
     """
+    if isinstance(bias, Banded):
+        return Banded(bias.first, found.astype(bias.table.dtype))
     if not isinstance(bias, AtDistances):
         return found.astype(bias.dtype)
     rows, keys = lengths
@@ -110,4 +151,4 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
         found = found[:, :, first : first + rows + keys - 1]
     else:
         found = found[:, :, 0]
-    return AtDistances(bias.rows, found)
+    return dataclasses.replace(bias, values=found)

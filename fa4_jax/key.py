@@ -145,6 +145,13 @@ DISTANCE_MARGIN = 256
 """Elements on either side of a bias by distance that Hopper's kernels may read: more than the rows
 or keys of any tile, so that nothing is compared with the lengths."""
 
+BAND_GAP = 160
+"""Zeros before each row of a banded bias that kernels may read: at least the keys of any block and
+the rows of a warp, or the other way round, so that they compare no element with the band's ends."""
+
+NO_BAND = 2**31 - 1
+"""What kernels get as the first distance of a bias that is not banded (`fa4_jax.bias.banded`)."""
+
 
 _FLAGS = (
     *("band", "ranges", "soft_cap", "bias", "deterministic", "polynomial_exp2", "pair", "short"),

@@ -217,7 +217,8 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     """
     if problem.bias is not None:
         bias = bias_buffer.buffer(operands.bias, kernel.key)
-        shape = bias_buffer.gradient_shape(bias.shape, _lengths(problem))
+        is_banded = problem.bias == "banded"
+        shape = bias_buffer.gradient_shape(bias.shape, _lengths(problem), is_banded)
         return {"bias": bias, "dbias_shape": jnp.zeros(shape, jnp.int32)}
     if not in_memory(problem, Pass.BACKWARD):
         return {}

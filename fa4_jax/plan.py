@@ -263,6 +263,7 @@ def scalars(problem: Problem) -> dict[str, float]:
         "rescale_threshold_log2": RESCALE_THRESHOLD_LOG2[problem.numerics],
         "window_left": problem.window[0],
         "window_right": problem.window[1],
+        "bias_first": problem.bias_first,
     }
 
 
@@ -331,7 +332,7 @@ def _unread_bias(problem: Problem) -> str | None:
     if problem.bias is None:
         return None
     if problem.bias == "other":
-        return "bias: the kernels take alibi, relative, and a dense one with an element a key"
+        return "bias: the kernels take alibi, relative, banded, and dense ones of an element a key"
     beside = (*in_memory(problem, Pass.FORWARD), *(["pages"] if problem.page_length else []))
     return f"bias beside {', '.join(beside)}: no kernel takes both" if beside else None
 

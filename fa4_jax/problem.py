@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from fa4_jax.bands import EVERYTHING, Band, Window
+from fa4_jax.key import NO_BAND
 
 
 def default_scale(head_dim: int) -> float:
@@ -27,7 +28,9 @@ class Problem:
       window: as `bands` has it.
       has_lengths: query or key lengths were given, so padding may hold anything.
       bias: what is added to the scores: "dense" with an element for every key, "distance" by the
-        distance of row and key, "other", or None; has_score_fn: a user's function changes them.
+        distance of row and key, "banded" for the keys of a band, "other", or None; has_score_fn: a
+        user's function changes them.
+      bias_first: of a banded bias, the first distance that has a column.
       has_mask: a mask says of each pair whether it is seen.
       soft_cap: scores become soft_cap * tanh(score / soft_cap); None if it is traced or there is
         none, which has_soft_cap tells apart.
@@ -52,6 +55,7 @@ class Problem:
     window: Window = EVERYTHING
     has_lengths: bool = False
     bias: str | None = None
+    bias_first: int = NO_BAND
     has_score_fn: bool = False
     has_mask: bool = False
     soft_cap: float | None = None

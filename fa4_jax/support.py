@@ -357,7 +357,9 @@ def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     bias = _bias(plan, held)
     if bias is not None:
         lengths = problem.query_length, problem.key_length
-        own |= {"bias": bias.shape, "dbias_shape": bias_buffer.gradient_shape(bias.shape, lengths)}
+        is_banded = problem.bias == "banded"
+        shape = bias_buffer.gradient_shape(bias.shape, lengths, is_banded)
+        own |= {"bias": bias.shape, "dbias_shape": shape}
     found = [
         Workspace(name, result.dtype, shape)
         for name, (result, shape) in new_buffers(problem, launches, own).items()

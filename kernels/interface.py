@@ -282,13 +282,16 @@ class BiasBuffers:
     """What is added to scores: bias f32 [B|1, N|1, T, S], or [B|1, N|1, 1, S] for all rows alike.
 
     [B|1, N|1, 1, T + S - 1] is by distance: row i and key j get element j - i + T - 1. (With T = 1
-    both are the same.)
+    both are the same.) Where bias_first is not NO_BAND, [B|1, N|1, T + 1, BAND_GAP + L] is banded:
+    row i and key j get the row's c-th element from its end, c = i + query offset - j - bias_first,
+    if 0 <= c < L, and 0 otherwise.
     """
 
     bias_batch: Annotated[Any, Dim(0, "bias")]
     bias_heads: Annotated[Any, Dim(1, "bias")]
     bias_rows: Annotated[Any, Dim(2, "bias")]
     bias_columns: Annotated[Any, Dim(3, "bias")]
+    bias_first: I32
     bias: Pointer
 
 

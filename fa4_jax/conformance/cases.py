@@ -7,6 +7,7 @@ import functools
 import itertools
 
 from fa4_jax import bands, catalogue
+from fa4_jax.conformance import biases
 from fa4_jax.conformance.row_masks import KINDS
 from fa4_jax.key import HEAD_DIM_TILES, HESSIAN_PASSES, KernelKey, Pass
 from fa4_jax.plan import kernel_keys, no_hessian, no_tangent, unread_mask, unsupported
@@ -34,7 +35,7 @@ class Case:
       growing: key magnitudes grow along the sequence, so that every block moves the row maximum.
       opposed: keys point away from queries, so that all scores are far below 0.
       poison: padding and other rows that must not matter hold NaN and Inf.
-      bias: a shape, broadcastable to [B, N, T, S], or "alibi" or "relative" of `fa4_jax.bias`.
+      bias: a shape, broadcastable to [B, N, T, S], or a name of `biases.KINDS`.
       mask: a shape, likewise.
       masks: names of `row_masks.KINDS`, which all apply.
       sinks: random ones. max_logit: the largest scores are returned.
@@ -100,11 +101,7 @@ class Case:
     @property
     def bias_form(self) -> str | None:
         """`Problem.bias`."""
-        if isinstance(self.bias, str):
-            return "distance"
-        if self.bias is None:
-            return None
-        return "dense" if self.bias[-1] == self.key_length else "other"
+        return biases.form_of(self.bias, self.key_length)
 
     @property
     def problem(self) -> Problem:
@@ -122,6 +119,7 @@ class Case:
             window=bands.limits(*sides, self.is_causal),
             has_lengths=not (self.query_lengths is None and self.key_lengths is None),
             bias=self.bias_form,
+            bias_first=biases.first_of(self.bias),
             has_mask=self.mask is not None or any(KINDS[name].of_pairs for name in self.masks),
             has_ranges=any(not KINDS[name].of_pairs for name in self.masks),
             has_tags=any(KINDS[name].has_tags for name in self.masks),
@@ -424,7 +422,7 @@ def _short_scores() -> list[Case]:
 
 
 def _biases() -> list[Case]:
-    """Dense biases of every shape, those by distance, and what is combined with them."""
+    """Dense biases of every shape, those by positions, and what is combined with them."""
     sized = functools.partial(Case, query_length=200, key_length=333)
     paired = functools.partial(Case, query_length=200, key_length=334)  # bias_buffer
     return [
@@ -435,6 +433,7 @@ def _biases() -> list[Case]:
         paired(bias=(2, 2, 200, 334), head_dim=192, value_dim=128),
         paired(bias=(1, 2, 1, 334), head_dim=256, query_lengths=(200, 33)),
         sized(bias=(2, 2, 200, 333)),
+        sized(bias=(1, 1, 10, 333), query_length=10),
         sized(bias=(1, 4, 200, 333), heads=(4, 2), head_dim=128, is_causal=True, query_offset=133),
         sized(bias=(2, 1, 1, 333), heads=(4, 1), dtype="fp16", key_lengths=(333, 70)),
         sized(bias=(1, 1, 200, 333), head_dim=96, window=(50, 70), deterministic=True),
@@ -451,6 +450,17 @@ def _biases() -> list[Case]:
         sized(bias="relative", head_dim=192, value_dim=128, magnitude=8.0, batch=1),
         Case(bias="alibi", query_length=1, key_length=391, heads=(8, 2), query_offset=390),
         Case(bias="relative", query_length=129, key_length=1, is_causal=True, head_dim=40),
+        sized(bias="banded", heads=(4, 2), head_dim=128, is_causal=True, query_offset=133),
+        sized(bias="banded", query_offset=(133, 20), query_lengths=(33, 200), poison=True),
+        sized(bias="banded", head_dim=96, heads=(3, 1), dtype="fp16", is_causal=True),
+        sized(bias="banded_both_sides", head_dim=128, query_offset=(-40, 90), dtype="fp16"),
+        sized(bias="banded_both_sides", heads=(4, 1), window=(50, 70), deterministic=True),
+        sized(bias="banded_both_sides", head_dim=192, key_lengths=(333, 70), query_offset=30),
+        sized(bias="banded_far", head_dim=192, value_dim=128, query_offset=(150, -300)),
+        sized(bias="banded_far", query_offset=(190, 0), is_causal=True, numerics="exact"),
+        sized(bias="banded_wide", head_dim=256, query_offset=(133, 0), is_causal=True),
+        Case(bias="banded", query_length=1, key_length=391, heads=(8, 2), query_offset=390),
+        Case(bias="banded_wide", query_length=129, key_length=1, batch=3, head_dim=40),
     ]
 
 
@@ -480,20 +490,10 @@ def _default_only() -> list[Case]:
     ]
 
 
-CASES: tuple[Case, ...] = tuple(
-    dict.fromkeys(
-        _sizes()
-        + _long()
-        + _masks()
-        + _heads()
-        + _numerics()
-        + _row_masks()
-        + _pair_masks()
-        + _scores()
-        + _short()
-        + _short_scores()
-        + _biases()
-        + _default_only()
-    )
+_LISTS = (
+    *(_sizes, _long, _masks, _heads, _numerics, _row_masks, _pair_masks, _scores),
+    *(_short, _short_scores, _biases, _default_only),
 )
+
+CASES: tuple[Case, ...] = tuple(dict.fromkeys(case for listed in _LISTS for case in listed()))
 """Every case, each once."""

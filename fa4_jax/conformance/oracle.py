@@ -311,8 +311,11 @@ def _attention(case: Case, inputs: Inputs, precision: _Precision) -> dict[str, n
         rows["dsinks"] = -(share * delta)[..., 0].swapaxes(1, 2)
         results["dsinks"] = rounded(rows["dsinks"].sum((0, 1)))
     if isinstance(case.bias, str):
-        rows["dbias"] = biases.KINDS[case.bias].of_rows(ds, biases.distances(case))
-        results["dbias"] = rows["dbias"].sum((0, 1))
+        assert inputs.bias is not None
+        kind, distance = biases.KINDS[case.bias], biases.distances(case)
+        results["dbias"], of_rows = kind.gradient(ds, distance, inputs.bias.shape)
+        if of_rows is not None:
+            rows["dbias"] = of_rows
     elif inputs.bias is not None:
         summed = tuple(i for i, size in enumerate(inputs.bias.shape) if size == 1)
         results["dbias"] = rounded(ds.sum(summed, keepdims=True))

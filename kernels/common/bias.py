@@ -2,17 +2,46 @@
 
 An element's address is linear in row and key, whatever the bias broadcasts over: rows that are
 alike are a step of 0 apart, and of a bias by distance each row begins one element before the last.
+So does a row of a banded one, after as many elements as a row has.
+
+A banded bias is 0 but for the keys of a band. What lies before and after a row's elements are zeros
+enough for a block of scores of which one is in the band; in other blocks nothing is loaded.
 """
 
 import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
+from fa4_jax.key import BAND_GAP, NO_BAND
 from kernels.common import ptx
-from kernels.common.tensors import f32
+from kernels.common.tensors import INT32, f32
 from kernels.interface import BiasBuffers, Sizes
+
+LINEAR_ROWS = 3
+"""Rows of a linear bias by distance: two copies of the numbers, then one that begins with the step;
+`fa4_jax.bias_buffer`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """The keys whose scores of a row get anything: all, or low + row <= key < low + row + columns.
+
+    Attributes:
+      is_given: whether there is a band.
+    """
+
+    is_given: Boolean
+    low: Int32
+    columns: Int32
+
+    def meets(self, rows: tuple[Int32, int], keys: tuple[Int32, int]) -> Boolean:
+        """Whether any of some rows gets anything for any of some keys: the first, and how many."""
+        (row, row_count), (key, key_count) = rows, keys
+        place = key - row - self.low
+        inside = (place > -key_count) & (place < self.columns + (row_count - 1))
+        return inside | (self.is_given == Boolean(False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,25 +49,64 @@ class HeadBias:
     """The bias of one head of one batch element, for rows and keys within the call's lengths.
 
     Attributes:
-      first: of row 0 and key 0.
+      first: of row 0 and key 0; of a band's, where that would be.
       row_step: elements from a row to the next one.
       last_row: T - 1. Rows past it have its bias: nobody uses their scores.
-      keys: S.
+      last_key: S - 1. Likewise.
+      band: which scores get anything.
     """
 
     first: cute.Pointer
     row_step: Int32
     last_row: Int32
-    keys: Int32
+    last_key: Int32
+    band: Band
+
+    def meets(self, rows: tuple[Int32, int], keys: tuple[Int32, int]) -> Boolean:
+        """Whether any of some rows gets anything for any of some keys: the first, and how many."""
+        (row, row_count), (key, key_count) = rows, keys
+        row, key = cutlass.min(row, self.last_row), cutlass.min(key, self.last_key)
+        return self.band.meets((row, row_count), (key, key_count))
 
     def row(self, row: Int32) -> cute.Pointer:
         """Returns the elements of a row, by key."""
         return self.first + Int64(cutlass.min(row, self.last_row)) * self.row_step
 
+    def of_row(self, row: Int32) -> "RowBias":
+        """Returns the bias of a row from key 0 on."""
+        return RowBias(self.row(row), self.last_key + 1, cutlass.min(row, self.last_row), self.band)
+
     def of_key(self, key: Int32, first_row: Int32) -> "KeyBias":
         """Returns the bias of a key, by row from first_row on."""
-        own = self.row(first_row) + cutlass.min(key, self.keys - 1)
-        return KeyBias(own, self.row_step, self.last_row - first_row)
+        key, row = cutlass.min(key, self.last_key), cutlass.min(first_row, self.last_row)
+        return KeyBias(
+            self.row(row) + key, self.row_step, self.last_row - row, key - row, self.band
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBias:
+    """The bias of one row and consecutive keys.
+
+    Attributes:
+      first: of the first key.
+      count: of keys that have an element from there on.
+      place: the row minus the first key.
+      band: of the head.
+    """
+
+    first: cute.Pointer
+    count: Int32
+    place: Int32
+    band: Band
+
+    def after(self, keys: Int32) -> "RowBias":
+        """Returns the bias of the keys after the first ones."""
+        return RowBias(self.first + keys, self.count - keys, self.place - keys, self.band)
+
+    def meets(self, keys: int) -> Boolean:
+        """Whether any of the first keys gets anything."""
+        return self.band.meets((self.place, 1), (Int32(0), keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +117,26 @@ class KeyBias:
       first: of the first row.
       row_step: elements from a row to the next one.
       last: the last row, counted from the first one.
+      place: the key minus the first row.
+      band: of the head.
       skipped: rows before those that are asked for.
     """
 
     first: cute.Pointer
     row_step: Int32
     last: Int32
+    place: Int32
+    band: Band
     skipped: Int32 | int = 0
 
     def after(self, rows: Int32 | int) -> "KeyBias":
         """Returns the bias of the rows after the first ones."""
         return dataclasses.replace(self, skipped=self.skipped + rows)
+
+    def meets(self, rows: int) -> Boolean:
+        """Whether any of the first rows gets anything."""
+        row = cutlass.min(Int32(self.skipped), self.last)
+        return self.band.meets((row, rows), (self.place, 1))
 
     def element(self, row: int) -> Float32:
         """Returns what the score of a row gets."""
@@ -69,16 +146,46 @@ class KeyBias:
 
 @dataclasses.dataclass(frozen=True)
 class BiasInMemory:
-    """Where a call's bias is."""
+    """Where a call's bias is; extents: of each batch element."""
 
     buffers: BiasBuffers
     sizes: Sizes
+    extents: cute.Pointer
 
     def anew(self) -> "BiasInMemory":
         """Returns the same; nothing that follows from its shape is held before this place."""
         names = ("bias_heads", "bias_rows", "bias_columns")
         shape = {name: ptx.anew(getattr(self.buffers, name)) for name in names}
         return dataclasses.replace(self, buffers=dataclasses.replace(self.buffers, **shape))
+
+    def is_band(self) -> Boolean:
+        """Whether the bias is banded."""
+        return self.buffers.bias_first != NO_BAND
+
+    def by_distance(self) -> Boolean:
+        """Whether the distance of row and key alone decides."""
+        longer = self.buffers.bias_columns > self.sizes.key_length
+        return longer & (self.buffers.bias_first == NO_BAND)
+
+    def is_linear(self) -> Boolean:
+        """Whether it is by distance, each number the one before plus the same number."""
+        return self.by_distance() & (self.buffers.bias_rows == LINEAR_ROWS)
+
+    def in_pairs(self) -> Boolean:
+        """Whether elements are of the kernel's storage type; a column is then a pair of them."""
+        shorter = self.buffers.bias_columns < self.sizes.key_length
+        return shorter & (self.buffers.bias_first == NO_BAND)
+
+    def band_columns(self) -> Int32:
+        """Returns how many keys of a row a banded bias has elements for."""
+        return self.buffers.bias_columns - BAND_GAP
+
+    def first_key_of_band(self, batch: Int32) -> Int32:
+        """Returns the first of these keys of row 0; each row's is one after the last row's."""
+        # Other biases do not wait for the load.
+        words = INT32.select(self.is_band(), Int32(4), Int32(0))
+        offset = ptx.load_word_below(self.extents + batch * 4, 2, words)
+        return offset - self.buffers.bias_first - self.band_columns() + 1
 
     def plane(self, batch: Int32, head: Int32) -> cute.Pointer:
         """Returns the elements of a query head."""
@@ -93,9 +200,13 @@ class BiasInMemory:
     def of_head(self, batch: Int32, head: Int32) -> HeadBias:
         """Returns the bias of a query head."""
         own, sizes, plane = self.buffers, self.sizes, self._offset(batch, head)
-        by_distance = own.bias_columns > sizes.key_length
+        is_band, by_distance = self.is_band(), self.by_distance()
+        low, last_row = self.first_key_of_band(batch), sizes.query_length - 1
         rows_differ = own.bias_rows > 1
-        step = Int32(cutlass.select_(rows_differ, own.bias_columns, Int32(0)))
-        step = Int32(cutlass.select_(by_distance, Int32(-1), step))
-        first = Int32(cutlass.select_(by_distance, sizes.query_length - 1, Int32(0)))
-        return HeadBias(own.bias + plane + first, step, sizes.query_length - 1, sizes.key_length)
+        step = INT32.select(rows_differ, own.bias_columns, Int32(0))
+        step = INT32.select(is_band, step - 1, step)
+        step = INT32.select(by_distance, Int32(-1), step)
+        first = INT32.select(is_band, BAND_GAP - low, Int32(0))
+        first = INT32.select(by_distance, last_row, first)
+        band = Band(is_band, low, self.band_columns())
+        return HeadBias(own.bias + plane + first, step, last_row, sizes.key_length - 1, band)

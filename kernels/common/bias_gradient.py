@@ -9,6 +9,8 @@ A CTA has one tile of 64 x 64 sums, in registers, and visits all pairs of tiles 
     rows alike         one key tile, with every query tile, likewise; rows are summed at the end
     by distance        the pairs of tiles along a diagonal, likewise: all have the same distances
                        in the same places; diagonals are summed at the end
+    banded             one query tile, and 64 keys counted from where the band begins in its first
+                       row, likewise: in each batch element they have the same columns of the rows
 
     load warp  loads Q, K, V and dO of a visit by TMA into a ring
     MMA warps  have 16 query rows each, and all keys; products are mma.sync, operands by ldmatrix
@@ -62,12 +64,13 @@ class Call:
     scalars: BackwardScalars
     bias: BiasBuffers
 
-    def by_distance(self) -> Boolean:
-        """Whether the bias is by distance."""
-        return self.bias.bias_columns > self.sizes.key_length
+    @property
+    def memory(self) -> BiasInMemory:
+        """Where the bias is."""
+        return BiasInMemory(self.bias, self.sizes, self.buffers.extents)
 
     def rows_differ(self) -> Boolean:
-        """Whether it has an element for every row and key."""
+        """Whether each row has elements of its own, unless the bias is by distance."""
         return self.bias.bias_rows > 1
 
 
@@ -79,7 +82,8 @@ class Work:
       plane, unit: of which dimensions of the bias, and which of their tiles.
       first_batch, batches, first_head, heads: that share the plane.
       first_row_tile, row_tiles: query tiles that are visited.
-      key_tile: of the first of them; by distance the next query tile has the next key tile.
+      key_tile: of the first of them; by distance the next query tile has the next key tile, and
+        banded tiles of keys are counted from the band's first key.
       key_step: by how much, then: 1 or 0.
     """
 
@@ -112,9 +116,10 @@ class Visit:
 
 
 def assign(call: Call) -> Work:
-    """Returns this CTA's work."""
+    """Returns this CTA's work, which is computed anew at each call."""
     sizes, bias = call.sizes, call.bias
     index, _, _ = cute.arch.block_idx()
+    index = ptx.anew(index)
     plane = index // call.shape.units
     unit = index - plane * call.shape.units
     batch = plane // bias.bias_heads
@@ -124,8 +129,13 @@ def assign(call: Call) -> Work:
     diagonal = unit - (all_rows - 1)  # the key tile minus the query tile
     first = cutlass.max(-diagonal, Int32(0))
     count = cutlass.min(all_rows, all_keys - diagonal) - first
-    row_tile, key_tile = unit // all_keys, unit - unit // all_keys * all_keys
-    one, by_distance, rows_differ = Int32(1), call.by_distance(), call.rows_differ()
+    is_band = call.memory.is_band()
+    # The 64 rows of a tile have their columns at 63 keys more than one row has.
+    in_band = (call.memory.band_columns() + 2 * TILE - 2) // TILE
+    across = Int32(cutlass.select_(is_band, in_band, all_keys))
+    row_tile, key_tile = unit // across, unit - unit // across * across
+    one, by_distance = Int32(1), call.memory.by_distance()
+    rows_differ = call.rows_differ() | is_band
 
     def choose(of_distance: Int32, of_dense: Int32, of_alike: Int32) -> Int32:
         other = cutlass.select_(rows_differ, of_dense, of_alike)
@@ -155,11 +165,11 @@ def visit_of(call: Call, work: Work, index: Int32) -> Visit:
     first_row = (work.first_row_tile + step) * TILE
     first_key = (work.key_tile + step * work.key_step) * TILE
     band = batch_band(call.buffers.extents, batch, call.scalars.window)
-    blocks = bands.visited_blocks(band, first_row, TILE, TILE, tensors.INT32)
-    block = first_key // TILE
-    return Visit(
-        batch, head, first_row, first_key, band, (block >= blocks.begin) & (block < blocks.end)
-    )
+    begin = first_row + call.memory.first_key_of_band(batch)
+    first_key += Int32(cutlass.select_(call.memory.is_band(), begin, Int32(0)))
+    keys = bands.visited_blocks(band, first_row, TILE, 1, tensors.INT32)
+    seen = (first_key < keys.end) & (first_key + TILE > keys.begin) & (keys.begin < keys.end)
+    return Visit(batch, head, first_row, first_key, band, seen)
 
 
 class BiasGradient(BiasGradientHost):
@@ -219,7 +229,9 @@ class BiasGradient(BiasGradientHost):
                 rows = coordinates[None, None, visit.head, visit.batch]
                 keys = coordinates[None, None, visit.head // group, visit.batch]
                 rows = cute.local_tile(rows, box, (visit.first_row // TILE, 0))
-                keys = cute.local_tile(keys, box, (visit.first_key // TILE, 0))
+                # Tiles of a band begin at any key, also before the first; TMA fills with zeros.
+                keys = cute.domain_offset((visit.first_key, 0), keys)
+                keys = cute.local_tile(keys, box, (0, 0))
                 for name in cutlass.range_constexpr(len(OPERANDS)):
                     operand = OPERANDS[name]
                     source = rows if operand in ("q", "do") else keys
@@ -242,24 +254,26 @@ class BiasGradient(BiasGradientHost):
                 if cutlass.const_expr(self.pairwise):
                     words = self.bias_of(call, visit).load_any()
                 scores = self.product(shared.q, shared.k, stage)
-                if cutlass.const_expr(self.pairwise):
-                    how = Addition(_place, past_end=True)
-                    self.bias_of(call, visit).add(scores, call.scalars.scale, how, words)
+                how = Addition(_place, past_end=True)
+                self.bias_of(call, visit).add(scores, call.scalars.scale, how, words)
                 gradients = self.product(shared.do, shared.v, stage)
                 cute.arch.sync_warp()  # One lane says for all that they have read the operands.
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.barriers.empty.at(use))
+                # No register holds the visit while the second product runs.
+                visit = visit_of(call, work, ptx.anew(index))
                 self.add(total, scores, gradients, call, visit)
                 read += 1
-        self.store(shared, call, work, total)
+        # The work is found out again, too, so that no register holds what the sums do not need.
+        self.store(shared, call, assign(call), total)
 
     def bias_of(self, call: Call, visit: Visit) -> BlockBias:
         """Returns what a thread's scores of a visit get."""
         thread, _, _ = cute.arch.thread_idx()
         row = visit.first_row + thread // 32 * 16 + thread % 32 // 4
-        key, memory = visit.first_key + thread % 4 * 2, BiasInMemory(call.bias, call.sizes)
+        key = visit.first_key + thread % 4 * 2
         of = (visit.batch, visit.head, row, key)
-        return BlockBias(memory, *of, self.dtype, TILE // _COLUMNS)
+        return BlockBias(call.memory, *of, self.dtype, TILE // _COLUMNS, self.pairwise)
 
     def product(self, rows: cute.Tensor, keys: cute.Tensor, stage: Int32) -> cute.Tensor:
         """Returns A B^T of a warp's 16 rows: for each 8 keys four values.
@@ -298,10 +312,9 @@ class BiasGradient(BiasGradientHost):
         call: Call,
         visit: Visit,
     ):
-        """Adds dS of a visit to the sums; scores: with the bias, where it is read by pairs."""
+        """Adds dS of a visit to the sums; scores: with the bias."""
         thread, _, _ = cute.arch.thread_idx()
         lane, sizes = thread % 32, call.sizes
-        bias = BiasInMemory(call.bias, sizes).of_head(visit.batch, visit.head)
         row_of_warp = visit.first_row + thread // 32 * 16 + lane // 4
         first_key = visit.first_key + lane % 4 * 2
         of_head = (Int64(visit.batch) * sizes.heads + visit.head) * call.shape.padded_rows
@@ -314,14 +327,10 @@ class BiasGradient(BiasGradientHost):
             own = of_head + cutlass.min(row, sizes.query_length - 1)
             lse_log2 = tensors.f32(call.buffers.lse_log2 + own, Int32(0))
             delta = tensors.f32(call.buffers.delta + own, Int32(0))
-            added, left = bias.row(row) + first_key, bias.keys - first_key
             for tile in cutlass.range_constexpr(TILE // _COLUMNS):
                 for column in cutlass.range_constexpr(2):
                     key, place = tile * _COLUMNS + column, (2 * half + column, tile)
-                    score = scores[place]
-                    if cutlass.const_expr(not self.pairwise):
-                        score = score * call.scalars.scale + ptx.load_below(added, key, left)
-                    ds = exp2(score * LOG2_E - lse_log2) * (gradients[place] - delta)
+                    ds = exp2(scores[place] * LOG2_E - lse_log2) * (gradients[place] - delta)
                     seen = (key >= low) & (key < high)
                     total[place] = total[place] + select(seen, ds, Float32(0.0))
 
@@ -340,8 +349,10 @@ class BiasGradient(BiasGradientHost):
         resources.meet(self.sums)
         columns = call.shape.dbias_columns
         of_plane = call.buffers.dbias + Int64(work.plane) * columns * self.rows_of_plane(call)
-        if call.by_distance():
+        if call.memory.by_distance():
             self.store_diagonals(shared, of_plane + work.unit * TILE, columns)
+        elif call.memory.is_band():
+            self.store_band(shared, call, work, of_plane)
         elif call.rows_differ():
             self.store_tile(shared, call, work, of_plane)
         else:
@@ -349,7 +360,9 @@ class BiasGradient(BiasGradientHost):
 
     def rows_of_plane(self, call: Call) -> Int32:
         """Returns dbias's rows: the bias's, or by distance two, of lower and upper diagonals."""
-        return Int32(cutlass.select_(call.by_distance(), Int32(2), call.bias.bias_rows))
+        by_distance, is_band = call.memory.by_distance(), call.memory.is_band()
+        rows = Int32(cutlass.select_(is_band, call.sizes.query_length, call.bias.bias_rows))
+        return Int32(cutlass.select_(by_distance, Int32(2), rows))
 
     @cute.jit
     def store_tile(self, shared: Shared, call: Call, work: Work, plane: cute.Pointer):
@@ -361,6 +374,18 @@ class BiasGradient(BiasGradientHost):
             if (query < call.sizes.query_length) & (key < call.sizes.key_length):
                 target = plane + (Int64(query) * call.sizes.key_length + key)
                 cute.make_tensor(target, cute.make_layout(1))[0] = shared.sums[thread % TILE, row]
+
+    @cute.jit
+    def store_band(self, shared: Shared, call: Call, work: Work, plane: cute.Pointer):
+        """Stores the sums whose row has a column there; a row's first key has its last column."""
+        thread, _, _ = cute.arch.thread_idx()
+        columns, key = call.memory.band_columns(), thread % TILE
+        for row in cutlass.range(thread // TILE, TILE, 2, unroll=1):
+            query = work.first_row_tile * TILE + row
+            column = columns - 1 + row - work.key_tile * TILE - key
+            if (query < call.sizes.query_length) & (column >= 0) & (column < columns):
+                target = plane + (Int64(query) * columns + column)
+                cute.make_tensor(target, cute.make_layout(1))[0] = shared.sums[key, row]
 
     @cute.jit
     def store_columns(self, shared: Shared, call: Call, work: Work, plane: cute.Pointer):

@@ -2,19 +2,20 @@
 
 A thread has pairs of adjacent keys, every 8 keys, of rows r and r + 8: a fragment of wgmma or
 mma.sync. Of a bias by distance, row r + 8 has at a pair what row r has at the pair before, so one
-pair more than a row has is all that a thread loads. Of a bias in the kernel's own type a pair is
-one word. Both are few enough to be on their way to registers while the product of the scores runs;
-fp32 elements, one for each score, are not, and are loaded when the scores are there.
+pair more than a row has is all that a thread loads. If it is linear, as ALiBi is, a thread loads
+one number and the step from each to the next one, and computes the others. Of a bias in the
+kernel's own type a pair is one word. Both are few enough to be on their way to registers while the
+product of the scores runs; fp32 elements, one for each score, are not, and are loaded when the
+scores are there. So are those of a banded bias, in blocks that meet the band.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import DISTANCE_MARGIN
 from kernels.common import ptx
@@ -25,8 +26,9 @@ _ROWS = 2  # of a thread
 _STEP = 8  # keys from a pair of a row to the next one
 
 
-Form = Literal["distance", "pairs", "elements"]
-"""Of a bias in memory: by distance, pairs of the storage type, or one fp32 number a score."""
+Form = Literal["distance", "linear", "pairs", "elements"]
+"""Of a bias in memory: by distance, that with the same step from each number to the next one, pairs
+of the storage type, or one fp32 number a score."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class BlockBias:
       row, key: of the thread's first score.
       dtype: the kernel's storage type.
       pairs: of keys, of a row.
+      pairwise: whether the kernel loads two elements at once where it can.
     """
 
     memory: BiasInMemory
@@ -63,21 +66,20 @@ class BlockBias:
     key: Int32
     dtype: type[cutlass.Numeric]
     pairs: int
+    pairwise: bool
 
-    def by_distance(self) -> Boolean:
-        """Whether the distance of row and key alone decides."""
-        return self.memory.buffers.bias_columns > self.memory.sizes.key_length
-
-    def in_pairs(self) -> Boolean:
-        """Whether elements are of the kernel's storage type; a column is then a pair of them."""
-        return self.memory.buffers.bias_columns < self.memory.sizes.key_length
+    def anew(self) -> "BlockBias":
+        """Returns the same in a branch of which nothing is computed, and held, before it."""
+        names = ("batch", "head", "row", "key")
+        own = {name: ptx.anew(getattr(self, name)) for name in names}
+        return dataclasses.replace(self, memory=self.memory.anew(), **own)
 
     def sources(self, form: Form) -> list[cute.Pointer]:
         """Returns where `load` finds a bias of a form: of both rows, or of their distances."""
         rows, columns = self.memory.buffers.bias_rows, self.memory.buffers.bias_columns
         last_row = self.memory.sizes.query_length - 1
         plane = self.memory.plane(self.batch, self.head)
-        if form == "distance":
+        if form in ("distance", "linear"):
             return [distances(plane, columns, last_row + self.key - self.row - _STEP)]
         step = INT32.select(rows > 1, columns, Int32(0))
         places = [cutlass.min(self.row + _STEP * row, last_row) for row in range(_ROWS)]
@@ -90,8 +92,15 @@ class BlockBias:
         """
         if form == "elements":
             return None
-        words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
         sources = self.sources(form)
+        if form == "linear":
+            step = self.memory.plane(self.batch, self.head)
+            step = step + 2 * self.memory.buffers.bias_columns
+            words = cute.make_rmem_tensor((2,), Int32)
+            # The first row's number: the second row may be past the last, and its number a zero.
+            words[0], words[1] = ptx.load_word(sources[0], _STEP), ptx.load_word(step, 0)
+            return words
+        words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
         if form == "distance":
             for pair in range(self.pairs + 1):
                 words[2 * pair], words[2 * pair + 1] = ptx.load_pair(sources[0], _STEP * pair)
@@ -122,7 +131,11 @@ class BlockBias:
             return
         for pair in range(self.pairs):
             for row in range(_ROWS):
-                if how.form == "distance":
+                if how.form == "linear":
+                    first, step = (words[i].bitcast(Float32) for i in range(2))
+                    place = _STEP * (pair - row)
+                    added = [step * Float32(place + column) + first for column in range(2)]
+                elif how.form == "distance":
                     at = 2 * (pair + 1 - row)
                     added = [words[at + column].bitcast(Float32) for column in range(2)]
                 else:
@@ -134,12 +147,12 @@ class BlockBias:
     def load_any(self) -> cute.Tensor:
         """Starts to load a bias whose form is a value of the run; `add` takes what comes."""
         words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
-        by_distance, own = self.by_distance(), self.sources("pairs")
+        by_distance, own = self.memory.by_distance(), self.sources("pairs")
         (first,) = self.sources("distance")
         first = cutlass.select_(by_distance, first.toint(), own[0].toint())
         own[0] = cute.make_ptr(Float32, first, cute.AddressSpace.gmem)
         count = cutlass.max(self.memory.buffers.bias_columns - self.key // 2, 0)
-        count = INT32.select(self.in_pairs(), count, Int32(0))
+        count = INT32.select(self.memory.in_pairs(), count, Int32(0))
         count = INT32.select(by_distance, Int32(-1), count)
         for pair in range(self.pairs + 1):
             if pair == self.pairs:
@@ -160,9 +173,11 @@ class BlockBias:
 
         words: of `load_any`, or None to load them now.
         """
-        if self.by_distance():
+        if cutlass.const_expr(not self.pairwise):
+            self.add_of(scores, before_bias, how, "elements", words)
+        elif self.memory.by_distance():
             self.add_of(scores, before_bias, how, "distance", words)
-        elif self.in_pairs():
+        elif self.memory.in_pairs():
             self.add_of(scores, before_bias, how, "pairs", words)
         else:
             self.add_of(scores, before_bias, how, "elements", words)
@@ -176,24 +191,31 @@ class BlockBias:
         words: cute.Tensor | None,
     ):
         """Does what `add` does, in the branch of a form."""
-        # Nothing of a branch may be computed before it, and held in registers.
-        names = ("batch", "head", "row", "key")
-        own = {name: ptx.anew(getattr(self, name)) for name in names}
-        own = dataclasses.replace(self, **own)
+        own = self.anew()
         how = dataclasses.replace(how, form=form)
         if words is None or form == "elements":
             words = own.load(form, how.past_end)
         own.add_loaded(scores, words, before_bias, how)
 
-    def add_elements(self, scores: cute.Tensor, before_bias: Float32, how: Addition):
+    @cute.jit
+    def add_elements(
+        self, scores: cute.Tensor, before_bias: Float32, how: cutlass.Constexpr[Addition]
+    ):
         """Does what `add_loaded` does for fp32 elements."""
         bias = self.memory.of_head(self.batch, self.head)
-        for row in range(_ROWS):
-            of_row = bias.row(self.row + _STEP * row)
-            for pair, column in itertools.product(range(self.pairs), range(2)):
-                key, at = self.key + _STEP * pair + column, how.place(pair, row, column)
-                key = cutlass.min(key, bias.keys - 1) if how.past_end else key
-                scores[at] = scores[at] * before_bias + f32(of_row, key)
+        rows, keys = (self.row, _STEP + 1), (self.key, _STEP * self.pairs)
+        if cute.arch.vote_any_sync(bias.meets(rows, keys)):
+            of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
+            for pair in cutlass.range_constexpr(self.pairs):
+                for column in cutlass.range_constexpr(2):
+                    key = self.key + _STEP * pair + column
+                    key = cutlass.min(key, bias.last_key) if how.past_end else key
+                    for row in cutlass.range_constexpr(_ROWS):
+                        at = how.place(pair, row, column)
+                        scores[at] = scores[at] * before_bias + f32(of_rows[row], key)
+        else:
+            for element in cutlass.range_constexpr(cute.size(scores)):
+                scores[element] = scores[element] * before_bias
 
 
 def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:

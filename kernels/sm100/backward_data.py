@@ -136,7 +136,7 @@ def assign(config: BackwardConfig, shared: Shared, call: Call) -> Work:
         config.shape, call.extents, call.sizes, call.window, start, call.ranges
     )
     if config.bias:
-        work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes))
+        work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes, call.extents))
     if not config.ranges:
         return work
     work = backward_schedule.by_table(work, call.ranges, call.sizes, config.shape)

@@ -71,8 +71,22 @@ class Queries:
         """Returns products as biased scores, where a call has a bias."""
         if self.bias is None:
             return scores
-        added = [self.bias.element(i) for i in range(len(scores))]
-        return [s * before_bias + b for s, b in zip(scores, added, strict=True)]
+        found = cute.make_rmem_tensor((len(scores),), Float32)
+        for i, score in enumerate(scores):
+            found[i] = score
+        add_bias(found, before_bias, self.bias)
+        return [found[i] for i in range(len(scores))]
+
+
+@cute.jit
+def add_bias(scores: cute.Tensor, before_bias: Float32, bias: KeyBias):
+    """Replaces products of one key by scores: times before_bias, plus the bias if there is any."""
+    if cute.arch.vote_any_sync(bias.meets(cute.size(scores))):
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = scores[i] * before_bias + bias.element(i)
+    else:
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = scores[i] * before_bias
 
 
 @cute.jit

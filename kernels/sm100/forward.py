@@ -45,6 +45,7 @@ from cutlass import Float32, Int32
 
 from fa4_jax.key import KernelKey
 from kernels.common import resources
+from kernels.common.bias import BiasInMemory
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
@@ -118,7 +119,8 @@ class Forward(ForwardHost, Loads):
         page_length = sizes.key_length
         if cutlass.const_expr(self.paged):
             sizes = whole_sizes(sizes, pages)
-        window, call = scalars.window, Call(sizes, ranges, logits, bias)
+        added = None if bias is None else BiasInMemory(bias, sizes, extents)
+        window, call = scalars.window, Call(sizes, ranges, logits, added)
         # Each role counts its rounds: one number for all would stay in a register of every role.
         if warp < correction.first_warp:
             idle_registers = self.description.roles[1].registers

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from kernels.common import row_ranges
+from kernels.common.bias import BiasInMemory, RowBias
 from kernels.common.state import Limits
-from kernels.interface import BiasBuffers, RangeBuffers, Sizes
+from kernels.interface import RangeBuffers, Sizes
 from kernels.sm100.forward_visits import Hidden
 
 
@@ -22,7 +23,7 @@ class Call:
     sizes: Sizes
     ranges: RangeBuffers | None
     logits: Any
-    bias: BiasBuffers | None
+    bias: BiasInMemory | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +44,14 @@ class Keys:
       tags: where those of the row and of its keys are, if rows have ranges of keys in memory.
       maximum: the row's largest score so far, if rows have ranges. The reference may be smaller.
       hidden: what else hides keys, likewise.
-      bias: what is added to the scores, if anything is: the row's elements, and how many.
+      bias: what is added to the scores, if anything is.
     """
 
     limits: Limits
     tags: row_ranges.TagsInMemory = row_ranges.NO_TAGS
     maximum: cute.Tensor = row_ranges.NO_TAGS
     hidden: Hidden = row_ranges.NO_TAGS
-    bias: tuple[cute.Pointer, Int32] = row_ranges.NO_TAGS
+    bias: RowBias = row_ranges.NO_TAGS
 
 
 @dataclasses.dataclass(frozen=True)

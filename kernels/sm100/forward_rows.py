@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Uint32
 from fa4_jax import bands
 from kernels.common import ptx as common_ptx
 from kernels.common import resources, row_ranges, tensors
-from kernels.common.bias import BiasInMemory
+from kernels.common.bias import RowBias
 from kernels.common.pair_masks import is_given
 from kernels.common.resources import Shared
 from kernels.common.ring import Use
@@ -45,6 +45,28 @@ NO_OUTPUT = -1.0  # as an inverse sum: the row saw no key or does not exist
 
 TAGS = "tags"
 """Blocks in which rows compare tags."""
+
+
+@cute.jit
+def add_bias(
+    scores: cute.Tensor, before_bias: Float32, bias: RowBias, past_end: cutlass.Constexpr[bool]
+):
+    """Replaces products of one row by scores: times before_bias, plus the bias if there is any.
+
+    The compiler loads nothing before the branch: registers would not suffice.
+
+    past_end: whether there may be keys past the last among them.
+    """
+    if cute.arch.vote_any_sync(bias.meets(cute.size(scores))):
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            if cutlass.const_expr(past_end):
+                added = common_ptx.load_below(bias.first, i, bias.count)
+            else:
+                added = tensors.f32(bias.first, i)
+            scores[i] = scores[i] * before_bias + added
+    else:
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = scores[i] * before_bias
 
 
 class RowRoles:
@@ -92,8 +114,8 @@ class RowRoles:
         row = of.query
         low, high = bands.row_limits(work.band, row, tensors.INT32)
         if call.bias is not None:
-            bias = BiasInMemory(call.bias, call.sizes).of_head(work.batch, of.head)
-            return Keys(Limits(low, high), bias=(bias.row(row), bias.keys))
+            bias = call.bias.of_head(work.batch, of.head).of_row(row)
+            return Keys(Limits(low, high), bias=bias)
         if call.ranges is None:
             return Keys(Limits(low, high))
         own = row_ranges.arrays(call.ranges, call.sizes, work.batch)
@@ -294,16 +316,14 @@ class RowRoles:
         """
         if keys.bias is None:
             return softmax.capped(ptx.tmem_load(at, count), scales.before_cap)
-        of_row, key_count = keys.bias
-        values, first_key = ptx.tmem_load(at, count), block.index * self.config.tile.n
-        own, left, found = of_row + first_key, key_count - first_key, list[Float32]()
-        for i in range(count):
-            if i % CHUNK == 0 and i > 0:
-                # The compiler loads nothing early beyond this: registers would not suffice.
-                cute.arch.sync_warp()
-            added = common_ptx.load_below(own, i, left) if past_end else tensors.f32(own, i)
-            found.append(values[i] * scales.before_bias + added)
-        return found
+        found = cute.make_rmem_tensor((count,), Float32)
+        for i, value in enumerate(ptx.tmem_load(at, count)):
+            found[i] = value
+        first_key = block.index * self.config.tile.n
+        for first in range(0, count, CHUNK):
+            chunk = cute.make_tensor(found.iterator + first, min(CHUNK, count - first))
+            add_bias(chunk, scales.before_bias, keys.bias.after(first_key + first), past_end)
+        return [found[i] for i in range(count)]
 
     def first_exponentials(
         self, scores: list[Float32], shift: Float32, scale_log2: Float32

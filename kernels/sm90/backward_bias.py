@@ -46,14 +46,6 @@ class StepBias:
         """Pairs of queries that a thread has of a key."""
         return self.m // _STEP
 
-    def by_distance(self) -> Boolean:
-        """Whether the distance of row and key alone decides."""
-        return self.memory.buffers.bias_columns > self.memory.sizes.key_length
-
-    def in_pairs(self) -> Boolean:
-        """Whether elements are of the kernel's storage type; a column is then a pair of them."""
-        return self.memory.buffers.bias_columns < self.memory.sizes.key_length
-
     def of(self) -> tuple[Int32, Int32, Int32]:
         """Returns batch entry, head, and the thread's first key."""
         kv_head, batch = self.work.kv_head, self.work.batch
@@ -96,7 +88,7 @@ class StepBias:
     def add(self, scores: cute.Tensor, before_bias: Float32):
         """Replaces products by scores: times before_bias, plus the bias of key and query."""
         yes, no = Boolean(True), Boolean(False)
-        if self.by_distance():
+        if self.memory.by_distance():
             for begin in cutlass.range_constexpr(0, self.pairs, _CHUNK):
                 end = begin + _CHUNK
                 words = self.load(yes, no, (begin, end))
@@ -106,7 +98,7 @@ class StepBias:
                         at = 2 * (end - 1 - pair + row)
                         added = [words[at + 1].bitcast(Float32), words[at].bitcast(Float32)]
                         add_pair(scores, (pair, row), before_bias, added)
-        elif self.in_pairs():
+        elif self.memory.in_pairs():
             for begin in cutlass.range_constexpr(0, self.pairs, _CHUNK):
                 words = self.load(no, yes, (begin, begin + _CHUNK))
                 for pair in cutlass.range_constexpr(begin, begin + _CHUNK):
@@ -117,20 +109,28 @@ class StepBias:
         else:
             self.add_elements(scores, before_bias)
 
+    @cute.jit
     def add_elements(self, scores: cute.Tensor, before_bias: Float32):
         """Does what `add` does for fp32 elements."""
-        batch, head, key = self.of()
-        batch, head, key = map(ptx.anew, (batch, head, key))
+        batch, head, key = map(ptx.anew, self.of())
         bias, first = self.memory.anew().of_head(batch, head), ptx.anew(self.place.block) * self.m
-        keys = [cutlass.min(key + _STEP * row, bias.keys - 1) for row in range(softmax.ROWS)]
-        of_block = bias.row(first)
-        last = bias.last_row - first
-        for pair, column in softmax.fragment_columns(scores):
-            # Offsets within a block take half of an address's registers.
-            query = cutlass.min(first_query() + _STEP * pair + column, last) * bias.row_step
-            for row in range(softmax.ROWS):
-                index = softmax.fragment_index(pair, row, column)
-                scores[index] = scores[index] * before_bias + f32(of_block, query + keys[row])
+        if cute.arch.vote_any_sync(bias.meets((first, self.m), (key, _STEP + 1))):
+            last_key, of_block = bias.last_key, bias.row(first)
+            keys = [cutlass.min(key + _STEP * row, last_key) for row in range(softmax.ROWS)]
+            last = bias.last_row - first
+            for pair in cutlass.range_constexpr(self.pairs):
+                for column in cutlass.range_constexpr(2):
+                    # Offsets within a block take half of an address's registers.
+                    query = cutlass.min(first_query() + _STEP * pair + column, last)
+                    query = query * bias.row_step
+                    for row in cutlass.range_constexpr(softmax.ROWS):
+                        index = softmax.fragment_index(pair, row, column)
+                        scores[index] = scores[index] * before_bias + f32(
+                            of_block, query + keys[row]
+                        )
+        else:
+            for element in cutlass.range_constexpr(cute.size(scores)):
+                scores[element] = scores[element] * before_bias
 
 
 def add_pair(scores: cute.Tensor, of: tuple[int, int], before_bias: Float32, added: list[Float32]):

@@ -120,7 +120,7 @@ class PairBackward(PairParts):
         if cutlass.const_expr(self.ranges):
             work = by_table(work, ranges, sizes, self.shape)
         if cutlass.const_expr(self.bias):
-            work = dataclasses.replace(work, bias=BiasInMemory(bias, sizes))
+            work = dataclasses.replace(work, bias=BiasInMemory(bias, sizes, buffers.extents))
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
         registers, load = REGISTER_BUDGETS[self.tile.mma_warpgroups], self.description.role("load")
         if warp_index < WARPGROUP // 32:

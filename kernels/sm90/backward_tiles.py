@@ -118,7 +118,7 @@ def published(words: cute.Tensor, call: Call, shape: BackwardShape) -> Work:
     heads = (kv_head, call.group, call.sizes.heads)
     work = Work(first_key, tile, *heads, batch, band, blocks, padded_keys, padded_queries)
     if call.bias is not None:
-        work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes))
+        work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes, call.extents))
     if call.ranges is None:
         return work
     work = dataclasses.replace(work, ranges=RangesInMemory(call.ranges, call.sizes, batch))

@@ -48,6 +48,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
 from kernels.common import ptx, resources, tensors
+from kernels.common.bias import BiasInMemory
 from kernels.common.block_bias import Addition, BlockBias, Form
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.pages import whole_sizes
@@ -143,7 +144,8 @@ class Forward(ForwardHost, Loads, Turns):
                 self.load(maps, shared, schedule, tile_ticket, ranges, (pages, page_length))
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.mma(maps, shared, schedule, RowResults(lse, logits, bias), scalars, ranges)
+            added = None if bias is None else BiasInMemory(bias, sizes, extents)
+            self.mma(maps, shared, schedule, RowResults(lse, logits, added), scalars, ranges)
 
     @cute.jit
     def mma(
@@ -289,10 +291,12 @@ class Forward(ForwardHost, Loads, Turns):
         elif cutlass.const_expr(not self.pairwise_bias):
             self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
         else:
-            bias = self.block_bias(own, Int32(0))
-            if bias.by_distance():
+            memory = self.block_bias(own, Int32(0)).memory
+            if memory.is_linear():
+                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "linear")
+            elif memory.by_distance():
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "distance")
-            elif bias.in_pairs():
+            elif memory.in_pairs():
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "pairs")
             else:
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
@@ -401,7 +405,8 @@ class Forward(ForwardHost, Loads, Turns):
         row = own.work.first_row + thread // 32 * 16 + thread % 32 // 4
         key = block * self.tile.n + thread % 4 * 2
         of = ptx.anew(own.work.batch), ptx.anew(own.work.head)
-        return BlockBias(own.bias.anew(), *of, row, key, self.dtype, self.tile.n // 8)
+        pairs = self.tile.n // 8
+        return BlockBias(own.bias.anew(), *of, row, key, self.dtype, pairs, self.pairwise_bias)
 
     def load_bias(
         self, own: Scores, block: Int32, form: Form | None, early: bool
@@ -410,7 +415,7 @@ class Forward(ForwardHost, Loads, Turns):
 
         Pairs are twice as many loads as distances, and hold up the next product.
         """
-        if form is None or (form == "distance") != early:
+        if form is None or (form in ("distance", "linear")) != early:
             return None
         return self.block_bias(own, block).load(form, past_end=False)
 

@@ -20,7 +20,7 @@ from kernels.description import (
 )
 from kernels.sm90.tiles import (
     FORWARD_TILES,
-    PAGED_REGISTERS,
+    LARGE_LOAD_REGISTERS,
     REGISTER_BUDGETS,
     WARPGROUP,
     WARPGROUP_ROWS,
@@ -43,7 +43,8 @@ def of_key(key: KernelKey) -> Description:
     head_dim, value_dim, band, ranges = key.head_dim, key.value_dim, key.band, key.ranges
     tile = FORWARD_TILES[head_dim, value_dim, key.short]
     groups = tile.mma_warpgroups
-    budget = PAGED_REGISTERS if key.paged else REGISTER_BUDGETS[groups]
+    loads_more = key.paged or (key.bias and not key.pairwise_bias)
+    budget = LARGE_LOAD_REGISTERS if loads_more else REGISTER_BUDGETS[groups]
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
     return Description(

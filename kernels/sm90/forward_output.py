@@ -16,7 +16,7 @@ from kernels.common.bias import BiasInMemory
 from kernels.common.resources import Maps
 from kernels.common.softmax import LN_2, LOG2_E, fmax, select, with_sink
 from kernels.description import NamedBarrier
-from kernels.interface import BiasBuffers, LogitBuffers, Sizes
+from kernels.interface import LogitBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.forward_schedule import Work
@@ -29,7 +29,7 @@ class RowResults:
 
     lse: cute.Pointer
     logits: LogitBuffers | None
-    bias: BiasBuffers | None
+    bias: BiasInMemory | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,9 @@ def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
     head = Int64(work.batch) * sizes.heads + work.head
     rows = cute.make_layout(sizes.query_length)
     lse = cute.make_tensor(results.lse + head * sizes.query_length, rows)
-    logits, bias = results.logits, None
-    if results.bias is not None:
-        bias = BiasInMemory(results.bias, sizes)
+    logits = results.logits
     if logits is None:
-        return HeadResults(lse, bias=bias)
+        return HeadResults(lse, bias=results.bias)
     sink = cute.make_tensor(logits.sinks + work.head, cute.make_layout(1))[0]
     return HeadResults(lse, sink * LOG2_E, logits.max_heads > 0, logits.max_logit + head)
 

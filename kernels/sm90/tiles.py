@@ -40,8 +40,9 @@ class RegisterBudget:
 REGISTER_BUDGETS = {2: RegisterBudget(24, 240), 3: RegisterBudget(32, 160)}
 """By number of MMA warpgroups; multiples of 8 that sum to at most the register file."""
 
-PAGED_REGISTERS = RegisterBudget(40, 232)
-"""Of a forward with two MMA warpgroups whose load warp looks up pages."""
+LARGE_LOAD_REGISTERS = RegisterBudget(40, 232)
+"""Of a forward with two MMA warpgroups whose load warp needs more: it looks up pages, or the kernel
+reads fp32 elements of a bias alone, and the compiler moves registers of the load warp to memory."""
 
 
 @dataclasses.dataclass(frozen=True)

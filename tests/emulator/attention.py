@@ -199,10 +199,13 @@ def attention(
 def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
     """The gradient of a case's bias from the kernel's, as `bias_buffer.gradient` and JAX make it.
 
-    found: dense, or by distance two halves of the diagonals of tiles of 64 x 64 pairs.
+    found: as the bias, or by distance two halves of the diagonals of tiles of 64 x 64 pairs.
     """
     if case.bias_kind is None:
         return found.astype(STORAGE[case.dtype])
+    of_rows = biases.KINDS[case.bias_kind].of_rows
+    if of_rows is None:
+        return found
     rows, tile = case.query_length, BIAS_GRADIENT_TILE
     total = np.zeros((*found.shape[:2], found.shape[3] + tile), np.float32)
     for half in range(found.shape[2]):
@@ -211,7 +214,7 @@ def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
     total = total[:, :, None, first : first + rows + case.key_length - 1]
     offset = np.array(case.extents)[: found.shape[0], 2, None, None]
     distance = np.arange(total.shape[3]) - (rows - 1) - offset
-    return biases.KINDS[case.bias_kind].of_rows(total, distance).sum((0, 1))
+    return of_rows(total, distance).sum((0, 1))
 
 
 def _at_rest(inputs: Inputs) -> Inputs:

@@ -194,8 +194,8 @@ def _tangent_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 def _bias_gradient_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Returns cases that take the kernel of a bias's gradient through its paths.
 
-    The cases sum whole tiles, columns and diagonals. A CTA visits no pair of tiles, one pair, or
-    more pairs than the ring has slots, and skips those outside of the band.
+    The cases sum whole tiles, columns, diagonals, and tiles of a banded bias. A CTA visits no pair
+    of tiles, one pair, or more pairs than the ring has slots, and skips those outside of the band.
     """
     tile, ring = BIAS_GRADIENT_TILE, describe(key).barrier("full").count
     several: dict[str, Any] = {**common, "batch": ring + 2, "heads": (2, 1)}
@@ -207,6 +207,7 @@ def _bias_gradient_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, 
         Case(**several, **sizes, **padded, bias=(1, 1, tile + 20, 2 * tile + 9)),
         Case(**several, **sizes, bias=(1, 2, 1, 2 * tile + 9)),
         Case(**several, **sizes, **padded, bias="alibi"),
+        Case(**several, **sizes, bias="banded_both_sides"),
     )
 
 

@@ -153,6 +153,15 @@ SMALL = (
         poison=True,
         deterministic=True,
     ),
+    Case(
+        batch=2,
+        heads=(4, 2),
+        query_length=90,
+        key_length=130,
+        bias="banded_both_sides",
+        query_offset=(-20, 50),
+        key_lengths=(130, 60),
+    ),
 )
 """Calls from end to end: each form of a bias, with offsets and lengths."""
 

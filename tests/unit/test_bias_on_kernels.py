@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from fa4_jax import api, attention, bias, bias_buffer, explain, launches, supports, xla
 from fa4_jax.boxes import Whole
+from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, NO_BAND, KernelKey, Pass
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
-from fa4_jax.key import DISTANCE_MARGIN, KernelKey, Pass
 from fa4_jax.problem import Problem
 from tests.fakes import fake_target
 
@@ -102,6 +102,61 @@ def test_at_distances_is_the_bias_that_it_comes_from(
         np.testing.assert_allclose(made.added(box, jnp.zeros(1, int)), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [1, 50])
+def test_a_linear_bias_has_its_step_in_a_third_row(keys: int, rng: np.random.Generator) -> None:
+    slopes = jnp.asarray(rng.normal(size=3), jnp.float32)
+    made = bias.AtDistances.of(bias.alibi(slopes), (1, keys), jnp.asarray([7, -2]))
+    plain = dataclasses.replace(made, is_linear=False)
+    found, copies = (bias_buffer.buffer(x, BY_PAIRS) for x in (made, plain))
+    np.testing.assert_array_equal(found[:, :, :2], copies)
+    step = jnp.broadcast_to(slopes, (2, 3)) if keys > 1 else jnp.zeros((2, 3))
+    np.testing.assert_allclose(found[:, :, 2, 0], step, rtol=1e-5)
+    of_backward = dataclasses.replace(BY_PAIRS, kernel=Pass.BACKWARD, deterministic=True)
+    np.testing.assert_array_equal(bias_buffer.buffer(made, of_backward), copies)
+    np.testing.assert_array_equal(bias_buffer.buffer(made, BY_ONE), made.values[:, :, None])
+
+
+@pytest.mark.parametrize("first", [0, -4, 3])
+def test_a_row_of_a_band_lies_between_zeros(first: int, rng: np.random.Generator) -> None:
+    """Kernels find element (row, key) at a place that is linear in both, as far as the zeros go."""
+    rows, keys, columns, offset = 7, 40, 6, 20
+    table = jnp.asarray(rng.normal(size=(2, 3, rows, columns)), jnp.bfloat16)
+    banded: Any = bias.banded(table, first)
+    found = bias_buffer.buffer(banded, BY_PAIRS)
+    assert found.dtype == jnp.float32 and found.shape == (2, 3, rows + 1, BAND_GAP + columns)
+    expected = np.asarray(banded.added(Whole(rows, keys), jnp.asarray([offset])), np.float32)
+    low = offset - first - columns + 1
+    plane, step = np.asarray(found[1, 2]).ravel(), found.shape[3] - 1
+    for row, key in np.ndindex(rows, keys):
+        assert plane[BAND_GAP - low + row * step + key] == expected[1, 2, row, key]
+    assert plane[:BAND_GAP].max() == 0 and plane[-BAND_GAP:].max() == 0
+
+
+@pytest.mark.parametrize("columns", [1, 2, 64, 65, 130])
+def test_every_column_of_a_band_is_in_one_tile_of_its_gradient(columns: int) -> None:
+    rows, table = 70, jax.ShapeDtypeStruct((1, 2, 70, columns), jnp.float32)
+    of = jax.eval_shape(lambda x: bias_buffer.buffer(x, BY_ONE), bias.banded(table))
+    shape = bias_buffer.gradient_shape(of.shape, (rows, 90), is_banded=True)
+    assert shape[1:5] == table.shape
+    tiles, rest = divmod(shape[5], -(-rows // TILE))
+    # The last row's last column lies TILE - 1 keys after the first row's.
+    assert rest == 0 and tiles * TILE >= columns + TILE - 1 > (tiles - 1) * TILE
+    found = jnp.ones(shape[1:5])
+    got = bias_buffer.gradient(bias.banded(table.update(dtype=jnp.bfloat16), -3), found, (70, 90))
+    assert got.first == -3 and got.table.dtype == jnp.bfloat16 and got.table.shape == table.shape
+
+
+def test_what_says_that_a_bias_is_banded() -> None:
+    table = jnp.zeros((1, 1, 4, 5))
+    for value, form, first in (
+        (bias.banded(table, -2), "banded", -2),
+        (bias.banded(table, 2**29), "other", NO_BAND),
+        (bias.banded(table[..., :0]), "other", NO_BAND),
+        (bias.alibi(jnp.ones(1)), "distance", NO_BAND),
+    ):
+        assert bias.form(value, 4) == form and bias.first_distance(value, 4) == first
+
+
 def test_distances_are_exact_where_slopes_have_few_bits() -> None:
     """In bfloat16 the distance 257 would be 256."""
     slopes = jnp.ones(1, jnp.bfloat16)
@@ -131,6 +186,11 @@ def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> 
     memory = {space.name: space.num_bytes for space in told.workspaces}
     assert memory["bias"] == 4 * 199 * 4
     assert memory["dbias"] == 4 * 2 * 3 * TILE * 4
+    table = jax.ShapeDtypeStruct((2, 1, 100, 30), jnp.float32)
+    told = explain(Q, Q, Q, bias.banded(table), is_causal=True)
+    memory = {space.name: space.num_bytes for space in told.workspaces}
+    assert memory["bias"] == 2 * 101 * (BAND_GAP + 30) * 4
+    assert memory["dbias"] == 2 * 100 * 30 * 4
 
 
 def test_what_no_kernel_takes_is_named(kernels: list[Problem]) -> None:
@@ -142,7 +202,8 @@ def test_what_no_kernel_takes_is_named(kernels: list[Problem]) -> None:
     for options in beside:
         assert "bias beside" in str(supports(Q, Q, Q, dense, **options))
     banded = bias.banded(jax.ShapeDtypeStruct((1, 4, 100, 5), jnp.float32))
-    assert "bias: the kernels take" in str(supports(Q, Q, Q, banded))
+    assert supports(Q, Q, Q, banded)
+    assert "bias beside" in str(supports(Q, Q, Q, banded, segment_ids=ids))
     with pytest.raises(NotImplementedError, match="bias: the kernels take alibi, relative"):
         q = jnp.zeros(Q.shape, Q.dtype)
         attention(q, q, q, jnp.zeros((1, 1, 100, 1)), implementation="kernel")
@@ -178,12 +239,17 @@ FORMS = {
     "of all": ((1, 1, 1, 40), P()),
     "alibi": ((4,), P("y")),
     "relative": ((8, 4), P(None, "y")),
+    "banded": ((4, 4, 40, 9), P("x", "y")),
+    "banded, of all entries": ((1, 4, 40, 9), P(None, "y")),
+    "banded, of all heads": ((4, 1, 40, 9), P("x")),
 }
 
 
 def _value(form: str, array: jax.Array) -> Any:
     if form == "relative":
         return bias.relative(array, max_distance=10)
+    if form.startswith("banded"):
+        return bias.banded(array, -4)
     return bias.alibi(array) if form == "alibi" else array
 
 
