@@ -15,7 +15,9 @@ import sys
 import tomllib
 import zipfile
 from typing import Any
+from unittest import mock
 
+import deflate
 from scikit_build_core import build as base
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
@@ -91,13 +93,35 @@ def others(config_settings: Settings) -> Settings:
     return settings
 
 
+class _Deflate:
+    """What zipfile asks of a compressor of one member, by libdeflate at its highest level.
+
+    A wheel is 4 % smaller than at zlib's, in ten seconds.
+    """
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def compress(self, data: bytes) -> bytes:
+        """Takes a part of the member."""
+        self._data += data
+        return b""
+
+    def flush(self) -> bytes:
+        """Returns the whole member."""
+        return bytes(deflate.deflate_compress(self._data, 12))
+
+
 def _compress(wheel: pathlib.Path) -> None:
-    """Compresses a wheel at zlib's highest level, which makes it 2 % smaller than the default."""
+    """Compresses a wheel anew. zipfile has no public way to name another compressor."""
     with zipfile.ZipFile(wheel) as archive:
         members = [(member, archive.read(member)) for member in archive.infolist()]
-    with zipfile.ZipFile(wheel, "w") as archive:
+    with (
+        mock.patch.object(zipfile, "_get_compressor", lambda *_: _Deflate()),
+        zipfile.ZipFile(wheel, "w") as archive,
+    ):
         for member, data in members:
-            archive.writestr(member, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+            archive.writestr(member, data, zipfile.ZIP_DEFLATED)
 
 
 def _kernels_to_build(config_settings: Settings) -> str | None:

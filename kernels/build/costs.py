@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import zlib
 from collections.abc import Callable
+
+import deflate
 
 from fa4_jax import catalogue
 from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
@@ -137,7 +138,7 @@ def row(capability: Capability) -> str:
             raise LookupError(f"{key.name} is not built: run python -m kernels.build")
         seconds += entry.seconds
         num_bytes += len(entry.code)
-        compressed_bytes += len(zlib.compress(entry.code))
+        compressed_bytes += len(deflate.deflate_compress(entry.code, 12))
         count += 1
     cells = [capability.name, str(count), f"{seconds:.0f}", f"{num_bytes / 1e6:.1f}"]
     cells += [f"{compressed_bytes / 1e6:.1f}", capability.sampled, capability.proof]
