@@ -297,7 +297,7 @@ def host_value(
         case "f32":
             return ctypes.c_float(float(call.attributes[param.name]))
         case "i32":
-            return ctypes.c_int32(int(call.attributes[param.name]))
+            return ctypes.c_int32(int(call.attributes.get(param.name, 0)))
         case "sm_count":
             return ctypes.c_int32(MULTIPROCESSORS)
         case _:

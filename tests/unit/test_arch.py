@@ -137,7 +137,7 @@ def test_a_program_for_cuda_without_kernels_is_told_of_once(caplog):
         program(lambda q: attention(q, q, q, bias, arch="sm_90a"), Q)
         assert messages(caplog)[1:] == [
             "attention uses the default path for its forward and backward: "
-            "bias: the kernels take alibi, relative, and a dense one with an element a key"
+            "bias: the kernels take alibi, relative, banded, and dense ones of an element a key"
         ]
 
 
