@@ -4,7 +4,8 @@
     python -m tests.case_seconds report.xml    # writes case_seconds.json
 
 The table holds tests whose cases take more than their budget together, and seconds of a case. What
-stands in it decides what runs, so that every machine runs the same.
+stands in it decides what runs, so that every machine runs the same. (The table of 2026-11-27 has
+0.62 of what was measured, since other work had a share of the two cores.)
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-BUDGETS_S = {"tests/emulator/": 8.0, "tests/build/": 20.0, "tests/ffi/": 20.0, "tests/": 2.0}
+BUDGETS_S = {"tests/emulator/": 8.0, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 2.0}
 """Seconds of a core that the cases of a test may take in `make test`, by where it is (the first
-that fits). One case always runs."""
+that fits). One case always runs. What looks at each kernel, in build and ffi, runs whole."""
 
 PATH = pathlib.Path(__file__).with_suffix(".json")
 

@@ -284,10 +284,12 @@ class HostCode:
 def host_value(
     param: Param, shapes: dict[str, tuple[int, ...]], call: Call, addresses: dict[str, int]
 ) -> Any:
-    """Returns a host argument as a ctypes value."""
+    """Returns a host argument as a ctypes value.
+
+    Host functions of one family share a signature; what this kernel lacks is never read.
+    """
     match param.kind:
         case "pointer":
-            # Host functions of one family share a signature; what this kernel lacks is never read.
             return ctypes.c_void_p(addresses.get(param.buffer))
         case "dim":
             shape = shapes.get(param.buffer)

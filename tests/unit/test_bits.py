@@ -38,7 +38,7 @@ def boxes(seen: np.ndarray, fill: bool) -> np.ndarray:
     return seen.reshape(b, n, -(-t // 64), 64, -(-s // 512) * 32, 16)
 
 
-@settings(max_examples=5, deadline=None, database=None)
+@settings(max_examples=8, deadline=None, database=None)
 @given(
     SEEDS,
     st.sampled_from([(1, 1), (64, 512), (65, 513), (130, 40), (200, 700)]),

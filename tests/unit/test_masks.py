@@ -23,7 +23,7 @@ from tests.mask_cases import Meant, meanings
 B, N, K, H = 2, 4, 2, 8
 SEEDS = st.integers(0, 2**32 - 1)
 several = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 NAMES = tuple(meanings(np.random.default_rng(0), 1, 3, 3))
 

@@ -13,7 +13,7 @@ from fa4_jax.masks import order, table
 from fa4_jax.operands import RowRanges
 
 WINDOWS = (bands.EVERYTHING, bands.CAUSAL, (40, 0), (0, 30))
-few = settings(max_examples=15, deadline=None, database=None)
+few = settings(max_examples=40, deadline=None, database=None)
 
 
 def make_rows(rng: np.random.Generator, batch: int, t: int, s: int) -> RowRanges:

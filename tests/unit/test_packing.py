@@ -25,7 +25,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 @given(
     st.integers(0, 2**32 - 1),

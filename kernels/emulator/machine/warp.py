@@ -56,7 +56,7 @@ class _Divergence:
 class Rows(dict[int, np.ndarray]):
     """Rows of a register bank by index, each made when it is first asked for.
 
-    A warp names few of a kernel's registers, and making all rows took a sixth of a run.
+    A warp names few of a kernel's registers; making all rows took a sixth of a Blackwell run.
     """
 
     def __init__(self, bank: np.ndarray):

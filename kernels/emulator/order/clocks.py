@@ -52,7 +52,10 @@ class Knowledge:
 
 
 def rows_of(threads: np.ndarray) -> np.ndarray | slice:
-    """Returns an index of the rows of threads: a slice if they are neighbours, which is faster."""
+    """Returns an index of the rows of threads: a slice if they are neighbours, which is faster.
+
+    threads: at least one, in ascending order.
+    """
     first, last = int(threads[0]), int(threads[-1])
     return slice(first, last + 1) if last - first == len(threads) - 1 else threads
 
