@@ -115,14 +115,13 @@ class AtDistances(Bias):
     """What kernels read of a bias that is by distance: values [B|1, N, T + S - 1], float32.
 
     Row i and key j get values[b, n, j - i + T - 1]. The values are those of the query offset, so
-    that nobody counts it again. is_linear: each is the one before plus the same number.
+    that nobody counts it again.
     """
 
     DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY)}
     IS_BY_DISTANCE: ClassVar = True
     rows: Any = dataclasses.field(metadata={"static": True})
     values: Array
-    is_linear: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(cls, bias: Bias, lengths: tuple[Any, Any], offset: Array) -> AtDistances:
@@ -136,8 +135,7 @@ class AtDistances(Bias):
         distance = positions(0, rows + keys - 1) - (rows - 1)
         # A 16-bit type holds few distances exactly.
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
-        values = wide.at_distances(distance[None] - offset[:, None])
-        return cls(rows, values, isinstance(bias, Alibi))
+        return cls(rows, wide.at_distances(distance[None] - offset[:, None]))
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset

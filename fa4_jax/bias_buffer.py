@@ -6,8 +6,7 @@ length; where T is 1, both are the same.
 
 Most of Hopper's kernels load two numbers at once (`KernelKey.pairwise_bias`). Of a bias by distance
 they have two copies side by side, the second one without the first number, so that every number is
-at an even place in one of them; and DISTANCE_MARGIN zeros on either side. Where the numbers are
-linear (ALiBi), the forward has a third row, which begins with their step. A dense bias of their own
+at an even place in one of them; and DISTANCE_MARGIN zeros on either side. A dense bias of their own
 16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2]. Its fourth
 dimension is less than S, that of a bias by distance is more.
 
@@ -23,14 +22,13 @@ the next one have the same distances.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.bias import Alibi, AtDistances, Banded
-from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, KernelKey, Pass
+from fa4_jax.bias import AtDistances, Banded
+from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, KernelKey
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
 from fa4_jax.operands import Operands
 from fa4_jax.problem import Problem
@@ -47,10 +45,7 @@ def buffer(bias: Any, key: KernelKey) -> Array:
     """
     by_pairs = key.pairwise_bias
     if isinstance(bias, AtDistances):
-        if not by_pairs:
-            return bias.values[:, :, None]
-        copies = _two_copies(bias.values)
-        return _with_step(copies, bias) if key.kernel is Pass.FORWARD else copies
+        return _two_copies(bias.values) if by_pairs else bias.values[:, :, None]
     if isinstance(bias, Banded):
         table = bias.table[..., ::-1].astype(jnp.float32)
         return jnp.pad(table, ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
@@ -71,21 +66,6 @@ def _two_copies(values: Array) -> Array:
     return jnp.stack(copies, axis=2)
 
 
-def _with_step(copies: Array, bias: AtDistances) -> Array:
-    """The copies and, if the bias is linear, a row that begins with the step of its numbers.
-
-    A thread adds at most a block's keys of these steps to a number of its own, so that the step's
-    rounding counts less than that of the numbers.
-    """
-    if not bias.is_linear:
-        return copies
-    values = bias.values
-    steps = jnp.maximum(jnp.asarray(values.shape[2] - 1).astype(jnp.float32), 1)
-    row = jnp.zeros_like(copies[:, :, :1])
-    row = row.at[:, :, 0, 0].set((values[:, :, -1] - values[:, :, 0]) / steps)
-    return jnp.concatenate([copies, row], axis=2)
-
-
 def abstract(operands: Operands, problem: Problem) -> Any:
     """A call's bias without its numbers, as `buffer` takes it, or None where no kernel reads it."""
     if problem.bias == "dense":
@@ -101,7 +81,7 @@ def abstract(operands: Operands, problem: Problem) -> Any:
         problem.query_length + problem.key_length - 1,
     )
     values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return AtDistances(problem.query_length, values, isinstance(operands.bias, Alibi))
+    return AtDistances(problem.query_length, values)
 
 
 def gradient_shape(
@@ -151,4 +131,4 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
         found = found[:, :, first : first + rows + keys - 1]
     else:
         found = found[:, :, 0]
-    return dataclasses.replace(bias, values=found)
+    return AtDistances(bias.rows, found)

@@ -19,10 +19,6 @@ from kernels.common import ptx
 from kernels.common.tensors import INT32, f32
 from kernels.interface import BiasBuffers, Sizes
 
-LINEAR_ROWS = 3
-"""Rows of a linear bias by distance: two copies of the numbers, then one that begins with the step;
-`fa4_jax.bias_buffer`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Band:
@@ -166,10 +162,6 @@ class BiasInMemory:
         """Whether the distance of row and key alone decides."""
         longer = self.buffers.bias_columns > self.sizes.key_length
         return longer & (self.buffers.bias_first == NO_BAND)
-
-    def is_linear(self) -> Boolean:
-        """Whether it is by distance, each number the one before plus the same number."""
-        return self.by_distance() & (self.buffers.bias_rows == LINEAR_ROWS)
 
     def in_pairs(self) -> Boolean:
         """Whether elements are of the kernel's storage type; a column is then a pair of them."""

@@ -2,11 +2,9 @@
 
 A thread has pairs of adjacent keys, every 8 keys, of rows r and r + 8: a fragment of wgmma or
 mma.sync. Of a bias by distance, row r + 8 has at a pair what row r has at the pair before, so one
-pair more than a row has is all that a thread loads. If it is linear, as ALiBi is, a thread loads
-one number and the step from each to the next one, and computes the others. Of a bias in the
-kernel's own type a pair is one word. Both are few enough to be on their way to registers while the
-product of the scores runs; fp32 elements, one for each score, are not, and are loaded when the
-scores are there. So are those of a banded bias, in blocks that meet the band.
+pair more than a row has is all that a thread loads. Of a bias in the kernel's own type a pair is
+one word. Both are few enough to be on their way to registers while the product of the scores runs;
+fp32 elements, one for each score, are not, and are loaded when the scores are there.
 """
 
 import dataclasses
@@ -26,9 +24,8 @@ _ROWS = 2  # of a thread
 _STEP = 8  # keys from a pair of a row to the next one
 
 
-Form = Literal["distance", "linear", "pairs", "elements"]
-"""Of a bias in memory: by distance, that with the same step from each number to the next one, pairs
-of the storage type, or one fp32 number a score."""
+Form = Literal["distance", "pairs", "elements"]
+"""Of a bias in memory: by distance, pairs of the storage type, or one fp32 number a score."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +76,7 @@ class BlockBias:
         rows, columns = self.memory.buffers.bias_rows, self.memory.buffers.bias_columns
         last_row = self.memory.sizes.query_length - 1
         plane = self.memory.plane(self.batch, self.head)
-        if form in ("distance", "linear"):
+        if form == "distance":
             return [distances(plane, columns, last_row + self.key - self.row - _STEP)]
         step = INT32.select(rows > 1, columns, Int32(0))
         places = [cutlass.min(self.row + _STEP * row, last_row) for row in range(_ROWS)]
@@ -92,15 +89,8 @@ class BlockBias:
         """
         if form == "elements":
             return None
-        sources = self.sources(form)
-        if form == "linear":
-            step = self.memory.plane(self.batch, self.head)
-            step = step + 2 * self.memory.buffers.bias_columns
-            words = cute.make_rmem_tensor((2,), Int32)
-            # The first row's number: the second row may be past the last, and its number a zero.
-            words[0], words[1] = ptx.load_word(sources[0], _STEP), ptx.load_word(step, 0)
-            return words
         words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
+        sources = self.sources(form)
         if form == "distance":
             for pair in range(self.pairs + 1):
                 words[2 * pair], words[2 * pair + 1] = ptx.load_pair(sources[0], _STEP * pair)
@@ -131,11 +121,7 @@ class BlockBias:
             return
         for pair in range(self.pairs):
             for row in range(_ROWS):
-                if how.form == "linear":
-                    first, step = (words[i].bitcast(Float32) for i in range(2))
-                    place = _STEP * (pair - row)
-                    added = [step * Float32(place + column) + first for column in range(2)]
-                elif how.form == "distance":
+                if how.form == "distance":
                     at = 2 * (pair + 1 - row)
                     added = [words[at + column].bitcast(Float32) for column in range(2)]
                 else:

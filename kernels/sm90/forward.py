@@ -292,9 +292,7 @@ class Forward(ForwardHost, Loads, Turns):
             self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
         else:
             memory = self.block_bias(own, Int32(0)).memory
-            if memory.is_linear():
-                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "linear")
-            elif memory.by_distance():
+            if memory.by_distance():
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "distance")
             elif memory.in_pairs():
                 self.biased_steps(shared, mma, rows, own, place, (above, down_to), "pairs")
@@ -415,7 +413,7 @@ class Forward(ForwardHost, Loads, Turns):
 
         Pairs are twice as many loads as distances, and hold up the next product.
         """
-        if form is None or (form in ("distance", "linear")) != early:
+        if form is None or (form == "distance") != early:
             return None
         return self.block_bias(own, block).load(form, past_end=False)
 

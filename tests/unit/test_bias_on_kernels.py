@@ -102,20 +102,6 @@ def test_at_distances_is_the_bias_that_it_comes_from(
         np.testing.assert_allclose(made.added(box, jnp.zeros(1, int)), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("keys", [1, 50])
-def test_a_linear_bias_has_its_step_in_a_third_row(keys: int, rng: np.random.Generator) -> None:
-    slopes = jnp.asarray(rng.normal(size=3), jnp.float32)
-    made = bias.AtDistances.of(bias.alibi(slopes), (1, keys), jnp.asarray([7, -2]))
-    plain = dataclasses.replace(made, is_linear=False)
-    found, copies = (bias_buffer.buffer(x, BY_PAIRS) for x in (made, plain))
-    np.testing.assert_array_equal(found[:, :, :2], copies)
-    step = jnp.broadcast_to(slopes, (2, 3)) if keys > 1 else jnp.zeros((2, 3))
-    np.testing.assert_allclose(found[:, :, 2, 0], step, rtol=1e-5)
-    of_backward = dataclasses.replace(BY_PAIRS, kernel=Pass.BACKWARD, deterministic=True)
-    np.testing.assert_array_equal(bias_buffer.buffer(made, of_backward), copies)
-    np.testing.assert_array_equal(bias_buffer.buffer(made, BY_ONE), made.values[:, :, None])
-
-
 @pytest.mark.parametrize("first", [0, -4, 3])
 def test_a_row_of_a_band_lies_between_zeros(first: int, rng: np.random.Generator) -> None:
     """Kernels find element (row, key) at a place that is linear in both, as far as the zeros go."""
