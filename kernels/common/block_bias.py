@@ -5,6 +5,7 @@ mma.sync. Of a bias by distance, row r + 8 has at a pair what row r has at the p
 pair more than a row has is all that a thread loads. Of a bias in the kernel's own type a pair is
 one word. Both are few enough to be on their way to registers while the product of the scores runs;
 fp32 elements, one for each score, are not, and are loaded when the scores are there.
+So are those of a banded bias, in blocks that meet the band.
 """
 
 import dataclasses
