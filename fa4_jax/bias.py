@@ -29,6 +29,12 @@ class Bias(Boxed):
     IS_BY_DISTANCE: ClassVar = False
     """Whether the distance of row and key alone decides."""
 
+    IS_LINEAR: ClassVar = False
+    """Whether what scores get is a number of the head times the distance."""
+
+    reach: ClassVar[Any] = None
+    """From which distance on, on either side, all scores get the same; None where there is none."""
+
     def at_distances(self, distance: Array) -> Array:
         """What scores get at these distances j - (i + query_offset), int32 [B|1, L]: [B|1, N, L].
 
@@ -66,6 +72,7 @@ class Alibi(Bias):
 
     DIMENSIONS: ClassVar = {"slopes": (HEADS,)}
     IS_BY_DISTANCE: ClassVar = True
+    IS_LINEAR: ClassVar = True
     slopes: Array
 
     def at_distances(self, distance: Array) -> Array:
@@ -116,12 +123,18 @@ class AtDistances(Bias):
 
     Row i and key j get values[b, n, j - i + T - 1]. The values are those of the query offset, so
     that nobody counts it again.
+
+    Attributes:
+      rows: T.
+      is_linear, furthest: what `IS_LINEAR` and `reach` say of the bias that this one was.
     """
 
     DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY)}
     IS_BY_DISTANCE: ClassVar = True
     rows: Any = dataclasses.field(metadata={"static": True})
     values: Array
+    is_linear: bool = dataclasses.field(default=False, metadata={"static": True})
+    furthest: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, bias: Bias, lengths: tuple[Any, Any], offset: Array) -> AtDistances:
@@ -135,7 +148,8 @@ class AtDistances(Bias):
         distance = positions(0, rows + keys - 1) - (rows - 1)
         # A 16-bit type holds few distances exactly.
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
-        return cls(rows, wide.at_distances(distance[None] - offset[:, None]))
+        values = wide.at_distances(distance[None] - offset[:, None])
+        return cls(rows, values, bias.IS_LINEAR, bias.reach)
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset

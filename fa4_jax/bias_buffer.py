@@ -6,9 +6,10 @@ length; where T is 1, both are the same.
 
 Most of Hopper's kernels load two numbers at once (`KernelKey.pairwise_bias`). Of a bias by distance
 they have two copies side by side, the second one without the first number, so that every number is
-at an even place in one of them; and DISTANCE_MARGIN zeros on either side. A dense bias of their own
-16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2]. Its fourth
-dimension is less than S, that of a bias by distance is more.
+at an even place in one of them; and DISTANCE_MARGIN zeros on either side. For the forward a third
+row begins with FAR_NUMBERS numbers that say what scores far from the diagonal get. A dense bias of
+their own 16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2].
+Its fourth dimension is less than S, that of a bias by distance is more.
 
 Of a banded bias kernels have the table with BAND_GAP zeros before each row and one more row of
 zeros, so that a row's elements lie between zeros, and with the columns in reverse: as the keys are
@@ -22,13 +23,14 @@ the next one have the same distances.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fa4_jax.bias import AtDistances, Banded
-from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, KernelKey
+from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, FAR_NUMBERS, MOST_REACH, KernelKey, Pass
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
 from fa4_jax.operands import Operands
 from fa4_jax.problem import Problem
@@ -45,7 +47,10 @@ def buffer(bias: Any, key: KernelKey) -> Array:
     """
     by_pairs = key.pairwise_bias
     if isinstance(bias, AtDistances):
-        return _two_copies(bias.values) if by_pairs else bias.values[:, :, None]
+        if not by_pairs:
+            return bias.values[:, :, None]
+        copies = _two_copies(bias.values)
+        return _with_far_numbers(copies, bias) if key.kernel is Pass.FORWARD else copies
     if isinstance(bias, Banded):
         table = bias.table[..., ::-1].astype(jnp.float32)
         return jnp.pad(table, ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
@@ -66,6 +71,25 @@ def _two_copies(values: Array) -> Array:
     return jnp.stack(copies, axis=2)
 
 
+def _with_far_numbers(copies: Array, bias: AtDistances) -> Array:
+    """The copies and a row that begins with slope, low, high and reach.
+
+    A score whose distance j - (i + query_offset) is -reach or less gets low, one whose distance is
+    reach or more gets high, and slope * (j - i) is added to either. With reach 0 that is every
+    score's.
+    """
+    values = bias.values
+    slope, low, high = jnp.zeros_like(values[:, :, 0]), values[:, :, 0], values[:, :, -1]
+    reach = MOST_REACH if bias.furthest is None else min(bias.furthest, MOST_REACH)
+    if bias.is_linear:
+        steps = jnp.maximum(jnp.asarray(values.shape[2] - 1).astype(jnp.float32), 1)
+        slope, reach = (high - low) / steps, 0
+        low = high = jax.lax.dynamic_index_in_dim(values, bias.rows - 1, 2, keepdims=False)
+    numbers = jnp.stack([slope, low, high, jnp.full_like(low, reach)], axis=-1)
+    zeros = ((0, 0), (0, 0), (0, copies.shape[3] - FAR_NUMBERS))
+    return jnp.concatenate([copies, jnp.pad(numbers, zeros)[:, :, None]], axis=2)
+
+
 def abstract(operands: Operands, problem: Problem) -> Any:
     """A call's bias without its numbers, as `buffer` takes it, or None where no kernel reads it."""
     if problem.bias == "dense":
@@ -81,7 +105,8 @@ def abstract(operands: Operands, problem: Problem) -> Any:
         problem.query_length + problem.key_length - 1,
     )
     values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return AtDistances(problem.query_length, values)
+    bias = operands.bias
+    return AtDistances(problem.query_length, values, bias.IS_LINEAR, bias.reach)
 
 
 def gradient_shape(
@@ -131,4 +156,4 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
         found = found[:, :, first : first + rows + keys - 1]
     else:
         found = found[:, :, 0]
-    return AtDistances(bias.rows, found)
+    return dataclasses.replace(bias, values=found)

@@ -145,6 +145,12 @@ DISTANCE_MARGIN = 256
 """Elements on either side of a bias by distance that Hopper's kernels may read: more than the rows
 or keys of any tile, so that nothing is compared with the lengths."""
 
+FAR_NUMBERS = 4
+"""Numbers that say what scores far from the diagonal get of a bias by distance; bias_buffer."""
+
+MOST_REACH = 2**24
+"""The furthest distance among them: float32 holds it exactly."""
+
 BAND_GAP = 160
 """Zeros before each row of a banded bias that kernels may read: at least the keys of any block and
 the rows of a warp, or the other way round, so that they compare no element with the band's ends."""

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from fa4_jax.key import BAND_GAP, NO_BAND
+from fa4_jax.key import BAND_GAP, FAR_NUMBERS, NO_BAND
 from kernels.common import ptx
 from kernels.common.tensors import INT32, f32
 from kernels.interface import BiasBuffers, Sizes
@@ -168,6 +168,16 @@ class BiasInMemory:
         shorter = self.buffers.bias_columns < self.sizes.key_length
         return shorter & (self.buffers.bias_first == NO_BAND)
 
+    def far_numbers(self, batch: Int32, head: Int32) -> list[Float32]:
+        """Returns slope, low, high and reach of a bias by distance of which there are two copies.
+
+        Of others they are 0; `fa4_jax.bias_buffer`.
+        """
+        own = self.plane(batch, head) + 2 * self.buffers.bias_columns
+        count = INT32.select(self.by_distance(), Int32(FAR_NUMBERS), Int32(0))
+        words = [ptx.load_word_below(own, i, count) for i in range(FAR_NUMBERS)]
+        return [word.bitcast(Float32) for word in words]
+
     def band_columns(self) -> Int32:
         """Returns how many keys of a row a banded bias has elements for."""
         return self.buffers.bias_columns - BAND_GAP
@@ -175,9 +185,13 @@ class BiasInMemory:
     def first_key_of_band(self, batch: Int32) -> Int32:
         """Returns the first of these keys of row 0; each row's is one after the last row's."""
         # Other biases do not wait for the load.
-        words = INT32.select(self.is_band(), Int32(4), Int32(0))
-        offset = ptx.load_word_below(self.extents + batch * 4, 2, words)
+        offset = self.query_offset(batch, self.is_band())
         return offset - self.buffers.bias_first - self.band_columns() + 1
+
+    def query_offset(self, batch: Int32, wanted: Boolean) -> Int32:
+        """Returns the query offset of a batch entry, or 0 where nobody wants it."""
+        words = INT32.select(wanted, Int32(4), Int32(0))
+        return ptx.load_word_below(self.extents + batch * 4, 2, words)
 
     def plane(self, batch: Int32, head: Int32) -> cute.Pointer:
         """Returns the elements of a query head."""

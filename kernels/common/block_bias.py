@@ -37,11 +37,25 @@ class Addition:
       place: of (pair, row, column) in the scores.
       past_end: whether the block may have keys past the last.
       form: of the bias.
+      in_products: whether scores stay in units of products; otherwise they become those of exp, in
+        which a bias is.
     """
 
     place: Callable[[int, int, int], Any]
     past_end: bool
     form: Form = "elements"
+    in_products: bool = False
+
+    def to(self, product: Float32, added: Float32 | None, factor: Float32) -> Float32:
+        """Returns a score.
+
+        Args:
+          added: its bias, or None.
+          factor: of the bias, or of the product where scores have the bias's units.
+        """
+        if self.in_products:
+            return product if added is None else added * factor + product
+        return product * factor if added is None else product * factor + added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +124,17 @@ class BlockBias:
         self,
         scores: cute.Tensor,
         words: cute.Tensor | None,
-        before_bias: Float32,
+        factor: Float32,
         how: Addition,
     ):
-        """Replaces products by scores: times before_bias, plus the bias.
+        """Replaces products by scores.
 
-        words: of `load`, which are None where fp32 elements are to be loaded now.
+        Args:
+          words: of `load`, which are None where fp32 elements are to be loaded now.
+          factor: as of `Addition.to`.
         """
         if words is None:
-            self.add_elements(scores, before_bias, how)
+            self.add_elements(scores, factor, how)
             return
         for pair in range(self.pairs):
             for row in range(_ROWS):
@@ -129,7 +145,7 @@ class BlockBias:
                     added = ptx.widen_pair(self.dtype, words[2 * pair + row])
                 for column in range(2):
                     at = how.place(pair, row, column)
-                    scores[at] = scores[at] * before_bias + added[column]
+                    scores[at] = how.to(scores[at], added[column], factor)
 
     def load_any(self) -> cute.Tensor:
         """Starts to load a bias whose form is a value of the run; `add` takes what comes."""
@@ -152,7 +168,7 @@ class BlockBias:
     def add(
         self,
         scores: cute.Tensor,
-        before_bias: Float32,
+        factor: Float32,
         how: cutlass.Constexpr[Addition],
         words: cute.Tensor | None = None,
     ):
@@ -161,18 +177,18 @@ class BlockBias:
         words: of `load_any`, or None to load them now.
         """
         if cutlass.const_expr(not self.pairwise):
-            self.add_of(scores, before_bias, how, "elements", words)
+            self.add_of(scores, factor, how, "elements", words)
         elif self.memory.by_distance():
-            self.add_of(scores, before_bias, how, "distance", words)
+            self.add_of(scores, factor, how, "distance", words)
         elif self.memory.in_pairs():
-            self.add_of(scores, before_bias, how, "pairs", words)
+            self.add_of(scores, factor, how, "pairs", words)
         else:
-            self.add_of(scores, before_bias, how, "elements", words)
+            self.add_of(scores, factor, how, "elements", words)
 
     def add_of(
         self,
         scores: cute.Tensor,
-        before_bias: Float32,
+        factor: Float32,
         how: Addition,
         form: Form,
         words: cute.Tensor | None,
@@ -182,11 +198,11 @@ class BlockBias:
         how = dataclasses.replace(how, form=form)
         if words is None or form == "elements":
             words = own.load(form, how.past_end)
-        own.add_loaded(scores, words, before_bias, how)
+        own.add_loaded(scores, words, factor, how)
 
     @cute.jit
     def add_elements(
-        self, scores: cute.Tensor, before_bias: Float32, how: cutlass.Constexpr[Addition]
+        self, scores: cute.Tensor, factor: Float32, how: cutlass.Constexpr[Addition]
     ):
         """Does what `add_loaded` does for fp32 elements."""
         bias = self.memory.of_head(self.batch, self.head)
@@ -199,10 +215,10 @@ class BlockBias:
                     key = cutlass.min(key, bias.last_key) if how.past_end else key
                     for row in cutlass.range_constexpr(_ROWS):
                         at = how.place(pair, row, column)
-                        scores[at] = scores[at] * before_bias + f32(of_rows[row], key)
+                        scores[at] = how.to(scores[at], f32(of_rows[row], key), factor)
         else:
             for element in cutlass.range_constexpr(cute.size(scores)):
-                scores[element] = scores[element] * before_bias
+                scores[element] = how.to(scores[element], None, factor)
 
 
 def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:

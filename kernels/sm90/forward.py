@@ -17,8 +17,8 @@ pay here, see docs/hopper.md.)
 
 With ranges (kernels/common/row_ranges.py) rows' limits, and tags where they are needed, come from
 memory, and so do sinks (forward_output.py); each head's largest score goes there. A call may then
-have a mask of pairs, too (forward_visits.py). A bias (kernels/common/block_bias.py) has a loop for
-each of its forms, in which it is loaded while the products run. Dropout is not supported.
+have a mask of pairs, too (forward_visits.py). A bias (forward_bias.py) is loaded while the products run, in blocks that need
+it. Dropout is not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
@@ -39,23 +39,20 @@ when few blocks of a tile are left, whose loads hide the latency. No CTA waits f
 may start in any order.
 """
 
-import dataclasses
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, tensors
+from kernels.common import resources, tensors
 from kernels.common.bias import BiasInMemory
-from kernels.common.block_bias import Addition, BlockBias, Form
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
-from kernels.common.state import Scales, make_biased_scales, make_scales
+from kernels.common.state import Scales, make_scales
 from kernels.interface import (
     BiasBuffers,
     ForwardScalars,
@@ -65,7 +62,8 @@ from kernels.interface import (
     Sizes,
 )
 from kernels.kernel_source import KernelSource
-from kernels.sm90 import softmax, wgmma
+from kernels.sm90 import forward_bias, softmax, wgmma
+from kernels.sm90.forward_bias import BiasedScores, Form, lacking, move_reference
 from kernels.sm90.forward_data import (
     Operands,
     Place,
@@ -84,7 +82,7 @@ from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
 from kernels.sm90.turns import Turns
 
 
-class Forward(ForwardHost, Loads, Turns):
+class Forward(ForwardHost, Loads, Turns, BiasedScores):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -129,6 +127,9 @@ class Forward(ForwardHost, Loads, Turns):
             resources.prefetch(maps, self.description)
             with cute.arch.elect_one():
                 resources.initialise(self.description, shared.barriers)
+        if cutlass.const_expr(self.pairwise_bias):
+            thread, _, _ = cute.arch.thread_idx()
+            forward_bias.write_ramp(shared.ramp, thread, self.tile.n)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -144,7 +145,10 @@ class Forward(ForwardHost, Loads, Turns):
                 self.load(maps, shared, schedule, tile_ticket, ranges, (pages, page_length))
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            added = None if bias is None else BiasInMemory(bias, sizes, extents)
+            added = None
+            if cutlass.const_expr(self.bias):
+                memory = BiasInMemory(bias, sizes, extents)
+                added = forward_bias.make_call_bias(memory, scalars)
             self.mma(maps, shared, schedule, RowResults(lse, logits, added), scalars, ranges)
 
     @cute.jit
@@ -159,8 +163,6 @@ class Forward(ForwardHost, Loads, Turns):
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
         scales = make_scales(scalars, soft_cap_of(results))
-        if cutlass.const_expr(self.bias):
-            scales = make_biased_scales(scalars)
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
         last = self.tile.mma_warpgroups - 1
@@ -235,7 +237,7 @@ class Forward(ForwardHost, Loads, Turns):
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
         if count > 0:
-            own = Scores(work, scales, head.bias)
+            own = Scores(work, scales, self.tile_bias(head.bias, work))
             self.first_block(shared, work, mma, rows, own, blocks_done)
 
             place = Place(group, blocks_done + end - 1)
@@ -282,38 +284,14 @@ class Forward(ForwardHost, Loads, Turns):
     ):
         """Does the steps of blocks down from `above - 1` to `down_to`, all of them masked or none.
 
-        A bias has a loop for each of its forms, in which nothing asks for it.
+        A bias has loops of its own where no block is masked (forward_bias).
         """
         above, down_to, masked = phase
         if cutlass.const_expr(masked or own.bias is None):
             for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
                 self.step(shared, mma, rows, own, place, block, masked)
-        elif cutlass.const_expr(not self.pairwise_bias):
-            self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
         else:
-            memory = self.block_bias(own, Int32(0)).memory
-            if memory.by_distance():
-                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "distance")
-            elif memory.in_pairs():
-                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "pairs")
-            else:
-                self.biased_steps(shared, mma, rows, own, place, (above, down_to), "elements")
-
-    @cute.jit
-    def biased_steps(
-        self,
-        shared: Shared,
-        mma: Operands,
-        rows: Rows,
-        own: Scores,
-        place: Place,
-        blocks: tuple[Int32, Int32],
-        form: cutlass.Constexpr[Form],
-    ):
-        """Does the steps of blocks without keys past the last, of a form of a bias."""
-        above, down_to = blocks
-        for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-            self.step(shared, mma, rows, own, place, block, False, form)
+            self.biased_phase(shared, mma, rows, own, place, (above, down_to))
 
     @cute.jit
     def first_block(
@@ -329,17 +307,17 @@ class Forward(ForwardHost, Loads, Turns):
         end = work.blocks.end
         use = shared.barriers.k_full.use(blocks_done)
         shared.barriers.k_full.wait(use)
-        k = mma.k[None, None, None, use.slot]
-        mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
+        self.issue_scores(shared, mma, own, use.slot)
         warpgroup.wait_group(0)
         visit = visit_of(shared, rows, use.slot, end)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
         self.add_bias(mma.scores, own, end - 1)
+        bases = self.bases(own, end - 1)
         if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
             hide(mma.scores, rows, end - 1, visit, self.tile.n)
-        self.softmax_block(mma.scores, rows, own.scales)
+        self.softmax_block(mma.scores, rows, own.scales, bases)
         wgmma.round_fragment(mma.scores, mma.probabilities)
         if cutlass.const_expr(self.padding is not None):
             if work.padded_keys:
@@ -367,8 +345,7 @@ class Forward(ForwardHost, Loads, Turns):
         shared.barriers.k_full.wait(use)
         if cutlass.const_expr(self.takes_turns):
             self.await_turn(place.group)
-        k = mma.k[None, None, None, use.slot]
-        mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
+        self.issue_scores(shared, mma, own, use.slot, form)
         words = self.load_bias(own, block, form, early=True)
         shared.barriers.v_full.wait(last)
         vt = mma.vt[None, None, None, last.slot]
@@ -384,79 +361,47 @@ class Forward(ForwardHost, Loads, Turns):
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
         self.add_bias(mma.scores, own, block, form, words)
+        bases = self.bases(own, block, form)
         if cutlass.const_expr(masked):
             hide(mma.scores, rows, block, visit, self.tile.n)
-        factors = self.softmax_block(mma.scores, rows, own.scales)
+        factors = self.softmax_block(mma.scores, rows, own.scales, bases)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
         wgmma.round_fragment(mma.scores, mma.probabilities)
 
-    def block_bias(self, own: Scores, block: Int32) -> BlockBias:
-        """Returns what a block of scores gets.
-
-        No register is left for what is the same in every block, nor from loading to adding.
-        """
-        assert own.bias is not None
-        thread, _, _ = cute.arch.thread_idx()
-        thread = ptx.anew(thread) - WARPGROUP
-        row = own.work.first_row + thread // 32 * 16 + thread % 32 // 4
-        key = block * self.tile.n + thread % 4 * 2
-        of = ptx.anew(own.work.batch), ptx.anew(own.work.head)
-        pairs = self.tile.n // 8
-        return BlockBias(own.bias.anew(), *of, row, key, self.dtype, pairs, self.pairwise_bias)
-
-    def load_bias(
-        self, own: Scores, block: Int32, form: Form | None, early: bool
-    ) -> cute.Tensor | None:
-        """Starts to load what a block of scores gets, where this is the moment for its form.
-
-        Pairs are twice as many loads as distances, and hold up the next product.
-        """
-        if form is None or (form == "distance") != early:
-            return None
-        return self.block_bias(own, block).load(form, past_end=False)
-
-    def add_bias(
+    def softmax_block(
         self,
         scores: cute.Tensor,
-        own: Scores,
-        block: Int32,
-        form: Form | None = None,
-        words: cute.Tensor | None = None,
-    ):
-        """Replaces products by biased scores, where a call has a bias.
+        rows: Rows,
+        scales: Scales,
+        bases: list[Float32] | None = None,
+    ) -> list[Float32]:
+        """Replaces scores by P, updates row references and sums, returns rescale factors.
 
-        form: of the bias, where the block has no keys past the last; words: of `load_bias`.
+        bases: what the scores lack of each row, or None; forward_bias.
         """
-        if own.bias is not None:
-            bias, before_bias = self.block_bias(own, block), own.scales.before_bias
-            how = Addition(softmax.fragment_index, past_end=form is None)
-            if form is None and self.pairwise_bias:
-                bias.add(scores, before_bias, how)
-            else:
-                how = dataclasses.replace(how, form=form or "elements")
-                bias.add_loaded(scores, words, before_bias, how)
-
-    def softmax_block(self, scores: cute.Tensor, rows: Rows, scales: Scales) -> list[Float32]:
-        """Replaces scores by P, updates row references and sums, returns rescale factors."""
         if not self.tile.skips_rescaling:
-            return self.softmax_side_by_side(scores, rows, scales)
+            return self.softmax_side_by_side(scores, rows, scales, bases)
         factors = []
         for row in range(softmax.ROWS):
-            old = rows.reference[row]
+            old = lacking(rows.reference, bases, row)
             new, maximum = softmax.new_reference(scores, row, old, scales.lag_limit)
             if rows.maximum is not None:
                 rows.maximum[row] = fmax(rows.maximum[row], maximum)
             factor = rescale_factor(old, new, scales.scale_log2)
             total = softmax.exponentiate_row(scores, row, new, scales.scale_log2)
-            rows.reference[row] = new
+            move_reference(rows.reference, bases, row, (old, new))
             rows.row_sum[row] = rows.row_sum[row] * factor + total
             factors.append(factor)
         return factors
 
     def softmax_side_by_side(
-        self, scores: cute.Tensor, rows: Rows, scales: Scales
+        self,
+        scores: cute.Tensor,
+        rows: Rows,
+        scales: Scales,
+        bases: list[Float32] | None,
     ) -> list[Float32]:
         """Does what `softmax_block` does, with both rows side by side.
 
@@ -464,13 +409,13 @@ class Forward(ForwardHost, Loads, Turns):
         special-function unit takes eight cycles each for. Row by row, or with the factors after
         the exponentials, they come after all of them.
         """
-        old = [rows.reference[row] for row in range(softmax.ROWS)]
+        old = [lacking(rows.reference, bases, row) for row in range(softmax.ROWS)]
         new, maxima = softmax.new_references(scores, old, scales.lag_limit)
         factors = []
         for row in range(softmax.ROWS):
             if rows.maximum is not None:
                 rows.maximum[row] = fmax(rows.maximum[row], maxima[row])
-            rows.reference[row] = new[row]
+            move_reference(rows.reference, bases, row, (old[row], new[row]))
             factors.append(rescale_factor(old[row], new[row], scales.scale_log2))
             rows.row_sum[row] = rows.row_sum[row] * factors[row]
         softmax.exponentiate_rows(scores, new, scales.scale_log2, rows.row_sum)

@@ -9,7 +9,6 @@ from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import row_ranges, tensors
-from kernels.common.bias import BiasInMemory
 from kernels.common.pair_masks import BitsInMemory
 from kernels.common.state import Scales
 from kernels.interface import RangeBuffers, Sizes
@@ -85,12 +84,12 @@ class Scores:
     Attributes:
       work: of the tile.
       scales: of the call.
-      bias: where it is, or None.
+      bias: what they get, or None.
     """
 
     work: Work
     scales: Scales
-    bias: BiasInMemory | None
+    bias: "TileBias | None"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,9 @@ and where bits of a mask are read another one which head's they are."""
 VISIT_WORDS = 2
 """int32 words that say what a block is under a mask of pairs; forward_visits."""
 
+RAMP_WORDS = 4
+"""int32 words of a key in the ramp of a bias; forward_bias."""
+
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 
 
@@ -73,7 +76,7 @@ def of_key(key: KernelKey) -> Description:
             ),
             *([_padding(groups)] if band else []),  # Calls with lengths take a kernel with a band.
         ),
-        regions=_regions(tile, (head_dim, value_dim), ranges, key.reads_mask),
+        regions=(*_regions(tile, (head_dim, value_dim), ranges, key.reads_mask), *_ramp(key, tile)),
         division=Division(tile.m, persistent=True, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
@@ -115,6 +118,13 @@ def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
         Barrier("v_empty", released, ("load",) if tile.own_output else both, "block", stages),
         *([] if tile.own_output else [o_empty]),
     )
+
+
+def _ramp(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
+    if not key.pairwise_bias:
+        return ()
+    text = "the number of each key in a block, times 8; forward_bias"
+    return (Region("ramp", (RAMP_WORDS * tile.n,), text, "i32", alignment=16),)
 
 
 def _regions(

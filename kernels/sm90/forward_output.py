@@ -12,12 +12,12 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from kernels.common import ptx, resources, tensors
-from kernels.common.bias import BiasInMemory
 from kernels.common.resources import Maps
 from kernels.common.softmax import LN_2, LOG2_E, fmax, select, with_sink
 from kernels.description import NamedBarrier
 from kernels.interface import LogitBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
+from kernels.sm90.forward_bias import CallBias
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.forward_schedule import Work
 from kernels.sm90.tiles import WARPGROUP, ForwardTile
@@ -29,7 +29,7 @@ class RowResults:
 
     lse: cute.Pointer
     logits: LogitBuffers | None
-    bias: BiasInMemory | None
+    bias: CallBias | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,14 @@ class HeadResults:
       sink_log2: its sink, in units of log2; -inf without sinks.
       wants_maximum: whether `max_logit` is there.
       max_logit: its largest score so far, global memory.
-      bias: where what is added to scores is, or None.
+      bias: the call's, or None.
     """
 
     lse: cute.Tensor
     sink_log2: Float32 | None = None
     wants_maximum: cutlass.Boolean | None = None
     max_logit: cute.Pointer | None = None
-    bias: BiasInMemory | None = None
+    bias: CallBias | None = None
 
 
 def soft_cap_of(results: RowResults) -> Float32 | None:

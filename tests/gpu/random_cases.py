@@ -1,9 +1,11 @@
-"""Compares random calls with float64: masks, groups, lengths, soft caps and sinks together.
+"""Compares random calls with float64: masks, biases, groups, lengths, soft caps, sinks together.
 
     python -m tests.gpu.random_cases --count 2000 --processes 14            # on a GPU: the kernels
+    python -m tests.gpu.random_cases --pairs --implementation default       # with the next two
     python -m tests.gpu.random_cases --count 20 --implementation xla        # anywhere
 
-The comparison and its tolerances are those of the conformance cases. It returns 1 if a call is not
+With `--pairs` masks of pairs and biases take part, too. Some of these calls have no kernels, so that
+they want `--implementation default`; the last line counts those that kernels ran. The comparison and its tolerances are those of the conformance cases. It returns 1 if a call is not
 within them. `--seed` repeats a run, and with `--first` a part of it.
 """
 
@@ -25,9 +27,11 @@ from rich.progress import track
 from rich.table import Table
 
 from fa4_jax.api import Implementation
+from fa4_jax.conformance import biases, row_masks
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict
-from fa4_jax.conformance.runner import run_case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.conformance.runner import plan_of, run_case
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 192), (192, 128), (80, 48))
 """Of query and key, and of value."""
@@ -36,6 +40,9 @@ HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (4, 1))
 MASKS = ((), ("segments",), ("scattered",), ("rising",), ("unsorted",), ("ranges",), ("chunked",))
 MORE_MASKS = ((), (), ("window",), ("ranges",), ("chunked",), ("prefix",))
 SOFT_CAPS = (None, None, 2.0, 30.0)
+PAIR_MASKS = tuple(name for name, kind in row_masks.KINDS.items() if kind.of_pairs)
+MOST_KEYS = 1000
+"""Of a call with biases: some blocks of keys are then far from all rows of a tile."""
 
 
 def draw(rng: np.random.Generator) -> Case:
@@ -87,9 +94,46 @@ def draw(rng: np.random.Generator) -> Case:
     )
 
 
-def case_of(seed: int, number: int) -> Case:
+def draw_pairs(rng: np.random.Generator) -> Case:
+    """Returns a random case with a mask of pairs, a bias or both, and some of what `draw` has."""
+    case = draw(rng)
+    rows = case.query_length
+    keys = rows if rng.random() < 0.3 else int(rng.integers(1, MOST_KEYS))
+    sizes = case.batch, case.heads[0], rows, keys
+
+    def shape() -> tuple[int, int, int, int]:
+        b, n, t, s = (size if rng.random() < 0.6 else 1 for size in sizes)
+        return b, n, t, s
+
+    masks, mask, bias = case.masks, None, None
+    kind = rng.random()
+    if kind < 0.7:
+        forms = (*biases.KINDS, *["dense"] * len(biases.KINDS))
+        bias = forms[rng.integers(len(forms))]
+        bias = (*shape()[:3], keys) if bias == "dense" else bias
+    if kind < 0.4:  # A bias alone has kernels.
+        masks, case = (), dataclasses.replace(case, soft_cap=None, sinks=False, max_logit=False)
+    elif rng.random() < 0.3:
+        mask = shape()
+    else:
+        masks = tuple({*masks, PAIR_MASKS[rng.integers(len(PAIR_MASKS))]})
+    lengths = case.key_lengths
+    if lengths is not None:
+        lengths = tuple(int(x) for x in rng.integers(0, keys + 1, case.batch))
+    return dataclasses.replace(
+        case,
+        key_length=keys,
+        key_lengths=lengths,
+        query_offset=int(rng.integers(-50, max(keys, 1))) if rng.random() < 0.5 else 0,
+        masks=tuple(sorted(masks)),
+        mask=mask,
+        bias=bias,
+    )
+
+
+def case_of(seed: int, number: int, pairs: bool = False) -> Case:
     """Returns the case of a number, which does not depend on how many there are."""
-    return draw(np.random.default_rng([seed, number]))
+    return (draw_pairs if pairs else draw)(np.random.default_rng([seed, number]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +144,7 @@ class Outcome:
     case: Case
     verdicts: list[Verdict]
     error: str | None = None
+    passes: str = "no pass"  # that kernels ran
 
     @property
     def failures(self) -> list[str]:
@@ -108,11 +153,16 @@ class Outcome:
         return found if self.error is None else [self.error]
 
 
-def judge(number: int, seed: int, implementation: Implementation) -> Outcome:
+def judge(
+    number: int, seed: int, implementation: Implementation, pairs: bool = False
+) -> Outcome:
     """Runs a case, both ways."""
-    case = case_of(seed, number)
+    case = case_of(seed, number, pairs)
     try:
-        return Outcome(number, case, run_case(case, number, implementation))
+        plan = plan_of(case, make_inputs(case, number), implementation)
+        passes = {(True, True): "both passes", (True, False): "the forward"}
+        ran = passes.get((bool(plan.forward), bool(plan.backward)), "no pass")
+        return Outcome(number, case, run_case(case, number, implementation), passes=ran)
     except Exception as error:  # A call that raises is a failure of its own, not of the run.
         return Outcome(number, case, [], f"{type(error).__name__}: {error}")
 
@@ -130,11 +180,12 @@ def report(outcomes: list[Outcome], console: Console) -> int:
     failed = [outcome for outcome in outcomes if outcome.failures]
     for outcome in failed:
         console.print(f"case {outcome.number} {outcome.case.id}: {'; '.join(outcome.failures)}")
-    fields = ("masks", "is_causal", "window", "soft_cap", "sinks", "max_logit", "deterministic")
+    fields = ("masks", "mask", "bias", "is_causal", "window", "soft_cap", "sinks", "max_logit", "deterministic")
     counts = {x: sum(bool(getattr(o.case, x)) for o in outcomes) for x in fields}
     counts["groups"] = sum(o.case.heads[0] != o.case.heads[1] for o in outcomes)
     counts["lengths"] = sum(o.case.problem.has_lengths for o in outcomes)
-    console.print(f"{len(outcomes)} cases, {len(failed)} failed; with {counts}")
+    ran = dict(collections.Counter(outcome.passes for outcome in outcomes))
+    console.print(f"{len(outcomes)} cases, {len(failed)} failed; with {counts}; kernels ran {ran}")
     return len(failed)
 
 
@@ -146,7 +197,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=None, help="of the run; a fresh one by default")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--implementation", choices=("kernel", "xla"), default="kernel")
+    parser.add_argument("--pairs", action="store_true", help="with masks of pairs and biases")
+    names = ("kernel", "xla", "default")
+    parser.add_argument("--implementation", choices=names, default="kernel")
     options = parser.parse_args()
     seed = secrets.randbits(32) if options.seed is None else options.seed
     console = Console(width=160)
@@ -154,7 +207,8 @@ def main() -> int:
     # Several processes share the GPU's memory, and numpy's threads would fight over the cores.
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1"}
     numbers = range(options.first, options.first + options.count)
-    one = functools.partial(judge, seed=seed, implementation=options.implementation)
+    chosen = None if options.implementation == "default" else options.implementation
+    one = functools.partial(judge, seed=seed, implementation=chosen, pairs=options.pairs)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
         outcomes = list(track(pool.map(one, numbers), total=len(numbers), console=console))
