@@ -16,6 +16,7 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     HESSIAN_HEAD_DIMS,
     HESSIAN_PASSES,
+    NARROW_TILES,
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
@@ -82,6 +83,8 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
         )
     for ranges in (False, True) if short else ():
         yield key(band=True, ranges=ranges, short=True)
+    for ranges in (False, True) if (arch, head_dim) in NARROW_TILES else ():
+        yield key(band=True, ranges=ranges, narrow=True)
     chosen = designs.is_pair(arch, Pass.FORWARD, (head_dim, value_dim), None)
     yield key(band=True, bias=True, pair=chosen, short=short is not None)
     if value_dim == head_dim:

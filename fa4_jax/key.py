@@ -99,6 +99,12 @@ SHORT_TILES = {
 """By (arch, head_dim)."""
 
 
+NARROW_TILES = {("sm_90a", 64): 384}
+"""(arch, head_dim) with a third tile of a forward, of 64 rows and blocks of 64 keys, for windows: the
+most keys that a row may see in the mean where it runs. Calls without masks of pairs, soft caps
+and biases take it, as GPT-OSS's with sinks and a window of 128 do: docs/hopper.md."""
+
+
 SPLIT_ROWS = 64
 """Packed rows, (token, head of a group), of a CTA of the split forward."""
 
@@ -161,7 +167,7 @@ NO_BAND = 2**31 - 1
 
 _FLAGS = (
     *("band", "ranges", "soft_cap", "bias", "deterministic", "polynomial_exp2", "pair", "short"),
-    "paged",
+    *("narrow", "paged"),
 )
 """Flags of a key, in the order of its name."""
 
@@ -184,6 +190,7 @@ class KernelKey:
       soft_cap: scores are capped, by a number in memory; only with ranges, and on CAPPED_APART.
       pair: two CTAs of a cluster share operands, where a kernel of one CTA is built, too.
       short: the tile has fewer query rows, where there are two (forward only).
+      narrow: the tile is the one of NARROW_TILES (forward only).
       paged: K and V lie in pages, which a table names (forward and split forward).
       bias: numbers in memory are added to the scores; with a band, without ranges.
     """
@@ -200,6 +207,7 @@ class KernelKey:
     soft_cap: bool = False
     pair: bool = False
     short: bool = False
+    narrow: bool = False
     paged: bool = False
     bias: bool = False
 

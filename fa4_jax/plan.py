@@ -17,6 +17,7 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     HESSIAN_HEAD_DIMS,
     HESSIAN_PASSES,
+    NARROW_TILES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
@@ -174,7 +175,9 @@ def kernel_keys(
     short = _takes_short_tile(problem, arch, tile)
     polynomial = has_polynomial and problem.numerics == "fast"
     polynomial &= not fast_exp2 and problem.bias is None
-    flags = {**limits(Pass.FORWARD), "polynomial_exp2": polynomial, "short": short}
+    narrow = _takes_narrow_tile(problem, arch, tile)
+    tiles = {"short": short and not narrow, "narrow": narrow}
+    flags = {**limits(Pass.FORWARD), "polynomial_exp2": polynomial, **tiles}
     if arch in TICKETS_WITH_BANDS:
         # Lengths make the tiles of a dense call unequal, too. Short tiles are built with a band.
         flags["band"] |= problem.has_lengths or short
@@ -237,6 +240,14 @@ def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
         return _mean_keys(problem) <= short.most_keys
     rows = problem.query_length
     return isinstance(rows, int) and short.suits(rows)  # Of symbolic lengths nothing is known.
+
+
+def _takes_narrow_tile(problem: Problem, arch: str, tile: int) -> bool:
+    """Whether a forward takes the tile of `KernelKey.narrow`."""
+    most_keys = NARROW_TILES.get((arch, tile), 0)
+    if problem.has_soft_cap or problem.has_mask or problem.bias is not None:
+        return False
+    return bool(problem.band) and _mean_keys(problem) <= most_keys
 
 
 def _mean_keys(problem: Problem) -> int:

@@ -63,7 +63,8 @@ struct KernelSpec {
   uint32_t block[3] = {};
   uint32_t cluster[3] = {};
   uint32_t dynamic_shared_bytes = 0;
-  bool persistent = false;
+  // CTAs that a multiprocessor has at a time, or 0 for a grid of all tiles.
+  uint32_t persistent = 0;
   bool programmatic = false;  // it may start while the launch before it ends
   Range grid[3] = {};
 };

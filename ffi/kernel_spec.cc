@@ -77,7 +77,7 @@ class Reader {
       Require(record_.cluster[i] > 0, "a cluster dimension is 0");
     }
     spec_.dynamic_shared_bytes = record_.dynamic_shared_bytes;
-    spec_.persistent = record_.persistent != 0;
+    spec_.persistent = record_.persistent;
     spec_.programmatic = record_.programmatic != 0;
     spec_.num_operands = record_.num_operands;
     Require(Within(record_.buffers, records_.num_buffers), "its buffers are out of range");

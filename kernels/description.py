@@ -253,7 +253,7 @@ class Division:
       keys: of a CTA's or a pair's tile in the main backward kernel, and in Hopper's before it; 0 in
         the others.
       columns: of dQ's tile, in the main backward kernel and the one before it; 0 in the others.
-      persistent: one CTA a multiprocessor takes tile after tile.
+      persistent: how many CTAs of a multiprocessor take tile after tile; 0 where each has one tile.
       by_ticket: a counter in global memory deals the tiles after a CTA's first.
       programmatic: the kernel may start while the launch before it ends.
       splits_tail: the last key tiles of a dense backward are split among CTAs.
@@ -262,7 +262,7 @@ class Division:
     rows: int
     keys: int = 0
     columns: int = 0
-    persistent: bool = False
+    persistent: int = 0
     by_ticket: bool = False
     programmatic: bool = False
     splits_tail: bool = False

@@ -13,8 +13,8 @@ from kernels.emulator.timing.rates import HOPPER, Rates
 from kernels.emulator.timing.replay import estimate
 from kernels.sm90.tiles import (
     BACKWARD_TILES,
-    FORWARD_TILES,
     L2_BUDGET_BYTES,
+    forward_tile,
 )
 
 _FEW, _MANY = 4, 16
@@ -83,7 +83,7 @@ class Estimator:
             extra = cost.tile if code.launch.persistent else cost.start
             steps[-1] = dataclasses.replace(steps[-1], cycles=cost.step + extra, writes=(output,))
             tiles.append(steps)
-        stages = FORWARD_TILES[key.head_dim, key.value_dim, key.short].kv_stages
+        stages = forward_tile(key).kv_stages
         grid = Grid(self.rates, stages)
         if not code.launch.persistent:
             return grid.run(tiles)

@@ -201,9 +201,7 @@ class BlockBias:
         own.add_loaded(scores, words, factor, how)
 
     @cute.jit
-    def add_elements(
-        self, scores: cute.Tensor, factor: Float32, how: cutlass.Constexpr[Addition]
-    ):
+    def add_elements(self, scores: cute.Tensor, factor: Float32, how: cutlass.Constexpr[Addition]):
         """Does what `add_loaded` does for fp32 elements."""
         bias = self.memory.of_head(self.batch, self.head)
         rows, keys = (self.row, _STEP + 1), (self.key, _STEP * self.pairs)

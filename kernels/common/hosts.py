@@ -111,6 +111,14 @@ def all_pointers(*buffers: Any) -> dict[str, Any]:
     return {name: value for some in buffers for name, value in vars(some).items()}
 
 
+def residency(description: Description) -> dict[str, int]:
+    """Returns what a launch says of how many CTAs a multiprocessor has at a time."""
+    ctas = description.division.persistent
+    # Without the share of shared memory the compiler asks a GPU for it, and none is there.
+    share = {"preferred_smem_carveout": 100} if ctas > 1 else {}
+    return {"min_blocks_per_mp": ctas or 1, **share}
+
+
 class ForwardHost:
     """Launches a forward kernel; a subclass sets the attributes and has `kernel`.
 
@@ -155,7 +163,8 @@ class ForwardHost:
         rows = description.division.rows
         tiles = cute.ceil_div(sizes.query_length, rows) * sizes.heads * sizes.batch
         if cutlass.const_expr(description.division.persistent):
-            tiles = cutlass.min(tiles, cutlass.max(device.sm_count // description.ctas, 1))
+            places = device.sm_count * description.division.persistent // description.ctas
+            tiles = cutlass.min(tiles, cutlass.max(places, 1))
         counters = ()
         if cutlass.const_expr(description.division.by_ticket):
             counters = (buffers.tile_ticket,)
@@ -174,7 +183,7 @@ class ForwardHost:
             block=[description.threads, 1, 1],
             cluster=[description.ctas, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            **residency(description),
         )
 
 

@@ -147,7 +147,7 @@ def _tangent(key: KernelKey, description: Description) -> Launch:
         grid=(_tiles("q", description.division.rows), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
-        persistent=True,
+        persistent=1,
     )
 
 

@@ -53,7 +53,7 @@ def of_key(key: KernelKey) -> Description:
             ),
         ),
         regions=(*(_visits(tile) if ranges else ()), *_regions(tile, head_dim, ranges)),
-        division=Division(tile.m, persistent=True),
+        division=Division(tile.m, persistent=1),
         maps=_maps(tile, head_dim, key.paged),
         tensor_memory=_columns(tile, head_dim),
         ctas=tile.ctas,

@@ -34,7 +34,7 @@ def description(head_dim: int) -> Description:
         barriers=_barriers(tile),
         named_barriers=(),
         regions=_regions(tile, head_dim),
-        division=Division(tile.m, persistent=True),
+        division=Division(tile.m, persistent=1),
         maps=_maps(tile, head_dim),
         tensor_memory=_columns(tile, head_dim),
     )

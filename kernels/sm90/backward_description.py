@@ -76,7 +76,7 @@ def of_key(key: KernelKey) -> Description:
 
 def pre(key: KernelKey) -> Description:
     """Describes the kernel before the main one."""
-    return ends_description.pre(dataclasses.replace(_division(key), persistent=False))
+    return ends_description.pre(dataclasses.replace(_division(key), persistent=0))
 
 
 def post(head_dim: int, value_dim: int) -> Description:
@@ -95,7 +95,7 @@ def _division(key: KernelKey) -> Division:
     tile = BACKWARD_TILES[key.head_dim, key.value_dim]
     return Division(
         *(tile.m, tile.keys, key.head_dim),
-        persistent=tile.persistent,
+        persistent=int(tile.persistent),
         by_ticket=tile.persistent,
         splits_tail=_splits_tail(key),
     )

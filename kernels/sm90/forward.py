@@ -17,8 +17,8 @@ pay here, see docs/hopper.md.)
 
 With ranges (kernels/common/row_ranges.py) rows' limits, and tags where they are needed, come from
 memory, and so do sinks (forward_output.py); each head's largest score goes there. A call may then
-have a mask of pairs, too (forward_visits.py). A bias (forward_bias.py) is loaded while the products run, in blocks that need
-it. Dropout is not supported.
+have a mask of pairs, too (forward_visits.py). A bias (forward_bias.py) is loaded while the products
+run, in blocks that need it. Dropout is not supported.
 
 Note [issue turns]: warpgroup w waits on its `issue_turn` barrier before it issues the products of a
 block, but not of a tile's first, and arrives on its successor's barrier afterwards. The last
@@ -78,7 +78,7 @@ from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
-from kernels.sm90.tiles import FORWARD_TILES, L2_BUDGET_BYTES, WARPGROUP
+from kernels.sm90.tiles import L2_BUDGET_BYTES, WARPGROUP, forward_tile
 from kernels.sm90.turns import Turns
 
 
@@ -92,7 +92,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
         self.paged, self.bias, self.pairwise_bias = key.paged, key.bias, key.pairwise_bias
-        self.tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
+        self.tile = forward_tile(key)
         self.description = of_key(key)
         names = ("issue_turn", "epilogue")
         self.issue_turn, epilogue = map(self.description.named_barrier, names)

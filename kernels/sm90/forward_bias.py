@@ -40,7 +40,7 @@ from kernels.sm90.forward_schedule import Work
 from kernels.sm90.tiles import WARPGROUP, ForwardTile
 
 Form = LoadedForm | Literal["far", "sloping"]
-"""Of the blocks of a loop: those that load a bias of a form, or far ones, without or with a slope."""
+"""Of a loop's blocks: they load a bias of a form, or are far, without or with a slope."""
 
 _FAR = ("far", "sloping")
 _ALL_BLOCKS = 2**30
@@ -151,7 +151,9 @@ def write_ramp(ramp: cute.Tensor, thread: Int32, n: cutlass.Constexpr[int]):
 def ramp_operand(ramp: cute.Tensor, n: int) -> cute.Tensor:
     """Returns the ramp as operand B, [n keys, 16 columns]; columns 8 to 15 are 0 to 7 again."""
     pointer = cute.recast_ptr(ramp.iterator, dtype=BFloat16)
-    return cute.make_tensor(pointer, cute.make_layout(((8, n // 8), (8, 2)), stride=((8, 64), (1, 0))))
+    return cute.make_tensor(
+        pointer, cute.make_layout(((8, n // 8), (8, 2)), stride=((8, 64), (1, 0)))
+    )
 
 
 def slope_word(slope: Float32) -> Int32:
@@ -253,9 +255,8 @@ class BiasedScores:
         blocks: tuple[Int32, Int32],
     ):
         """Does the steps of blocks that load nothing."""
-        if cutlass.const_expr(not self.pairwise_bias):
-            self.biased_steps(shared, mma, rows, own, place, blocks, "far")
-        elif own.bias.slope == 0.0:
+        # Without pairs there is no slope, and a dynamic `if` would compile the other loop, too.
+        if cutlass.const_expr(not self.pairwise_bias) or own.bias.slope == 0.0:
             self.biased_steps(shared, mma, rows, own, place, blocks, "far")
         else:
             self.biased_steps(shared, mma, rows, own, place, blocks, "sloping")
@@ -370,9 +371,7 @@ class BiasedScores:
                 how = dataclasses.replace(how, form=form)
                 bias.add_loaded(scores, words, in_products, how)
 
-    def bases(
-        self, own: Scores, block: Int32, form: Form | None = None
-    ) -> list[Float32] | None:
+    def bases(self, own: Scores, block: Int32, form: Form | None = None) -> list[Float32] | None:
         """Returns what the scores of a block lack of each row of a thread, or None for nothing.
 
         form: of the block; None where it may be any.

@@ -1,7 +1,9 @@
 """Data of the Hopper forward: what a warpgroup holds while it works on a tile."""
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +16,9 @@ from kernels.common.state import Scales
 from kernels.interface import RangeBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_schedule import Work
+
+if TYPE_CHECKING:
+    from kernels.sm90.forward_bias import TileBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Scores:
 
     work: Work
     scales: Scales
-    bias: "TileBias | None"
+    bias: TileBias | None
 
 
 @dataclasses.dataclass(frozen=True)

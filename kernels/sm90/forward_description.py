@@ -19,12 +19,12 @@ from kernels.description import (
     warps,
 )
 from kernels.sm90.tiles import (
-    FORWARD_TILES,
     LARGE_LOAD_REGISTERS,
     REGISTER_BUDGETS,
     WARPGROUP,
     WARPGROUP_ROWS,
     ForwardTile,
+    forward_tile,
 )
 
 WORK_WORDS = 12
@@ -44,7 +44,7 @@ _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 def of_key(key: KernelKey) -> Description:
     """Describes the forward kernel of a key."""
     head_dim, value_dim, band, ranges = key.head_dim, key.value_dim, key.band, key.ranges
-    tile = FORWARD_TILES[head_dim, value_dim, key.short]
+    tile = forward_tile(key)
     groups = tile.mma_warpgroups
     loads_more = key.paged or (key.bias and not key.pairwise_bias)
     budget = LARGE_LOAD_REGISTERS if loads_more else REGISTER_BUDGETS[groups]
@@ -77,7 +77,7 @@ def of_key(key: KernelKey) -> Description:
             *([_padding(groups)] if band else []),  # Calls with lengths take a kernel with a band.
         ),
         regions=(*_regions(tile, (head_dim, value_dim), ranges, key.reads_mask), *_ramp(key, tile)),
-        division=Division(tile.m, persistent=True, by_ticket=band),
+        division=Division(tile.m, persistent=tile.ctas, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
             *_maps_of_keys(tile, (head_dim, value_dim), key.paged),

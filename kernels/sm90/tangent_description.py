@@ -65,7 +65,7 @@ def of_key(key: KernelKey) -> Description:
             *([_padding(groups)] if key.band else []),  # Calls with lengths take a band's kernel.
         ),
         regions=_regions(tile, d),
-        division=Division(tile.m, persistent=True, by_ticket=key.band),
+        division=Division(tile.m, persistent=1, by_ticket=key.band),
         maps=(
             *(
                 TensorMap(name, name, rows, d, span)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from fa4_jax.key import KernelKey
+
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64  # rows of a warpgroup's product
 L2_BUDGET_BYTES = 40 * 1024 * 1024
@@ -37,8 +39,13 @@ class RegisterBudget:
     mma: int
 
 
-REGISTER_BUDGETS = {2: RegisterBudget(24, 240), 3: RegisterBudget(32, 160)}
-"""By number of MMA warpgroups; multiples of 8 that sum to at most the register file."""
+REGISTER_BUDGETS = {
+    1: RegisterBudget(24, 136),
+    2: RegisterBudget(24, 240),
+    3: RegisterBudget(32, 160),
+}
+"""By number of MMA warpgroups; multiples of 8 that sum to at most the register file, or with one of
+them to a third of it (NARROW_FORWARD_TILES)."""
 
 LARGE_LOAD_REGISTERS = RegisterBudget(40, 232)
 """Of a forward with two MMA warpgroups whose load warp needs more: it looks up pages, or the kernel
@@ -59,6 +66,7 @@ class ForwardTile:
       skips_rescaling: a warp in which no row's reference moved does not multiply its output by the
         factors, which are 1; otherwise it always multiplies, while exponentials are computed
         (`Forward.softmax_side_by_side`). Which costs more was measured.
+      ctas: that a multiprocessor has at a time.
     """
 
     m: int
@@ -67,6 +75,7 @@ class ForwardTile:
     span_bytes: int = 128
     own_output: bool = True
     skips_rescaling: bool = True
+    ctas: int = 1
 
     @property
     def mma_warpgroups(self) -> int:
@@ -97,6 +106,22 @@ FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
     (192, 192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
     (256, 256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
 }
+
+
+NARROW_FORWARD_TILES: dict[int, ForwardTile] = {
+    # head_dim, with KernelKey.narrow
+    64: ForwardTile(m=64, n=64, kv_stages=3, skips_rescaling=False, ctas=3),
+}
+"""Where a row sees few keys, what surrounds a tile's few blocks counts, and how many of their pairs
+are hidden. With a window of 128, 64 rows visit three blocks of 64 keys, two thirds of whose pairs
+are seen; 128 rows visit two of 128, of which half are. Three CTAs hide each other's latencies."""
+
+
+def forward_tile(key: KernelKey) -> ForwardTile:
+    """Returns the tile of a forward."""
+    if key.narrow:
+        return NARROW_FORWARD_TILES[key.head_dim]
+    return FORWARD_TILES[key.head_dim, key.value_dim, key.short]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,7 +170,7 @@ def scale_source() -> KernelSource:
         block=(THREADS, 1, 1),
         dynamic_smem_bytes=1024 + 4 * TILE * TILE,
         cluster=(1, 2, 1),
-        persistent=True,
+        persistent=1,
     )
     return KernelSource(
         host=Scale(),

@@ -25,7 +25,7 @@ from kernels.emulator.driver import arguments
 from kernels.emulator.instructions import binding
 from kernels.emulator.ptx.parser import parse
 from kernels.emulator.ptx.syntax import Instruction
-from kernels.sm90.tiles import FORWARD_TILES, ForwardTile
+from kernels.sm90.tiles import ForwardTile, forward_tile
 from tests.emulator import attention, mutation_score
 from tests.emulator.attention import Attention
 from tests.emulator.survivors import SURVIVORS
@@ -55,7 +55,7 @@ _NO_EMPTY_TILE = (
 
 
 def _tile(key: KernelKey) -> ForwardTile:
-    return FORWARD_TILES[key.head_dim, key.value_dim, key.short]
+    return forward_tile(key)
 
 
 EXPLAINED = (

@@ -13,7 +13,7 @@ from benchmarks.grid_model.recording import Code
 from benchmarks.timing_truth import estimated, key_of, markdown, measured_rows, summary
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator.timing.rates import HOPPER
-from kernels.sm90.tiles import BACKWARD_TILES, FORWARD_TILES
+from kernels.sm90.tiles import BACKWARD_TILES, forward_tile
 from tests.emulator.attention import ptx
 
 RATES = dataclasses.replace(
@@ -85,7 +85,7 @@ def test_dealing() -> None:
 def _code(key: KernelKey) -> Code:
     found = ptx(key)
     tile = (
-        FORWARD_TILES[key.head_dim, key.value_dim, key.short]
+        forward_tile(key)
         if key.kernel == Pass.FORWARD
         else BACKWARD_TILES[key.head_dim, key.value_dim]
     )

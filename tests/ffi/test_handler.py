@@ -80,11 +80,14 @@ def test_empty_grid_launches_nothing(run: Run, tmp_path: pathlib.Path) -> None:
     assert outcome.launches == []
 
 
-@pytest.mark.parametrize(("processors", "blocks"), [(1, 2), (4, 4), (5, 4), (132, 9)])
+@pytest.mark.parametrize(
+    ("processors", "ctas", "blocks"),
+    [(1, 1, 2), (4, 1, 4), (5, 1, 4), (132, 1, 9), (1, 3, 2), (2, 3, 6), (3, 3, 8), (4, 3, 9)],
+)
 def test_persistent_grid_is_capped(
-    run: Run, tmp_path: pathlib.Path, processors: int, blocks: int
+    run: Run, tmp_path: pathlib.Path, processors: int, ctas: int, blocks: int
 ) -> None:
-    record = made_up.cubin(tmp_path, launch=dataclasses.replace(LAUNCH, persistent=True))
+    record = made_up.cubin(tmp_path, launch=dataclasses.replace(LAUNCH, persistent=ctas))
     steer = [("set_attribute", (0, MULTIPROCESSORS, processors))]
     outcome = run(made_up.call(tmp_path, record), steer)
     (launch,) = outcome.launches

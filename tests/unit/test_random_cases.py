@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import pytest
 from rich.console import Console
 
 from fa4_jax.conformance.compare import Verdict
@@ -14,16 +15,21 @@ from tests.gpu.random_cases import Outcome, case_of, judge, report
 NUMBERS = range(400)
 
 
-def test_hopper_has_kernels_for_every_case(seed: int):
-    cases = [case_of(seed, number) for number in NUMBERS]
+FIELDS = ("masks", "window", "soft_cap", "sinks", "deterministic", "key_lengths")
+
+
+@pytest.mark.parametrize(("pairs", "fields"), [(False, FIELDS), (True, ("mask", "bias", *FIELDS))])
+def test_hopper_has_kernels_for_every_case(pairs: bool, fields: tuple[str, ...], seed: int):
+    cases = [case_of(seed, number, "kernel", pairs) for number in NUMBERS]
     assert [case.id for case in cases if not case.has_kernels("sm_90a", Pass.BACKWARD)] == []
-    assert cases == [case_of(seed, number) for number in NUMBERS]
-    for name in ("masks", "window", "soft_cap", "sinks", "deterministic", "key_lengths"):
+    assert cases == [case_of(seed, number, "kernel", pairs) for number in NUMBERS]
+    for name in fields:
         assert 0 < sum(bool(getattr(case, name)) for case in cases) < len(cases), name
 
 
-def test_a_case_of_the_default_path(seed: int):
-    outcome = judge(seed % 1000, seed, "xla")
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_case_of_the_default_path(pairs: bool, seed: int):
+    outcome = judge(seed % 1000, seed, "xla", pairs)
     assert outcome.failures == [], outcome.case.id
     assert {"output", "lse", "dq", "dk", "dv"} <= {v.name for v in outcome.verdicts}
 

@@ -80,7 +80,7 @@ def pack(
     values = _Values(arrays, addresses, shapes, attributes, multiprocessors)
     grid = tuple(evaluate_size(size, shapes) for size in launch.grid)
     if launch.persistent:
-        clusters = max(multiprocessors // launch.cluster[0], 1)
+        clusters = max(multiprocessors * launch.persistent // launch.cluster[0], 1)
         grid = (min(grid[0], clusters * launch.cluster[0]), *grid[1:])
     return Arguments(
         launch,
