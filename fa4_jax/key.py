@@ -100,9 +100,12 @@ SHORT_TILES = {
 
 
 NARROW_TILES = {("sm_90a", 64): 384}
-"""(arch, head_dim) with a third tile of a forward, of 64 rows and blocks of 64 keys, for windows: the
-most keys that a row may see in the mean where it runs. Calls without masks of pairs, soft caps
-and biases take it, as GPT-OSS's with sinks and a window of 128 do: docs/hopper.md."""
+"""(arch, head_dim) with a third tile of a forward, of 64 rows and blocks of 64 keys, for windows:
+the most keys that a row may see in the mean where it runs.
+
+Calls without masks of pairs, soft caps and biases take it, as GPT-OSS does with sinks and a window
+of 128: docs/hopper.md.
+"""
 
 
 SPLIT_ROWS = 64
