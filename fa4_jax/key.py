@@ -108,6 +108,10 @@ of 128: docs/hopper.md.
 """
 
 
+MAY_LACK_RANGES = frozenset({"sm_90a"})
+"""Architectures whose forwards with ranges take calls without any, for their sinks, say: the arrays
+are then without elements."""
+
 SPLIT_ROWS = 64
 """Packed rows, (token, head of a group), of a CTA of the split forward."""
 

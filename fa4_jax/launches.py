@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fa4_jax import bias_buffer, ffi_call, mesh_types
 from fa4_jax.group_split import group_split
-from fa4_jax.key import Pass
+from fa4_jax.key import MAY_LACK_RANGES, Pass
 from fa4_jax.masks import bits as packed
 from fa4_jax.masks import order, table
 from fa4_jax.operands import (
@@ -93,6 +93,8 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     bits = operands.bits
     if (rows := operands.rows) is None and bits is None:
         rows, tiles = _whole(problem), order.descending(problem.query_length, tile)
+        if kernel.key.arch in MAY_LACK_RANGES:
+            rows, tiles = jax.tree.map(lambda x: x[:0], (rows, tiles))
     else:
         rows = _narrowed(_whole(problem) if rows is None else rows, bits)
         keys = None if bits is None else packed.keys_of_tiles(bits, tile)

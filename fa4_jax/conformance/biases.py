@@ -60,6 +60,19 @@ def _slopes(case: Sizes, rng: np.random.Generator) -> np.ndarray:
     return (rng.random(case.heads[0]) * 0.1).astype(np.float32)
 
 
+def _steep_slopes(case: Sizes, rng: np.random.Generator) -> np.ndarray:
+    """Of both signs: the largest score may be at either end of the keys."""
+    return rng.normal(size=case.heads[0]).astype(np.float32)
+
+
+def _of_slopes(slopes: np.ndarray, distance: np.ndarray) -> np.ndarray:
+    return slopes[None, :, None, None] * distance[:, None]
+
+
+def _to_slopes(x: np.ndarray, distance: np.ndarray) -> np.ndarray:
+    return (x * distance[:, None]).sum(3).swapaxes(1, 2)
+
+
 def _table(case: Sizes, rng: np.random.Generator) -> np.ndarray:
     return rng.normal(size=(_BUCKETS, case.heads[0])).astype(np.float32)
 
@@ -125,8 +138,14 @@ KINDS: dict[str, Kind] = {
     "alibi": Kind(
         _slopes,
         bias.alibi,
-        lambda slopes, distance: slopes[None, :, None, None] * distance[:, None],
-        lambda x, distance: (x * distance[:, None]).sum(3).swapaxes(1, 2),
+        _of_slopes,
+        _to_slopes,
+    ),
+    "alibi_steep": Kind(
+        _steep_slopes,
+        bias.alibi,
+        _of_slopes,
+        _to_slopes,
     ),
     "relative": Kind(
         _table,

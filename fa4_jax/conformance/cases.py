@@ -425,6 +425,7 @@ def _biases() -> list[Case]:
     """Dense biases of every shape, those by positions, and what is combined with them."""
     sized = functools.partial(Case, query_length=200, key_length=333)
     paired = functools.partial(Case, query_length=200, key_length=334)  # bias_buffer
+    far = functools.partial(Case, query_length=130, key_length=870, query_offset=400, batch=1)
     return [
         paired(bias=(1, 4, 200, 334), heads=(4, 2), head_dim=128, is_causal=True, query_offset=134),
         paired(bias=(2, 1, 200, 334), query_lengths=(33, 200), key_lengths=(334, 70), poison=True),
@@ -461,6 +462,28 @@ def _biases() -> list[Case]:
         sized(bias="banded_wide", head_dim=256, query_offset=(133, 0), is_causal=True),
         Case(bias="banded", query_length=1, key_length=391, heads=(8, 2), query_offset=390),
         Case(bias="banded_wide", query_length=129, key_length=1, batch=3, head_dim=40),
+        # Blocks of keys that are far from all rows of a tile, on either side.
+        far(bias="relative", head_dim=128),
+        far(bias="relative", head_dim=96, dtype="fp16", query_offset=740, is_causal=True),
+        far(bias="alibi", query_offset=740, is_causal=True, key_lengths=(850,)),
+        far(bias="alibi_steep", head_dim=128, heads=(4, 2)),
+        far(bias="alibi_steep", head_dim=96, is_causal=True, query_offset=600),
+        far(bias="banded_both_sides", query_offset=430, window=(400, 400), deterministic=True),
+        far(bias="banded", head_dim=256, dtype="fp16", query_offset=740),
+    ]
+
+
+def _few_keys() -> list[Case]:
+    """Windows in which a row sees so few keys that Hopper has a narrow tile, and some more."""
+    sized = functools.partial(Case, query_length=330, key_length=500, query_offset=170)
+    return [
+        sized(window=(99, 0), heads=(4, 1)),
+        sized(window=(70, 20), dtype="fp16", query_lengths=(330, 65), key_lengths=(77, 500)),
+        sized(window=(127, 0), heads=(4, 2), sinks=True, max_logit=True, key_lengths=(400, 0)),
+        sized(masks=("segments",), window=(150, 150), dtype="fp16", deterministic=True),
+        sized(is_causal=True, heads=(4, 2)),
+        sized(window=(300, 100), dtype="fp16", query_offset=(170, -90)),
+        sized(window=(400, 0), sinks=True, key_lengths=(300, 500)),
     ]
 
 
@@ -492,7 +515,7 @@ def _default_only() -> list[Case]:
 
 _LISTS = (
     *(_sizes, _long, _masks, _heads, _numerics, _row_masks, _pair_masks, _scores),
-    *(_short, _short_scores, _biases, _default_only),
+    *(_short, _short_scores, _biases, _few_keys, _default_only),
 )
 
 CASES: tuple[Case, ...] = tuple(dict.fromkeys(case for listed in _LISTS for case in listed()))

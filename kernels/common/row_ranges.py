@@ -88,6 +88,11 @@ NO_TAGS: Any = None
 """Of rows without ranges in memory."""
 
 
+def are_given(buffers: RangeBuffers) -> cutlass.Boolean:
+    """Whether a call has ranges; kernels of MAY_LACK_RANGES ask."""
+    return buffers.batch > 0
+
+
 def of_batch(buffers: RangeBuffers | None, sizes: Sizes, batch: Int32) -> Ranges | None:
     """Returns a batch element's arrays, or None."""
     return None if buffers is None else arrays(buffers, sizes, batch)

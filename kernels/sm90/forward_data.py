@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa4_jax import bands
-from kernels.common import row_ranges, tensors
+from kernels.common import ptx, row_ranges, tensors
 from kernels.common.pair_masks import BitsInMemory
 from kernels.common.state import Scales
 from kernels.interface import RangeBuffers, Sizes
@@ -99,8 +99,12 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class TileRanges:
-    """What hides keys of a tile's rows in memory: ranges of the batch element, bits of the head."""
+    """What hides keys of a tile's rows in memory: ranges of the batch element, bits of the head.
 
+    are_given: 0 where the call has no ranges; it may have the kernel for its sinks alone.
+    """
+
+    are_given: Int32
     ranges: row_ranges.Ranges
     bits: BitsInMemory
 
@@ -112,7 +116,7 @@ def ranges_of(buffers: RangeBuffers | None, sizes: Sizes, work: Work) -> TileRan
     bits = ABSENT
     if buffers.mask_bits is not None:
         bits = BitsInMemory(buffers, sizes, work.plane, work.first_row)
-    return TileRanges(row_ranges.arrays(buffers, sizes, work.batch), bits)
+    return TileRanges(buffers.batch, row_ranges.arrays(buffers, sizes, work.batch), bits)
 
 
 @cute.jit
@@ -137,9 +141,13 @@ def with_ranges(rows: Rows, work: Work, own: TileRanges, first_row: Int32) -> Ro
     """Returns rows whose limits are those of their ranges, too."""
     ranges = own.ranges
     for row in cutlass.range_constexpr(softmax.ROWS):
-        low, high = row_ranges.row_limits(ranges, first_row + 8 * row)
+        # Predicates, not a branch, across which the compiler would move registers to memory.
+        place = cutlass.min(first_row + 8 * row, ranges.query_length - 1)
+        low = ptx.load_word_below(ranges.low + place, 0, own.are_given)
+        high = ptx.load_word_below(ranges.high + place, 0, own.are_given)
         rows.low[row] = cutlass.max(rows.low[row], low)
-        rows.high[row] = cutlass.min(rows.high[row], high)
+        high = cutlass.min(rows.high[row], high)
+        rows.high[row] = Int32(cutlass.select_(own.are_given > 0, high, rows.high[row]))
     maximum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
     maximum.fill(-Float32.inf)
     wanted = work.compares != 0

@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from fa4_jax.key import PAGE_KEYS
 from kernels.common import pages as in_pages
-from kernels.common import ptx, tensors
+from kernels.common import ptx, row_ranges, tensors
 from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
 from kernels.common.page_maps import LONG_COPY, has_long_copies
 from kernels.common.pages import Copies, Pages, look_up
@@ -53,7 +53,8 @@ class Loads:
             work = assign(index, schedule, self.shape, ranges)
             visits = NO_VISITS
             if cutlass.const_expr(self.ranges):
-                work = by_table(work, ranges, schedule.sizes, self.shape)
+                if row_ranges.are_given(ranges):
+                    work = by_table(work, ranges, schedule.sizes, self.shape)
             if cutlass.const_expr(self.reads_mask):
                 visits, work = make_visits(work, ranges, schedule.sizes, self.shape)
             if cutlass.const_expr(self.paged):

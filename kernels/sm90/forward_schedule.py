@@ -60,7 +60,7 @@ def assign(
     tile = tiles - 1 - tile if shape.band and ranges is None else tile
     batch_index = head_and_batch // sizes.heads
     if ranges is not None:
-        tile = ordered_tile(ranges.query_order, ranges.batch, batch_index, tile, tiles)
+        tile = _tile_at(tile, tiles, ranges, batch_index)
     head = head_and_batch - batch_index * sizes.heads
     window = schedule.window if shape.band else None
     band = batch_band(schedule.extents, batch_index, window)
@@ -68,6 +68,15 @@ def assign(
     blocks = bands.visited_blocks(band, first_row, shape.m, shape.n, tensors.INT32)
     padded = (blocks.end * shape.n > band.key_length) & (band.key_length < sizes.key_length)
     return Work(first_row, head, head // group, batch_index, band, blocks, padded)
+
+
+@cute.jit
+def _tile_at(place: Int32, tiles: Int32, ranges: RangeBuffers, batch: Int32) -> Int32:
+    """Returns the tile at a place of the order; without ranges the last one comes first."""
+    tile = tiles - 1 - place
+    if row_ranges.are_given(ranges):
+        tile = ordered_tile(ranges.query_order, ranges.batch, batch, place, tiles)
+    return tile
 
 
 def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: ForwardShape) -> Work:

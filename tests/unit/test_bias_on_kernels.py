@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from fa4_jax import api, attention, bias, bias_buffer, explain, launches, supports, xla
 from fa4_jax.boxes import Whole
-from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, NO_BAND, KernelKey, Pass
+from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, MOST_REACH, NO_BAND, KernelKey, Pass
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
 from fa4_jax.problem import Problem
 from tests.fakes import fake_target
@@ -67,11 +67,43 @@ def test_diagonals_of_tiles_add_up_to_those_of_the_whole(
 def test_every_distance_is_at_an_even_place_of_one_of_two_copies(count: int) -> None:
     values = jnp.arange(1.0, count + 1).reshape(1, 1, count)
     found = bias_buffer.buffer(bias.AtDistances(3, values), BY_PAIRS)[0, 0]
-    assert found.shape[0] == 2 and found.shape[1] % 2 == 0
+    assert found.shape[0] == 3 and found.shape[1] % 2 == 0
     for i in range(-DISTANCE_MARGIN, count + DISTANCE_MARGIN):
         place = DISTANCE_MARGIN + i
         number = found[place % 2, place - place % 2]
         assert number == (i + 1 if 0 <= i < count else 0)
+
+
+OFFSET = 7
+FAR = {
+    # slope, low, high and reach
+    "alibi": (bias.alibi(jnp.array([0.5])), (0.5, -0.5 * OFFSET, -0.5 * OFFSET, 0)),
+    "relative": (
+        bias.relative(jnp.arange(8.0)[:, None], max_distance=10),
+        (0, 3, 7, 10),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_what_a_score_far_from_the_diagonal_gets(name: str) -> None:
+    value, numbers = FAR[name]
+    of = bias.AtDistances.of(value.checked((1, 1, 20), 4), (20, 50), jnp.array([OFFSET]))
+    found = bias_buffer.buffer(of, BY_PAIRS)
+    np.testing.assert_allclose(found[0, 0, 2, : len(numbers)], numbers, rtol=1e-6)
+    assert not found[0, 0, 2, len(numbers) :].any()
+    slope, low, high, reach = numbers
+    for i, j in np.ndindex(20, 50):
+        distance = j - i - OFFSET
+        if abs(distance) >= reach:
+            far = (low if distance < 0 else high) + slope * (j - i)
+            np.testing.assert_allclose(of.values[0, 0, j - i + 19], far, rtol=1e-6, atol=1e-6)
+
+
+def test_of_other_numbers_none_are_far() -> None:
+    values = jnp.arange(9.0).reshape(1, 1, 9)
+    found = bias_buffer.buffer(bias.AtDistances(3, values), BY_PAIRS)
+    assert found[0, 0, 2, 3] == MOST_REACH and found[0, 0, 2, 0] == 0
 
 
 def test_a_dense_bias_is_read_as_it_is_where_keys_are_pairs() -> None:

@@ -43,7 +43,7 @@ def names(plan: Plan) -> list[str]:
         (
             {"window": (3, 5), "deterministic": True, "head_dim": 8, "numerics": "exact"},
             [
-                "fwd_bf16_d64_band_short",
+                "fwd_bf16_d64_band_narrow",
                 "bwd_pre_bf16_d64_deterministic",
                 "bwd_bf16_d64_band_deterministic",
                 "bwd_post_bf16_d64",
@@ -81,36 +81,45 @@ def test_polynomial_exponentials_are_for_fast_forwards_of_some_tiles():
 
 
 @pytest.mark.parametrize(
-    ("changes", "short"),
+    ("changes", "tile"),
     [
-        ({"window": CAUSAL}, False),
-        ({"window": CAUSAL, "query_length": 1024, "key_length": 1024}, True),
+        ({"window": CAUSAL}, "tall"),
+        ({"window": CAUSAL, "query_length": 1024, "key_length": 1024}, "short"),
         # Rows of a short query may all see a long key.
-        ({"window": CAUSAL, "query_length": 64}, False),
-        ({"window": CAUSAL, "query_length": 80, "key_length": 600}, True),
-        ({"window": (127, 0)}, True),
-        ({"window": (127, 472)}, True),
-        ({"window": (127, 473)}, False),
-        ({}, False),
-        ({"key_length": 100}, False),
-        ({"has_soft_cap": True}, True),
-        ({"window": (127, 0), "head_dim": 104}, False),
-        ({"window": (1099, 0), "head_dim": 72}, True),
-        ({"window": (1100, 0), "head_dim": 72}, False),
-        ({"window": CAUSAL, "has_ranges": True, "head_dim": 72}, True),
-        ({"window": CAUSAL, "has_ranges": True}, False),
+        ({"window": CAUSAL, "query_length": 64}, "tall"),
+        ({"window": CAUSAL, "query_length": 80, "key_length": 600}, "short"),
+        ({"window": (127, 0)}, "narrow"),
+        ({"window": (127, 0), "has_sinks": True}, "narrow"),
+        ({"window": (127, 0), "has_ranges": True}, "narrow"),
+        ({"window": (127, 256)}, "narrow"),
+        ({"window": (127, 257)}, "short"),
+        ({"window": (127, 0), "has_soft_cap": True}, "short"),
+        ({"window": (127, 0), "has_mask": True}, "short"),
+        ({"window": (127, 0), "bias": "dense"}, "short"),
+        ({"window": (127, 472)}, "short"),
+        ({"window": (127, 473)}, "tall"),
+        ({}, "tall"),
+        ({"key_length": 100}, "tall"),
+        ({"has_soft_cap": True}, "short"),
+        ({"window": (127, 0), "head_dim": 104}, "tall"),
+        ({"window": (127, 0), "head_dim": 72}, "short"),
+        ({"window": (1099, 0), "head_dim": 72}, "short"),
+        ({"window": (1100, 0), "head_dim": 72}, "tall"),
+        ({"window": CAUSAL, "has_ranges": True, "head_dim": 72}, "short"),
+        ({"window": CAUSAL, "has_ranges": True}, "tall"),
         # Dense: 4 x 192 rows, 6 x 192 with an eighth of them empty.
-        ({"query_length": 768, "head_dim": 72}, False),
-        ({"query_length": 1024, "head_dim": 72}, True),
+        ({"query_length": 768, "head_dim": 72}, "tall"),
+        ({"query_length": 1024, "head_dim": 72}, "short"),
     ],
 )
-def test_rows_that_see_few_keys_take_a_short_tile(changes: dict[str, Any], short: bool):
+def test_rows_that_see_few_keys_take_a_shorter_tile(changes: dict[str, Any], tile: str):
     sizes = {"query_length": 4096, "key_length": 4096, "head_dim": 64}
     problem = dataclasses.replace(PROBLEM, **(sizes | changes))
     (forward,), _ = kernel_keys(problem, "sm_90a")
-    assert forward.short == short
-    assert forward.band >= short, "short tiles are built with a band"
-    assert not any(key.short for keys in kernel_keys(problem, "sm_100f") for key in keys)
+    assert (forward.short, forward.narrow) == (tile == "short", tile == "narrow")
+    assert forward.band or tile == "tall", "shorter tiles are built with a band"
+    others = [key for keys in kernel_keys(problem, "sm_100f") for key in keys]
+    assert not any(key.short or key.narrow for key in others)
 
 
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
@@ -153,7 +162,7 @@ def test_every_problem_that_kernels_take_finds_its_kernels_in_the_key_list(arch:
         DESIGNS,
         asked,
         ("bf16", "fp16"),
-        ((UNBOUNDED, UNBOUNDED), CAUSAL, (100, 0)),
+        ((UNBOUNDED, UNBOUNDED), CAUSAL, (100, 0), (500, 0)),
         (False, True),
         ("fast", "exact"),
         (None, 8),
