@@ -126,13 +126,16 @@ class AtDistances(Bias):
 
     Attributes:
       rows: T.
+      slopes: [1, N], float32, of a linear bias (`IS_LINEAR`), 0 of others. Values say the same, but
+        far from distance 0 not as exactly. It has no gradient: that of the values is the whole.
       is_linear, furthest: what `IS_LINEAR` and `reach` say of the bias that this one was.
     """
 
-    DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY)}
+    DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY), "slopes": (BATCH, HEADS)}
     IS_BY_DISTANCE: ClassVar = True
     rows: Any = dataclasses.field(metadata={"static": True})
     values: Array
+    slopes: Array
     is_linear: bool = dataclasses.field(default=False, metadata={"static": True})
     furthest: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -149,7 +152,8 @@ class AtDistances(Bias):
         # A 16-bit type holds few distances exactly.
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
         values = wide.at_distances(distance[None] - offset[:, None])
-        return cls(rows, values, bias.IS_LINEAR, bias.reach)
+        slopes = wide.slopes[None] if isinstance(wide, Alibi) else jnp.zeros_like(values[:1, :, 0])
+        return cls(rows, values, jax.lax.stop_gradient(slopes), bias.IS_LINEAR, bias.reach)
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset

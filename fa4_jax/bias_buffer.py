@@ -37,6 +37,9 @@ from fa4_jax.problem import Problem
 
 Array = jax.Array
 
+LINEAR_REACH = 32
+"""`AtDistances.furthest` of a linear bias."""
+
 
 def buffer(bias: Any, key: KernelKey) -> Array:
     """The bias as a kernel reads it.
@@ -75,16 +78,16 @@ def _with_far_numbers(copies: Array, bias: AtDistances) -> Array:
     """The copies and a row that begins with slope, low, high and reach.
 
     A score whose distance j - (i + query_offset) is -reach or less gets low, one whose distance is
-    reach or more gets high, and slope * (j - i) is added to either. With reach 0 that is every
-    score's.
+    reach or more gets high, and slope * distance is added to either.
     """
     values = bias.values
     slope, low, high = jnp.zeros_like(values[:, :, 0]), values[:, :, 0], values[:, :, -1]
     reach = MOST_REACH if bias.furthest is None else min(bias.furthest, MOST_REACH)
     if bias.is_linear:
-        steps = jnp.maximum(jnp.asarray(values.shape[2] - 1).astype(jnp.float32), 1)
-        slope, reach = (high - low) / steps, 0
-        low = high = jax.lax.dynamic_index_in_dim(values, bias.rows - 1, 2, keepdims=False)
+        # Near the diagonal, where a causal row's largest scores are, numbers are small and are
+        # loaded: slope times a key's number in its block is large there, and rounds more.
+        slope, reach = jnp.broadcast_to(bias.slopes, slope.shape), LINEAR_REACH
+        low = high = jnp.zeros_like(slope)
     numbers = jnp.stack([slope, low, high, jnp.full_like(low, reach)], axis=-1)
     zeros = ((0, 0), (0, 0), (0, copies.shape[3] - FAR_NUMBERS))
     return jnp.concatenate([copies, jnp.pad(numbers, zeros)[:, :, None]], axis=2)
@@ -106,7 +109,8 @@ def abstract(operands: Operands, problem: Problem) -> Any:
     )
     values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bias = operands.bias
-    return AtDistances(problem.query_length, values, bias.IS_LINEAR, bias.reach)
+    slopes: Any = jax.ShapeDtypeStruct((1, problem.query_heads), jnp.float32)
+    return AtDistances(problem.query_length, values, slopes, bias.IS_LINEAR, bias.reach)
 
 
 def gradient_shape(
@@ -156,4 +160,4 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
         found = found[:, :, first : first + rows + keys - 1]
     else:
         found = found[:, :, 0]
-    return dataclasses.replace(bias, values=found)
+    return dataclasses.replace(bias, values=found, slopes=jnp.zeros_like(bias.slopes))

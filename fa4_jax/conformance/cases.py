@@ -466,6 +466,7 @@ def _biases() -> list[Case]:
         far(bias="relative", head_dim=128),
         far(bias="relative", head_dim=96, dtype="fp16", query_offset=740, is_causal=True),
         far(bias="alibi", query_offset=740, is_causal=True, key_lengths=(850,)),
+        far(bias="alibi", query_offset=100_000, heads=(3, 1)),
         far(bias="alibi_steep", head_dim=128, heads=(4, 2)),
         far(bias="alibi_steep", head_dim=96, is_causal=True, query_offset=600),
         far(bias="banded_both_sides", query_offset=430, window=(400, 400), deterministic=True),

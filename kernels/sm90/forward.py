@@ -307,7 +307,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         end = work.blocks.end
         use = shared.barriers.k_full.use(blocks_done)
         shared.barriers.k_full.wait(use)
-        self.issue_scores(shared, mma, own, use.slot)
+        self.issue_scores(shared, mma, own, (end - 1, use.slot))
         warpgroup.wait_group(0)
         visit = visit_of(shared, rows, use.slot, end)
         self.release(shared.barriers.k_empty.at(use))
@@ -345,7 +345,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         shared.barriers.k_full.wait(use)
         if cutlass.const_expr(self.takes_turns):
             self.await_turn(place.group)
-        self.issue_scores(shared, mma, own, use.slot, form)
+        self.issue_scores(shared, mma, own, (block, use.slot), form)
         words = self.load_bias(own, block, form, early=True)
         shared.barriers.v_full.wait(last)
         vt = mma.vt[None, None, None, last.slot]

@@ -6,7 +6,9 @@ A block is far from a tile's rows where its scores get nothing that has to be lo
 band of a banded bias, beyond the reach of one by distance (T5's table has one bucket there), and,
 of ALiBi, everywhere. Row i and key j then get
 
-    side + slope (j - i) = [side + slope (first key - i)] + slope (j - first key).
+    side + slope (j - p) = [side + slope (first key - p)] + slope (j - first key),
+
+where p = i + query_offset.
 
 What is in brackets is one number a row, the `base`: the row's reference is compared with scores
 that lack it, so no score is touched. The rest is 0, or for ALiBi a product more, issued after that
@@ -70,6 +72,7 @@ class TileBias:
       low, high: what scores of the far blocks before and after these get, in units of products.
       slope: of far blocks, in the same units, a key.
       slope_word: what a thread has of operand A; `slope_operand`.
+      offset: from rows to their positions, for the slope.
     """
 
     call: CallBias
@@ -79,6 +82,7 @@ class TileBias:
     high: Float32
     slope: Float32
     slope_word: Int32 | int = 0
+    offset: Int32 | int = 0
 
     def is_near(self, block: Int32) -> Boolean:
         """Whether a block loads a bias."""
@@ -91,8 +95,10 @@ class TileBias:
         """
         side = select(block >= self.near_end, self.high, Float32(0.0))
         side = select(block < self.near_begin, self.low, side)
-        place = Float32(block * n - first_row)
-        return [side + self.slope * (place - 8.0 * row) for row in range(softmax.ROWS)]
+        # Not as slope times key minus slope times position, which would cancel far from the start.
+        place = Float32(block * n - (first_row + self.offset))
+        slope = select(self.is_near(block), Float32(0.0), self.slope)
+        return [side + slope * (place - 8.0 * row) for row in range(softmax.ROWS)]
 
 
 def make_call_bias(memory: BiasInMemory, scalars: ForwardScalars) -> CallBias:
@@ -118,16 +124,16 @@ def make_tile_bias(call: CallBias, work: Work, tile: ForwardTile, pairwise: bool
     by_distance = memory.by_distance()
     *numbers, reach = memory.far_numbers(work.batch, work.head)
     slope, low, high = (number * call.in_products for number in numbers)
-    diagonal, reach = work.first_row + memory.query_offset(work.batch, by_distance), Int32(reach)
+    offset, reach = memory.query_offset(work.batch, by_distance), Int32(reach)
+    diagonal = work.first_row + offset
     first = (diagonal - reach + 1) // tile.n
     past = (diagonal + reach + (tile.m - 1 + tile.n - 1)) // tile.n
-    past = INT32.select(reach == 0, first, past)
     # No reference can be moved by what is not finite.
     finite = is_finite(slope) & is_finite(low) & is_finite(high)
     first, past = INT32.select(finite, first, Int32(0)), INT32.select(finite, past, everything)
     begin, end = INT32.select(by_distance, first, begin), INT32.select(by_distance, past, end)
     slope = select(finite, slope, zero)
-    return TileBias(call, begin, end, low, high, slope, slope_word(slope))
+    return TileBias(call, begin, end, low, high, slope, slope_word(slope), offset)
 
 
 def is_finite(x: Float32) -> Boolean:
@@ -304,13 +310,16 @@ class BiasedScores:
         shared: Shared,
         mma: Operands,
         own: Scores,
-        slot: Int32,
+        of: tuple[Int32, Int32],
         form: Form | None = None,
     ):
         """Issues the products of a block of K and, where a bias may have one, of slope and ramp.
 
-        form: of the block; None where it may be any.
+        Args:
+          of: the block, and the slot where its K is.
+          form: of the block; None where it may be any.
         """
+        block, slot = of
         k = mma.k[None, None, None, slot]
         mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
         if own.bias is not None and self.pairwise_bias and form in (None, "sloping"):
@@ -320,7 +329,10 @@ class BiasedScores:
             tiled = product.tiled()
             ramp = ramp_operand(shared.ramp, self.tile.n)
             ramp = tiled.make_fragment_B(tiled.get_slice(0).partition_B(ramp))
-            slope = slope_operand(product, self.tile.m, own.bias.slope_word)
+            word = own.bias.slope_word
+            if form is None:
+                word = INT32.select(own.bias.is_near(block), Int32(0), word)
+            slope = slope_operand(product, self.tile.m, word)
             product.issue(mma.scores, slope, ramp, accumulate=True)
 
     def block_bias(self, own: Scores, block: Int32) -> BlockBias:

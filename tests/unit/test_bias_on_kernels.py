@@ -41,7 +41,7 @@ def test_diagonals_of_tiles_add_up_to_those_of_the_whole(
 ) -> None:
     """The kernel's halves, made here by their definition, become the sums of whole diagonals."""
     ds = np.random.default_rng(seed).normal(size=(rows, keys)).astype(np.float32)
-    of = bias.AtDistances(rows, jnp.zeros((1, 1, rows + keys - 1)))
+    of = bias.AtDistances(rows, jnp.zeros((1, 1, rows + keys - 1)), jnp.zeros((1, 1)))
     shape = bias_buffer.gradient_shape(bias_buffer.buffer(of, key).shape, (rows, keys))
     found = np.zeros(shape[1:5], np.float32)
     assert shape[0] == 0
@@ -66,7 +66,7 @@ def test_diagonals_of_tiles_add_up_to_those_of_the_whole(
 @pytest.mark.parametrize("count", [8, 9])
 def test_every_distance_is_at_an_even_place_of_one_of_two_copies(count: int) -> None:
     values = jnp.arange(1.0, count + 1).reshape(1, 1, count)
-    found = bias_buffer.buffer(bias.AtDistances(3, values), BY_PAIRS)[0, 0]
+    found = bias_buffer.buffer(bias.AtDistances(3, values, jnp.zeros((1, 1))), BY_PAIRS)[0, 0]
     assert found.shape[0] == 3 and found.shape[1] % 2 == 0
     for i in range(-DISTANCE_MARGIN, count + DISTANCE_MARGIN):
         place = DISTANCE_MARGIN + i
@@ -77,7 +77,7 @@ def test_every_distance_is_at_an_even_place_of_one_of_two_copies(count: int) -> 
 OFFSET = 7
 FAR = {
     # slope, low, high and reach
-    "alibi": (bias.alibi(jnp.array([0.5])), (0.5, -0.5 * OFFSET, -0.5 * OFFSET, 0)),
+    "alibi": (bias.alibi(jnp.array([0.5])), (0.5, 0, 0, bias_buffer.LINEAR_REACH)),
     "relative": (
         bias.relative(jnp.arange(8.0)[:, None], max_distance=10),
         (0, 3, 7, 10),
@@ -96,13 +96,13 @@ def test_what_a_score_far_from_the_diagonal_gets(name: str) -> None:
     for i, j in np.ndindex(20, 50):
         distance = j - i - OFFSET
         if abs(distance) >= reach:
-            far = (low if distance < 0 else high) + slope * (j - i)
+            far = (low if distance < 0 else high) + slope * distance
             np.testing.assert_allclose(of.values[0, 0, j - i + 19], far, rtol=1e-6, atol=1e-6)
 
 
 def test_of_other_numbers_none_are_far() -> None:
     values = jnp.arange(9.0).reshape(1, 1, 9)
-    found = bias_buffer.buffer(bias.AtDistances(3, values), BY_PAIRS)
+    found = bias_buffer.buffer(bias.AtDistances(3, values, jnp.zeros((1, 1))), BY_PAIRS)
     assert found[0, 0, 2, 3] == MOST_REACH and found[0, 0, 2, 0] == 0
 
 
