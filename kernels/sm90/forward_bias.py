@@ -3,12 +3,10 @@
 Scores stay in units of products; a bias, which is in units of exp, is divided by the scale.
 
 A block is far from a tile's rows where its scores get nothing that has to be loaded: outside of the
-band of a banded bias, beyond the reach of one by distance (T5's table has one bucket there), and,
-of ALiBi, everywhere. Row i and key j then get
+band of a banded bias, and beyond the reach of one by distance, where T5's table has one bucket and
+ALiBi's numbers are large. Row i and key j then get, with p = i + query_offset,
 
-    side + slope (j - p) = [side + slope (first key - p)] + slope (j - first key),
-
-where p = i + query_offset.
+    side + slope (j - p) = [side + slope (first key - p)] + slope (j - first key).
 
 What is in brackets is one number a row, the `base`: the row's reference is compared with scores
 that lack it, so no score is touched. The rest is 0, or for ALiBi a product more, issued after that
@@ -70,7 +68,7 @@ class TileBias:
       call: the call's bias.
       near_begin, near_end: the blocks that load it.
       low, high: what scores of the far blocks before and after these get, in units of products.
-      slope: of far blocks, in the same units, a key.
+      slope: what a key of a far block gets more than the one before, in the same units.
       slope_word: what a thread has of operand A; `slope_operand`.
       offset: from rows to their positions, for the slope.
     """
