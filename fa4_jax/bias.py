@@ -32,9 +32,6 @@ class Bias(Boxed):
     IS_LINEAR: ClassVar = False
     """Whether what scores get is a number of the head times the distance."""
 
-    reach: ClassVar[Any] = None
-    """From which distance on, on either side, all scores get the same; None where there is none."""
-
     def at_distances(self, distance: Array) -> Array:
         """What scores get at these distances j - (i + query_offset), int32 [B|1, L]: [B|1, N, L].
 
@@ -128,7 +125,8 @@ class AtDistances(Bias):
       rows: T.
       slopes: [1, N], float32, of a linear bias (`IS_LINEAR`), 0 of others. Values say the same, but
         far from distance 0 not as exactly. It has no gradient: that of the values is the whole.
-      is_linear, furthest: what `IS_LINEAR` and `reach` say of the bias that this one was.
+      is_linear: `IS_LINEAR` of the bias that this one was.
+      reach: from which distance on, on either side, all scores get the same, if there is one.
     """
 
     DIMENSIONS: ClassVar = {"values": (BATCH, HEADS, ANY), "slopes": (BATCH, HEADS)}
@@ -137,7 +135,7 @@ class AtDistances(Bias):
     values: Array
     slopes: Array
     is_linear: bool = dataclasses.field(default=False, metadata={"static": True})
-    furthest: int | None = dataclasses.field(default=None, metadata={"static": True})
+    reach: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, bias: Bias, lengths: tuple[Any, Any], offset: Array) -> AtDistances:
@@ -153,7 +151,7 @@ class AtDistances(Bias):
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
         values = wide.at_distances(distance[None] - offset[:, None])
         slopes = wide.slopes[None] if isinstance(wide, Alibi) else jnp.zeros_like(values[:1, :, 0])
-        return cls(rows, values, jax.lax.stop_gradient(slopes), bias.IS_LINEAR, bias.reach)
+        return cls(rows, values, jax.lax.stop_gradient(slopes), bias.IS_LINEAR, reach_of(bias))
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset
@@ -248,6 +246,11 @@ def banded(table: Any, first: int = 0) -> Bias:
         the L - 1 before it; 1 - W with L = 2 W - 1 for the keys less than W away on either side.
     """
     return Banded(first, table)
+
+
+def reach_of(bias: Bias) -> int | None:
+    """Returns `AtDistances.reach` of a bias by distance."""
+    return bias.reach if isinstance(bias, ByDistance) else None
 
 
 def form(bias: Any, keys: Any) -> str | None:

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.bias import AtDistances, Banded
+from fa4_jax.bias import AtDistances, Banded, reach_of
 from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, FAR_NUMBERS, MOST_REACH, KernelKey, Pass
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
 from fa4_jax.operands import Operands
@@ -38,7 +38,7 @@ from fa4_jax.problem import Problem
 Array = jax.Array
 
 LINEAR_REACH = 32
-"""`AtDistances.furthest` of a linear bias."""
+"""What the reach of a linear bias is to kernels."""
 
 
 def buffer(bias: Any, key: KernelKey) -> Array:
@@ -82,7 +82,7 @@ def _with_far_numbers(copies: Array, bias: AtDistances) -> Array:
     """
     values = bias.values
     slope, low, high = jnp.zeros_like(values[:, :, 0]), values[:, :, 0], values[:, :, -1]
-    reach = MOST_REACH if bias.furthest is None else min(bias.furthest, MOST_REACH)
+    reach = MOST_REACH if bias.reach is None else min(bias.reach, MOST_REACH)
     if bias.is_linear:
         # Near the diagonal, where a causal row's largest scores are, numbers are small and are
         # loaded: slope times a key's number in its block is large there, and rounds more.
@@ -110,7 +110,7 @@ def abstract(operands: Operands, problem: Problem) -> Any:
     values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bias = operands.bias
     slopes: Any = jax.ShapeDtypeStruct((1, problem.query_heads), jnp.float32)
-    return AtDistances(problem.query_length, values, slopes, bias.IS_LINEAR, bias.reach)
+    return AtDistances(problem.query_length, values, slopes, bias.IS_LINEAR, reach_of(bias))
 
 
 def gradient_shape(

@@ -134,6 +134,12 @@ def make_tile_bias(call: CallBias, work: Work, tile: ForwardTile, pairwise: bool
     return TileBias(call, begin, end, low, high, slope, slope_word(slope), offset)
 
 
+def tile_bias_of(own: Scores) -> TileBias:
+    """Returns what scores get, in a kernel with a bias."""
+    assert own.bias is not None
+    return own.bias
+
+
 def is_finite(x: Float32) -> Boolean:
     """Whether x is neither infinite nor NaN."""
     return cute.math.absf(x) < _LARGEST
@@ -236,8 +242,9 @@ class BiasedScores:
         Each form of a bias has a loop, in which nothing asks for it.
         """
         above, down_to = blocks
-        near_end = cutlass.max(cutlass.min(own.bias.near_end, above), down_to)
-        near_begin = cutlass.max(cutlass.min(own.bias.near_begin, near_end), down_to)
+        bias = tile_bias_of(own)
+        near_end = cutlass.max(cutlass.min(bias.near_end, above), down_to)
+        near_begin = cutlass.max(cutlass.min(bias.near_begin, near_end), down_to)
         for part in cutlass.range(3, unroll=1):
             end = INT32.select(part == 1, near_end, near_begin)
             end = INT32.select(part == 0, above, end)
@@ -260,7 +267,7 @@ class BiasedScores:
     ):
         """Does the steps of blocks that load nothing."""
         # Without pairs there is no slope, and a dynamic `if` would compile the other loop, too.
-        if cutlass.const_expr(not self.pairwise_bias) or own.bias.slope == 0.0:
+        if cutlass.const_expr(not self.pairwise_bias) or tile_bias_of(own).slope == 0.0:
             self.biased_steps(shared, mma, rows, own, place, blocks, "far")
         else:
             self.biased_steps(shared, mma, rows, own, place, blocks, "sloping")
@@ -338,13 +345,12 @@ class BiasedScores:
 
         No register is left for what is the same in every block, nor from loading to adding.
         """
-        assert own.bias is not None
         thread, _, _ = cute.arch.thread_idx()
         thread = ptx.anew(thread) - WARPGROUP
         row = own.work.first_row + thread // 32 * 16 + thread % 32 // 4
         key = block * self.tile.n + thread % 4 * 2
         of = ptx.anew(own.work.batch), ptx.anew(own.work.head)
-        memory, pairs = own.bias.call.memory.anew(), self.tile.n // 8
+        memory, pairs = tile_bias_of(own).call.memory.anew(), self.tile.n // 8
         return BlockBias(memory, *of, row, key, self.dtype, pairs, self.pairwise_bias)
 
     def load_bias(
@@ -372,10 +378,10 @@ class BiasedScores:
         form: of the block; None where it may be any; words: of `load_bias`.
         """
         if cutlass.const_expr(own.bias is not None and form not in _FAR):
-            bias, in_products = self.block_bias(own, block), own.bias.call.in_products
+            bias, in_products = self.block_bias(own, block), tile_bias_of(own).call.in_products
             how = Addition(softmax.fragment_index, past_end=form is None, in_products=True)
             if cutlass.const_expr(form is None):
-                if own.bias.is_near(block):
+                if tile_bias_of(own).is_near(block):
                     bias.add(scores, in_products, how)
             else:
                 how = dataclasses.replace(how, form=form)
