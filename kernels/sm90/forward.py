@@ -91,7 +91,8 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
-        self.paged, self.bias, self.pairwise_bias = key.paged, key.bias, key.pairwise_bias
+        self.paged, self.bias = key.paged, key.bias
+        self.pairwise_bias = key.bias and key.pairwise_bias
         self.tile = forward_tile(key)
         self.description = of_key(key)
         names = ("issue_turn", "epilogue")

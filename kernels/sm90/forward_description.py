@@ -121,7 +121,7 @@ def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
 
 
 def _ramp(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
-    if not key.pairwise_bias:
+    if not (key.bias and key.pairwise_bias):
         return ()
     text = "the number of each key in a block, times 8; forward_bias"
     return (Region("ramp", (RAMP_WORDS * tile.n,), text, "i32", alignment=16),)
