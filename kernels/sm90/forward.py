@@ -95,12 +95,12 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         self.pairwise_bias = key.bias and key.pairwise_bias
         self.tile = forward_tile(key)
         self.description = of_key(key)
-        names = ("issue_turn", "epilogue")
-        self.issue_turn, epilogue = map(self.description.named_barrier, names)
+        self.takes_turns = self.tile.mma_warpgroups > 1
+        self.issue_turn = self.description.named_barrier("issue_turn") if self.takes_turns else None
+        epilogue = self.description.named_barrier("epilogue")
         self.padding = self.description.named_barrier("padding") if key.band else None
         self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
         self.by_ticket = self.description.division.by_ticket
-        self.takes_turns = self.tile.mma_warpgroups > 1
         self.shape = ForwardShape(
             m=self.tile.m,
             n=self.tile.n,

@@ -58,14 +58,7 @@ def of_key(key: KernelKey) -> Description:
         ),
         barriers=_barriers(tile),
         named_barriers=(
-            NamedBarrier(
-                "issue_turn",
-                first=_FIRST_TURN,
-                count=groups,
-                threads=2 * WARPGROUP,
-                roles=("mma",),
-                meaning="the warpgroup may issue a block's products; forward, Note [issue turns]",
-            ),
+            *([_issue_turn(groups)] if groups > 1 else []),
             NamedBarrier(
                 "epilogue",
                 first=_FIRST_EPILOGUE,
@@ -92,6 +85,17 @@ def _maps_of_keys(tile: ForwardTile, dims: tuple[int, int], paged: bool) -> tupl
     if paged:
         return maps_of_pages(operands, tile.n, span)
     return tuple(TensorMap(name, name, tile.n, columns, span) for name, columns in operands.items())
+
+
+def _issue_turn(warpgroups: int) -> NamedBarrier:
+    return NamedBarrier(
+        "issue_turn",
+        first=_FIRST_TURN,
+        count=warpgroups,
+        threads=2 * WARPGROUP,
+        roles=("mma",),
+        meaning="the warpgroup may issue a block's products; forward, Note [issue turns]",
+    )
 
 
 def _padding(warpgroups: int) -> NamedBarrier:

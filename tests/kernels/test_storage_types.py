@@ -55,7 +55,8 @@ def test_fp16_is_the_same_text(key: KernelKey) -> None:
         texts = [re.sub(r"(?m)^\t(\w[\w.:]*) .*$", r"\1", text) for text in texts]
     of_bias = key.bias or key.kernel is Pass.BIAS_GRADIENT
     if of_bias and key.pairwise_bias:
-        texts = [_ORDERED.findall(text) for text in texts]
+        # The slopes of ALiBi are bf16 in kernels of either type.
+        texts = [_ORDERED.findall(text.replace("bf16", "f16")) for text in texts]
         assert len(texts[0]) > 50
     same = texts[0] == texts[1]  # no diff of thousands of lines
     assert same
