@@ -9,6 +9,7 @@ from fa4_jax.conformance.cases import Case
 from fa4_jax.key import (
     BIAS_GRADIENT_TILE,
     HESSIAN_PASSES,
+    NARROW_TILES,
     SHORT_TILES,
     TICKETS_WITH_BANDS,
     KernelKey,
@@ -64,20 +65,26 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     ring again, which K and V of four or eight blocks fill, only if it has more blocks; and the load
     warp can be a ring ahead when it begins a tile only if the tile before has more, too.
 
-    Hopper's tall tiles of a band are for rows that see many keys.
+    Hopper's tall tiles of a band are for rows that see many keys, its narrow ones for rows that see
+    few; where there are such, its short ones are for what is between. With a bias one more case has
+    blocks with a slope.
     """
     if not key.band and key.arch in TICKETS_WITH_BANDS:
         return _dense_cases(key, common)
     rows, block, heads = 512 if key.pair else 256, 128, 2 if key.arch == "sm_100f" else 1
-    tall = (key.arch, key.head_dim) in SHORT_TILES and not key.short
+    tall = (key.arch, key.head_dim) in SHORT_TILES and not (key.short or key.narrow)
     far = 9 * block if tall else 0
+    if (key.arch, key.head_dim) in NARROW_TILES and key.short:
+        far = block
+    if key.narrow:
+        rows, block = 128, 64
     diagonal = Case(
         **common,
         batch=1,
         heads=(1, 1),
         query_length=block,
-        key_length=460 + far,
-        query_offset=326 + far,
+        key_length=block * 460 // 128 + far,
+        query_offset=block * 326 // 128 + far,
     )
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)
     more = (ring // 2 + 2) * block
@@ -99,7 +106,15 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         window=(3 * block - 40 + far, None) if key.band else None,
         query_offset=3 * block + far if key.band else 0,
     )
-    others = ((), ("function",)) if key.ranges else ()
+    others = ((), *([("function",)] if key.reads_mask else [])) if key.ranges else ()
+    sloping = Case(
+        **{**common, "bias": "alibi_steep", "growing": False},
+        batch=1,
+        heads=(1, 1),
+        query_length=130,
+        key_length=870,
+        query_offset=600,
+    )
     return (
         *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
@@ -115,6 +130,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         *([long] if key.pair else []),
         wide,
         *(dataclasses.replace(wide, masks=masks) for masks in others),
+        *([sloping] if key.bias and key.pairwise_bias else []),
     )
 
 

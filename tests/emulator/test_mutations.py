@@ -14,9 +14,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fa4_jax import catalogue
-from fa4_jax.key import KernelKey
-from tests.emulator import attention, mutation_score
+from fa4_jax import catalogue, designs
+from fa4_jax.key import KernelKey, Pass
+from tests.emulator import attention, kernel_conformance, mutation_cases, mutation_score
 from tests.emulator.mutations import Mutation, moved, mutations, notices
 from tests.emulator.survivors import MOVED_SURVIVORS, SURVIVORS
 
@@ -99,3 +99,17 @@ def test_every_proxy_fence_of_a_backward_is_needed() -> None:
     }
     assert len(fences) == 5 and len(too_early) == 4
     assert not surviving(KEYS[name], list((fences | too_early).values()))
+
+
+def _of_one_plan(key: KernelKey) -> bool:
+    """Whether a forward is what its problems' calls launch, with `numerics` as they are."""
+    return key.kernel is Pass.FORWARD and not (key.paged or key.polynomial_exp2)
+
+
+@pytest.mark.parametrize(
+    "key", filter(_of_one_plan, catalogue.all_keys()), ids=lambda key: key.name
+)
+def test_a_forwards_problems_launch_it(key: KernelKey) -> None:
+    design = designs.design_of(key)
+    for case in mutation_cases.cases(key):
+        assert kernel_conformance.key_of(case, key.kernel, key.arch, design) == key, case.id
