@@ -179,9 +179,8 @@ ffi::Error ComputeGrid(const Packing& packing, uint32_t* grid) {
   for (int i = 0; i < 3; ++i) {
     int64_t blocks = EvaluateSize(spec, spec.grid[i], packing.buffers);
     if (i == 0 && spec.persistent) {
-      const int64_t clusters =
-          int64_t{packing.kernel.multiprocessors(packing.target.device)} * spec.persistent /
-          spec.cluster[0];
+      const int64_t clusters = int64_t{packing.kernel.multiprocessors(packing.target.device)} *
+                               spec.persistent / spec.cluster[0];
       blocks = std::min(blocks, std::max<int64_t>(clusters, 1) * spec.cluster[0]);
     }
     if (blocks < 0 || blocks > kMaxGrid[i]) {

@@ -106,9 +106,10 @@ def _of_one_plan(key: KernelKey) -> bool:
     return key.kernel is Pass.FORWARD and not (key.paged or key.polynomial_exp2)
 
 
-@pytest.mark.parametrize(
-    "key", filter(_of_one_plan, catalogue.all_keys()), ids=lambda key: key.name
-)
+OF_ONE_PLAN = list(filter(_of_one_plan, catalogue.all_keys()))
+
+
+@pytest.mark.parametrize("key", OF_ONE_PLAN, ids=lambda key: key.name)
 def test_a_forwards_problems_launch_it(key: KernelKey) -> None:
     design = designs.design_of(key)
     for case in mutation_cases.cases(key):
