@@ -244,10 +244,10 @@ def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
 
 def _takes_narrow_tile(problem: Problem, arch: str, tile: int) -> bool:
     """Whether a forward takes the tile of `KernelKey.narrow`."""
-    most_keys = NARROW_TILES.get((arch, tile), 0)
-    if problem.has_soft_cap or problem.has_mask or problem.bias is not None:
+    most_keys = NARROW_TILES.get((arch, tile))
+    if most_keys is None or not problem.band or problem.bias is not None:
         return False
-    return bool(problem.band) and _mean_keys(problem) <= most_keys
+    return not (problem.has_soft_cap or problem.has_mask) and _mean_keys(problem) <= most_keys
 
 
 def _mean_keys(problem: Problem) -> int:

@@ -107,14 +107,6 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         query_offset=3 * block + far if key.band else 0,
     )
     others = ((), *([("function",)] if key.reads_mask else [])) if key.ranges else ()
-    sloping = Case(
-        **{**common, "bias": "alibi_steep", "growing": False},
-        batch=1,
-        heads=(1, 1),
-        query_length=130,
-        key_length=870,
-        query_offset=600,
-    )
     return (
         *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
@@ -130,7 +122,19 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         *([long] if key.pair else []),
         wide,
         *(dataclasses.replace(wide, masks=masks) for masks in others),
-        *([sloping] if key.bias and key.pairwise_bias else []),
+        *([_sloping_case(common)] if key.bias and key.pairwise_bias else []),
+    )
+
+
+def _sloping_case(common: dict[str, Any]) -> Case:
+    """A case with blocks before and after the ones that load ALiBi's numbers."""
+    return Case(
+        **{**common, "bias": "alibi_steep", "growing": False},
+        batch=1,
+        heads=(1, 1),
+        query_length=130,
+        key_length=870,
+        query_offset=600,
     )
 
 
