@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-BUDGETS_S = {"tests/emulator/": 5.0, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 1.5}
+BUDGETS_S = {"tests/emulator/": 4.5, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 1.4}
 """Seconds of a core that the cases of a test may take in `make test`, by where it is (the first
 that fits). One case always runs. What looks at each kernel, in build and ffi, runs whole."""
 

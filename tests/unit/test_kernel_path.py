@@ -244,9 +244,8 @@ def test_gradients_under_shard_map_have_the_types_that_it_checks(operands):
     batch = (P("x"),) * 3
     local = jax.shard_map(gradient(causal), mesh=mesh, in_specs=batch, out_specs=batch)
     assert "all_reduce" not in program(local, *operands)
-    for actual, expected in zip(
-        jax.jit(local)(*operands), gradient(causal)(*operands), strict=True
-    ):
-        np.testing.assert_allclose(
-            actual.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=1e-3
-        )
+    # In bfloat16 a sum that cancels may be 5 % off where it is compiled in another way.
+    operands = [x.astype(jnp.float32) for x in operands]
+    pairs = zip(jax.jit(local)(*operands), gradient(causal)(*operands), strict=True)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
