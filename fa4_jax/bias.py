@@ -29,9 +29,6 @@ class Bias(Boxed):
     IS_BY_DISTANCE: ClassVar = False
     """Whether the distance of row and key alone decides."""
 
-    IS_LINEAR: ClassVar = False
-    """Whether what scores get is a number of the head times the distance."""
-
     def at_distances(self, distance: Array) -> Array:
         """What scores get at these distances j - (i + query_offset), int32 [B|1, L]: [B|1, N, L].
 
@@ -69,7 +66,6 @@ class Alibi(Bias):
 
     DIMENSIONS: ClassVar = {"slopes": (HEADS,)}
     IS_BY_DISTANCE: ClassVar = True
-    IS_LINEAR: ClassVar = True
     slopes: Array
 
     def at_distances(self, distance: Array) -> Array:
@@ -123,9 +119,9 @@ class AtDistances(Bias):
 
     Attributes:
       rows: T.
-      slopes: [1, N], float32, of a linear bias (`IS_LINEAR`), 0 of others. Values say the same, but
-        far from distance 0 not as exactly. It has no gradient: that of the values is the whole.
-      is_linear: `IS_LINEAR` of the bias that this one was.
+      slopes: [1, N], float32, of a linear bias, 0 of others. Values say the same, but far from
+        distance 0 not as exactly. It has no gradient: that of the values is the whole.
+      is_linear: whether it is `alibi`, a number of the head times the distance.
       reach: from which distance on, on either side, all scores get the same, if there is one.
     """
 
@@ -151,7 +147,7 @@ class AtDistances(Bias):
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), bias)
         values = wide.at_distances(distance[None] - offset[:, None])
         slopes = wide.slopes[None] if isinstance(wide, Alibi) else jnp.zeros_like(values[:1, :, 0])
-        return cls(rows, values, jax.lax.stop_gradient(slopes), bias.IS_LINEAR, reach_of(bias))
+        return cls(rows, values, jax.lax.stop_gradient(slopes), *far_of(bias))
 
     def added(self, box: Box, offset: Array) -> Array:
         del offset
@@ -248,9 +244,9 @@ def banded(table: Any, first: int = 0) -> Bias:
     return Banded(first, table)
 
 
-def reach_of(bias: Bias) -> int | None:
-    """Returns `AtDistances.reach` of a bias by distance."""
-    return bias.reach if isinstance(bias, ByDistance) else None
+def far_of(bias: Bias) -> tuple[bool, int | None]:
+    """Returns `AtDistances.is_linear` and `reach` of a bias by distance."""
+    return isinstance(bias, Alibi), bias.reach if isinstance(bias, ByDistance) else None
 
 
 def form(bias: Any, keys: Any) -> str | None:

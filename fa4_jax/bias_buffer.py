@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.bias import AtDistances, Banded, reach_of
+from fa4_jax.bias import AtDistances, Banded, far_of
 from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, FAR_NUMBERS, MOST_REACH, KernelKey, Pass
 from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
 from fa4_jax.operands import Operands
@@ -108,9 +108,8 @@ def abstract(operands: Operands, problem: Problem) -> Any:
         problem.query_length + problem.key_length - 1,
     )
     values: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    bias = operands.bias
     slopes: Any = jax.ShapeDtypeStruct((1, problem.query_heads), jnp.float32)
-    return AtDistances(problem.query_length, values, slopes, bias.IS_LINEAR, reach_of(bias))
+    return AtDistances(problem.query_length, values, slopes, *far_of(operands.bias))
 
 
 def gradient_shape(

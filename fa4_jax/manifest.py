@@ -96,7 +96,7 @@ class Launch:
     block: tuple[int, int, int]
     dynamic_smem_bytes: int
     cluster: tuple[int, int, int] = (1, 1, 1)
-    # If not 0, grid.x is at most so many CTAs a multiprocessor, in whole clusters.
+    # grid.x has at most this many CTAs for each multiprocessor, in whole clusters; 0 is no limit.
     persistent: int = 0
     # May start while the launch before it ends (programmatic dependent launch): the kernel waits
     # for that one's end, by griddepcontrol.wait, before it touches global memory.

@@ -252,25 +252,11 @@ class BiasedScores:
             begin = INT32.select(part == 0, near_end, begin)
             if part == 1:
                 self.near_steps(shared, mma, rows, own, place, (end, begin))
+            # Without pairs there is no slope, and a dynamic `if` would compile the other loop, too.
+            elif cutlass.const_expr(not self.pairwise_bias) or bias.slope == 0.0:
+                self.biased_steps(shared, mma, rows, own, place, (end, begin), "far")
             else:
-                self.far_steps(shared, mma, rows, own, place, (end, begin))
-
-    @cute.jit
-    def far_steps(
-        self,
-        shared: Shared,
-        mma: Operands,
-        rows: Rows,
-        own: Scores,
-        place: Place,
-        blocks: tuple[Int32, Int32],
-    ):
-        """Does the steps of blocks that load nothing."""
-        # Without pairs there is no slope, and a dynamic `if` would compile the other loop, too.
-        if cutlass.const_expr(not self.pairwise_bias) or tile_bias_of(own).slope == 0.0:
-            self.biased_steps(shared, mma, rows, own, place, blocks, "far")
-        else:
-            self.biased_steps(shared, mma, rows, own, place, blocks, "sloping")
+                self.biased_steps(shared, mma, rows, own, place, (end, begin), "sloping")
 
     @cute.jit
     def near_steps(

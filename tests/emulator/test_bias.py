@@ -102,6 +102,32 @@ def test_minus_infinity_hides(arch: str) -> None:
     assert (results["dbias"][0, 1, 3] == 0).all() and (results["dq"][0, 3, 1] == 0).all()
 
 
+@pytest.mark.parametrize("number", [-np.inf, np.nan])
+def test_far_numbers_that_are_not_finite(number: float) -> None:
+    """Keys far before a row have them: -inf hides these, NaN makes every row of the head NaN."""
+    case = Case(
+        **{"batch": 1, "heads": (2, 1), "query_length": 70, "key_length": 400},
+        query_offset=200,
+        bias="relative",
+    )
+    inputs = make_inputs(case, 0)
+    assert inputs.bias is not None
+    table = inputs.bias.copy()
+    table[len(table) // 2 - 1, 1] = number
+    results = attention.attention(case, dataclasses.replace(inputs, bias=table)).run(
+        ADVERSARIES[0], 1
+    )
+    plain = attention.attention(case, inputs).run(ADVERSARIES[0], 1)
+    np.testing.assert_array_equal(results["output"][:, :, 0], plain["output"][:, :, 0])
+    if np.isnan(number):
+        assert np.isnan(results["lse"][0, 1]).all() and np.isnan(results["output"][:, :, 1]).all()
+        return
+    with np.errstate(all="ignore"):
+        exact = oracle(case, dataclasses.replace(inputs, bias=table))
+    np.testing.assert_allclose(results["lse"], exact["lse"], rtol=1e-5)
+    assert (results["lse"][0, 1] < plain["lse"][0, 1]).all()
+
+
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
 def test_nan_stays_in_its_row(arch: str) -> None:
     inputs = make_inputs(SPECIAL, 0)
