@@ -2,10 +2,10 @@
 
 A thread block of the backward computes dK and dV of some keys of one KV head, and for that visits
 the rows of all query heads of its group. With few KV heads there are few such blocks, and under a
-causal mask they are unequally long, so multiprocessors idle at the end. If a KV head counts as
-several, each with a part of the group, there are more and shorter ones. The parts' dK and dV leave
-the kernel in the storage type and are summed in float32, in a fixed order, as in context
-parallelism. docs/hopper.md has what was measured.
+causal mask, or with lengths, they are unequally long, so multiprocessors idle at the end. If a KV
+head counts as several, each with a part of the group, there are more and shorter ones. The parts'
+dK and dV leave the kernel in the storage type and are summed in float32, in a fixed order, as in
+context parallelism. docs/hopper.md has what was measured.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ Array = jax.Array
 
 ENOUGH_BLOCKS = 2048
 """Thread blocks, about 16 on each multiprocessor, beyond which more were not faster."""
+
+HALF_EMPTY_BLOCKS = 256
+"""Thread blocks, about two on each multiprocessor, that a call with lengths and no band should have.
+None idles then if half of them have no keys, as on half of the devices of a zig-zag ring."""
 
 COST_KEYS = 512
 """Splitting a whole group took the time of so many keys of the sequence: K and V are copied, dK and
@@ -74,17 +78,19 @@ def group_split(plan: Plan) -> GroupSplit:
 
 def _parts(plan: Plan) -> int:
     problem = plan.problem
-    if plan.arch != "sm_90a" or not problem.band or problem.group == 1 or not plan.backward:
+    is_even = not problem.band and not problem.has_lengths  # All thread blocks have equal work.
+    if plan.arch != "sm_90a" or is_even or problem.group == 1 or not plan.backward:
         return 1
     if problem.deterministic:
         # A part's blocks wait less for their turn to add to dQ. No other size decides, so that a
         # program with symbolic dimensions gives the same bits.
-        return problem.group
+        return problem.group if problem.band else 1
     if not all(isinstance(size, int) for size in given_shapes(problem)["q"]):
         return 1  # Symbolic dimensions: the number of thread blocks is not known.
     blocks = _thread_blocks(plan)
     divisors = [r for r in range(1, problem.group + 1) if problem.group % r == 0]
-    enough = next((r for r in divisors if r * blocks >= ENOUGH_BLOCKS), problem.group)
+    wanted = ENOUGH_BLOCKS if problem.band else HALF_EMPTY_BLOCKS
+    enough = next((r for r in divisors if r * blocks >= wanted), problem.group)
     affordable = [r for r in divisors if r <= enough and _pays(problem, r, blocks)]
     return max(affordable, default=1)
 
@@ -98,4 +104,6 @@ def _pays(problem: Problem, parts: int, blocks: int) -> bool:
 def _thread_blocks(plan: Plan) -> int:
     (launch,) = (x.launch for x in plan.backward if x.key.kernel is Pass.BACKWARD)
     shapes = given_shapes(plan.problem)
-    return math.prod(evaluate_size(size, shapes) for size in launch.grid)
+    # A grid that may split its last tiles has room for their parts (tail.py).
+    parts = launch.grid[0][0].multiple if "tail_acc" in launch.operands else 1
+    return math.prod(evaluate_size(size, shapes) for size in launch.grid) // parts

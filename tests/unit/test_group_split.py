@@ -38,6 +38,11 @@ def make(batch: int, heads: tuple[int, int], length: int, head_dim: int = 128, *
         (make(2, (16, 2), 8192, 256), 4),
         (make(1, (64, 8), 4096), 8),
         (make(8, (32, 8), 2048, deterministic=True), 4),
+        # A device's rows and all or half of another's keys, in a ring of four.
+        (make(1, (16, 2), 8192, window=bands.EVERYTHING, has_lengths=True), 2),
+        (make(1, (16, 16), 8192, window=bands.EVERYTHING, has_lengths=True), 1),
+        (make(1, (16, 4), 8192, window=bands.EVERYTHING, has_lengths=True), 1),
+        (make(1, (16, 2), 8192, window=bands.EVERYTHING, has_lengths=True, deterministic=True), 1),
         # Thread blocks are equally long.
         (make(4, (16, 1), 8192, window=bands.EVERYTHING), 1),
         (make(4, (16, 1), 8192, window=(128, 0)), 1),
