@@ -15,6 +15,7 @@ Order of accumulation, the same in every run: the own shard first, then in the o
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,7 @@ from fa4_jax.operands import Cotangents, Gradients, Operands, Results
 from fa4_jax.parallel import shard_attention
 from fa4_jax.parallel.row_ranges import whole_masks
 from fa4_jax.parallel.shard_calls import Work, keep_rows, rows_used, shard_calls, shard_lengths
-from fa4_jax.parallel.shard_plan import visits
+from fa4_jax.parallel.shard_plan import Visit, visits
 from fa4_jax.passes import Passes
 
 Array = jax.Array
@@ -60,12 +61,10 @@ def _sum(arrays: Iterable[Array]) -> Array | None:
     return functools.reduce(_added, arrays, None)
 
 
-def _upcoming(work: Work, step: int, held: KeyValue, home: KeyValue) -> KeyValue | None:
-    """K and V of the next visit, sent on from where they are now."""
-    steps = visits(work.shards)
-    if step + 1 == len(steps):
-        return None
-    visit = steps[step + 1]
+def _moved(work: Work, visit: Visit, held: KeyValue, home: KeyValue) -> KeyValue:
+    """K and V of a visit, sent on from where they are now."""
+    if visit.shift == 0:
+        return home
     source = home if visit.from_home else held
     key, value = (lax.ppermute(x, work.axis, visit.hop) for x in source)
     return key, value
@@ -86,8 +85,9 @@ def _run_forward(work: Work, passes: Passes, operands: Operands) -> Results:
     query = keep_rows(used, operands.query)
     home = held = (operands.key, operands.value)
     total: Results | None = None
-    for step, visit in enumerate(visits(work.shards)):
-        upcoming = _upcoming(work, step, held, home)
+    order = visits(work.shards)
+    for step, visit in enumerate(order):
+        upcoming = _moved(work, order[step + 1], held, home) if order[step + 1 :] else None
         for call in shard_calls(work, visit.shift, operands.extents, masks):
             total = _merged(total, shard_attention.forward(call, passes, query, *held))
         total, held = _paced(total, upcoming)
@@ -111,13 +111,19 @@ def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotange
     home = held = (operands.key, operands.value)
     total: list[Array | None] = [None, None, None]
     arriving: list[Array | None] = [None, None]
-    for step, visit in enumerate(visits(work.shards)):
-        upcoming = _upcoming(work, step, held, home)
+    order = visits(work.shards)
+    if os.environ.get("RING", "0") in ("2", "3"):
+        order = (*order[1:], order[0])
+        held = _moved(work, order[0], held, home)
+    for step, visit in enumerate(order):
+        upcoming = _moved(work, order[step + 1], held, home) if order[step + 1 :] else None
         found = [
             shard_attention.backward(call, passes, query, *held, whole)
             for call in shard_calls(work, visit.shift, operands.extents, masks)
         ]
         rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
+        if os.environ.get("RING", "0") in ("1", "2") and arriving[0] is not None:
+            rows, keys, arriving = lax.optimization_barrier((rows, keys, arriving))
         # What the visit before sent home had this visit's kernel to arrive.
         total = [
             _added(total[0], rows),
@@ -125,6 +131,7 @@ def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotange
         ]
         if visit.shift == 0:
             total[1:] = [_added(x, y) for x, y in zip(total[1:], keys, strict=True)]
+            arriving = [None, None]
         else:
             arriving = [
                 None if x is None else lax.ppermute(x.astype(y.dtype), work.axis, visit.home)

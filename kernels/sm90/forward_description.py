@@ -69,7 +69,7 @@ def of_key(key: KernelKey) -> Description:
             ),
             *([_padding(groups)] if band else []),  # Calls with lengths take a kernel with a band.
         ),
-        regions=(*_regions(tile, (head_dim, value_dim), ranges, key.reads_mask), *_ramp(key, tile)),
+        regions=(*_ramp(key, tile), *_regions(tile, (head_dim, value_dim), ranges, key.reads_mask)),
         division=Division(tile.m, persistent=tile.ctas, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
@@ -125,6 +125,8 @@ def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
 
 
 def _ramp(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
+    # compute-sanitizer takes its operand for twice as long as it is (forward_bias.ramp_operand), so
+    # it must not be the last region.
     if not (key.bias and key.pairwise_bias):
         return ()
     text = "the number of each key in a block, times 8; forward_bias"
