@@ -44,15 +44,15 @@ class Rates:
       network_s: what each of both costs more if it crosses hosts. An assumption.
     """
 
-    forward_flops: float = 670e12
-    backward_flops: float = 540e12
-    exchange_bytes_per_s: float = 190e9
+    forward_flops: float = 690e12
+    backward_flops: float = 570e12
+    exchange_bytes_per_s: float = 240e9
     gather_bytes_per_s: float = 100e9
     network_bytes_per_s: float = 50e9
     memory_bytes_per_s: float = 4e12
-    hidden: float = 0.36
-    permute_s: float = 560e-6
-    collective_s: float = 10e-6
+    hidden: float = 0.5
+    permute_s: float = 55e-6
+    collective_s: float = 13e-6
     network_s: float = 20e-6
 
     def __post_init__(self) -> None:

@@ -9,13 +9,14 @@ straight home while the next kernel runs, in the storage type in which the kerne
 are summed there in float32. (Sums that travelled along would be float32, twice the bytes, and each
 would wait for the one before.)
 
-Order of accumulation, the same in every run: the own shard first, then in the order of the visits.
+The forward visits the own shard first, under which the first transfer runs, and the backward visits
+it last, under which the last dK and dV go home. Order of accumulation, the same in every run: that
+of the visits.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -108,13 +109,12 @@ def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotange
     whole = whole._replace(
         output_bar=keep_rows(used, whole.output_bar), lse_bar=keep_rows(used, whole.lse_bar)
     )
-    home = held = (operands.key, operands.value)
+    home = (operands.key, operands.value)
+    own, *others = visits(work.shards)
+    order = (*others, own)
+    held = _moved(work, order[0], home, home)
     total: list[Array | None] = [None, None, None]
     arriving: list[Array | None] = [None, None]
-    order = visits(work.shards)
-    if os.environ.get("RING", "0") in ("2", "3"):
-        order = (*order[1:], order[0])
-        held = _moved(work, order[0], held, home)
     for step, visit in enumerate(order):
         upcoming = _moved(work, order[step + 1], held, home) if order[step + 1 :] else None
         found = [
@@ -122,8 +122,6 @@ def _run_backward(work: Work, passes: Passes, operands: Operands, whole: Cotange
             for call in shard_calls(work, visit.shift, operands.extents, masks)
         ]
         rows, *keys = (_sum(x) for x in zip(*found, strict=True)) if found else (None,) * 3
-        if os.environ.get("RING", "0") in ("1", "2") and arriving[0] is not None:
-            rows, keys, arriving = lax.optimization_barrier((rows, keys, arriving))
         # What the visit before sent home had this visit's kernel to arrive.
         total = [
             _added(total[0], rows),

@@ -15,8 +15,18 @@ from fa4_jax.parallel import AllGather, Choice, Estimate, Rates, Ring, RingUlyss
 from fa4_jax.parallel.cost import Workload
 
 ROOT = Path(__file__).parents[2]
-MEASURED = json.loads((ROOT / "benchmarks/results/nvidia-h200-x4-parallel.json").read_text())
-CASES = {case["id"]: case for case in MEASURED["cases"]}
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Returns what was measured of each case, by its name."""
+    run = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return {case["id"]: case for case in run["cases"]}
+
+
+CASES = measured("nvidia-h200-x4-parallel")
+
+# Before groups of query heads were split, and with the compiler's usual overlap of collectives.
+BYTES = measured("nvidia-h200-x4-parallel-older")
 SCHEMES = ("ring", "all-gather", "Ulysses")
 
 
@@ -49,12 +59,12 @@ def of_case(case: dict[str, Any]) -> Choice:
 
 @pytest.mark.parametrize("name", CASES)
 def test_times_and_bytes_are_close_to_those_measured(name):
-    results = CASES[name]["results"]
+    times, sizes = CASES[name]["results"], BYTES[name]["results"]
     for x in of_case(CASES[name]).estimates:
         if x.name in SCHEMES:
-            measured = results[x.name]
-            assert x.total_s == pytest.approx(measured["median_s"], rel=0.05)
-            assert x.memory_bytes == pytest.approx(measured["bytes_per_gpu"]["total"], rel=0.01)
+            assert x.total_s == pytest.approx(times[x.name]["median_s"], rel=0.03)
+            total = sizes[x.name]["bytes_per_gpu"]["total"]
+            assert x.memory_bytes == pytest.approx(total, rel=0.01)
 
 
 def test_ranking_at_128k_is_the_measured_one():
