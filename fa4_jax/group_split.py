@@ -29,8 +29,8 @@ ENOUGH_BLOCKS = 2048
 """Thread blocks, about 16 on each multiprocessor, beyond which more were not faster."""
 
 HALF_EMPTY_BLOCKS = 256
-"""Thread blocks, about two on each multiprocessor, that a call with lengths and no band should have.
-None idles then if half of them have no keys, as on half of the devices of a zig-zag ring."""
+"""Thread blocks, about two a multiprocessor, that a call with lengths and no band should have. No
+multiprocessor idles then if half of them have no keys, as on half of a zig-zag ring's devices."""
 
 COST_KEYS = 512
 """Splitting a whole group took the time of so many keys of the sequence: K and V are copied, dK and

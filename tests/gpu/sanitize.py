@@ -1,0 +1,150 @@
+"""Runs each Hopper kernel that a call of attention launches under compute-sanitizer.
+
+    python -m tests.gpu.sanitize memcheck [--processes 8] [--only "sm_90a_bwd_bf16_d64*"]
+    python -m tests.gpu.sanitize synccheck
+
+A kernel gets one small call, the first of its mutations' problems, which has several tiles and
+uses the slots of its rings again. Results are not compared: other tests do that. Several kernels
+share a process, since starting one takes seconds. The command prints what is reported, kernel by
+kernel, and returns 1 if anything is, or if a kernel's call does not come to its end. Kernels that
+read pages have no such call; tests/gpu/test_decode.py runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from rich.console import Console
+from rich.progress import track
+
+from fa4_jax import catalogue
+from fa4_jax.conformance.case import Case
+from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.conformance.runner import compute, run_hessian, run_tangents
+from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
+from fa4_jax.plan import hessian_keys, kernel_keys, tangent_key
+from tests.emulator import mutation_cases
+
+TOOLS = ("memcheck", "synccheck")
+_CALLS_OF_PROCESS = 6
+_MOST_SECONDS = 300
+_FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT)
+_OF_BACKWARD = (Pass.BACKWARD, Pass.BIAS_GRADIENT)
+_PASSES = (*_FORWARDS, *_OF_BACKWARD, Pass.TANGENT, *HESSIAN_PASSES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the tool said of one process.
+
+    Attributes:
+      ended: names of the kernels whose call came to its end.
+      errors: how many there were, or None without a summary: the process ended before its time.
+      text: all of it.
+    """
+
+    ended: frozenset[str]
+    errors: int | None
+    text: str
+
+
+def checked_keys(only: str = "*") -> list[KernelKey]:
+    """Returns the kernels that have a call, and whose names match."""
+    return [
+        key
+        for key in catalogue.keys("sm_90a")
+        if key.kernel in _PASSES and not key.paged and fnmatch.fnmatchcase(key.name, only)
+    ]
+
+
+def case_of(key: KernelKey) -> Case:
+    """Returns the problem of a kernel's call."""
+    return mutation_cases.cases(key)[0]
+
+
+def kernels(key: KernelKey) -> tuple[KernelKey, ...]:
+    """Returns the main kernels that the call of a key launches on Hopper."""
+    problem = case_of(key).problem
+    forward, backward = kernel_keys(problem, key.arch)
+    if key.kernel is Pass.TANGENT:
+        return *forward, tangent_key(problem, key.arch)
+    if key.kernel in HESSIAN_PASSES:
+        return *forward, *hessian_keys(problem, key.arch)
+    return forward if key.kernel in _FORWARDS else forward + backward
+
+
+def run(key: KernelKey) -> None:
+    """Makes the call of a key."""
+    case = case_of(key)
+    if key.kernel is Pass.TANGENT:
+        run_tangents(case, 0, "kernel")
+    elif key.kernel in HESSIAN_PASSES:
+        run_hessian(case, 0, "kernel")
+    else:
+        gradients = key.kernel in _OF_BACKWARD
+        compute(case, make_inputs(case, 0), "kernel", gradients)
+
+
+def parse(text: str) -> Report:
+    """Reads what a process and the tool wrote."""
+    ended = frozenset(re.findall(r"^ended (\S+)$", text, re.MULTILINE))
+    summary = re.findall(r"ERROR SUMMARY: (\d+) errors?$", text, re.MULTILINE)
+    return Report(ended, int(summary[-1]) if summary else None, text)
+
+
+def check(tool: str, names: list[str]) -> Report:
+    """Runs the calls of some kernels in one process under a tool."""
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=fa4"]
+    command += [sys.executable, "-m", "tests.gpu.sanitize", tool, "--run", *names]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        return parse(error.stdout.decode() if isinstance(error.stdout, bytes) else "")
+    return parse(done.stdout + done.stderr)
+
+
+def main() -> int:
+    """Returns 1 if something is reported or missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("tool", choices=TOOLS)
+    parser.add_argument("--only", default="*", help="pattern of the kernels' names")
+    parser.add_argument("--processes", type=int, default=8, help="beside each other (8)")
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        for key in checked_keys():
+            if key.name in options.run:
+                run(key)
+                print("ended", key.name, flush=True)
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("compute-sanitizer is not on the path")
+    console, wanted = Console(width=120), [key.name for key in checked_keys(options.only)]
+    firsts = range(0, len(wanted), _CALLS_OF_PROCESS)
+    groups = [wanted[first : first + _CALLS_OF_PROCESS] for first in firsts]
+    missing, reported = set(wanted), 0
+    with ThreadPoolExecutor(options.processes) as pool:
+        found = pool.map(lambda names: check(options.tool, names), groups)
+        for names, report in zip(groups, track(found, options.tool, len(groups)), strict=True):
+            missing -= report.ended
+            if report.errors or report.errors is None:
+                reported += 1
+                console.print(f"{', '.join(names)}: {report.errors} errors\n{report.text[-3000:]}")
+    console.print(f"{len(wanted) - len(missing)} of {len(wanted)} kernels' calls came to their end")
+    if missing:
+        console.print(f"not: {', '.join(sorted(missing))}")
+    return int(bool(missing) or reported > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,63 @@
+"""The program that runs kernels under compute-sanitizer calls each, and reads what the tool says."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from fa4_jax import catalogue
+from fa4_jax.key import Pass
+from tests.gpu import sanitize
+
+AROUND = {Pass.FORWARD_JOIN, Pass.BACKWARD_PRE, Pass.BACKWARD_POST}
+"""Kernels that every call of another one launches."""
+
+CLEAN = "ended a\nended b\n========= ERROR SUMMARY: 0 errors\n"
+DIRTY = "ended a\n========= Invalid __shared__ read\n========= ERROR SUMMARY: 1 error\n"
+
+
+def test_every_kernel_has_a_call_that_launches_it():
+    keys = sanitize.checked_keys()
+    assert [key.name for key in keys if key not in sanitize.kernels(key)] == []
+    others = set(catalogue.keys("sm_90a")) - set(keys)
+    assert [key.name for key in others if key.kernel not in AROUND and not key.paged] == []
+    launched = {other for key in keys for other in sanitize.kernels(key)}
+    around = {key for key in others if key.kernel in AROUND}
+    assert around <= launched
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "errors"),
+    [(CLEAN, {"a", "b"}, 0), (DIRTY, {"a"}, 1), ("ended a\nKilled\n", {"a"}, None)],
+)
+def test_what_the_tool_says_is_read(text: str, ended: set[str], errors: int | None):
+    report = sanitize.parse(text)
+    assert report.ended == ended and report.errors == errors
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [(CLEAN, 0), (DIRTY, 1), ("ended a\nended b\n", 1), ("", 1)]
+)
+def test_only_a_clean_run_of_all_is_a_success(
+    text: str, status: int, monkeypatch: pytest.MonkeyPatch
+):
+    names = [key.name for key in sanitize.checked_keys()][:2]
+    said = text.replace("ended a", f"ended {names[0]}").replace("ended b", f"ended {names[1]}")
+
+    def tool(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"]
+        assert command[-2:] == names
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(sanitize, "checked_keys", lambda only="*": keys_of(names))
+    monkeypatch.setattr("sys.argv", ["sanitize", "memcheck", "--processes", "1"])
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _: "compute-sanitizer")
+    monkeypatch.setattr(sanitize.subprocess, "run", tool)
+    assert sanitize.main() == status
+
+
+def keys_of(names: list[str]) -> list[Any]:
+    """Returns the kernels of some names."""
+    return [key for key in catalogue.keys("sm_90a") if key.name in names]
