@@ -1,4 +1,4 @@
-"""The program that runs kernels under compute-sanitizer calls each, and reads what the tool says."""
+"""The program for compute-sanitizer has a call of each kernel, and reads what the tool says."""
 
 from __future__ import annotations
 
