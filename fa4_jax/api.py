@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from fa4_jax import autodiff, bands, catalogue, designs, extents, mesh_types, score, validate, xla
 from fa4_jax.bias import AtDistances, Bias, first_distance, form
 from fa4_jax.extents import Extents
-from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
+from fa4_jax.masks import Mask, bits, in_bias, of_pairs, resolve, values
 from fa4_jax.masks.pairs import Pairs
 from fa4_jax.masks.values import Ids
 from fa4_jax.operands import MaskBits, Operands, Results, RowRanges
@@ -151,7 +151,8 @@ def attention(
       key, value: [B, S, K, H] or [S, K, H], of query's dtype. N is a multiple of K; query head n
         uses key head n // (N // K). Value may have another head dim.
       bias: added to the scaled scores: of `fa4_jax.bias`; or floating, broadcasts to [B, N, T, S]
-        (leading axes may be missing). Differentiable; on the default path.
+        (leading axes may be missing). Differentiable. Kernels read an element for every key, and
+        beside a mask one for each pair that it tells apart; others run on the default path.
       mask: of `fa4_jax.masks`; or boolean, True where a query may see a key, broadcast like bias.
         The kernels hold bits of what is a boolean array, a function, a union or a complement.
       scale: positive; 1 / sqrt(H) by default. Unlike `jax.nn`'s it must be static for the kernels;
@@ -215,13 +216,24 @@ def attention(
         deterministic=deterministic,
         numerics=numerics,
     )
-    operands, problem = canonicalise(call)
     validate.flag("return_residual", return_residual)
     validate.choice("implementation", implementation, validate.IMPLEMENTATIONS)
-    plan = make_plan(problem, find_target(arch), implementation)
+    operands, plan = planned(call, find_target(arch), implementation)
     operands = for_kernels(plan, operands)
     results = explicit.attend_on_mesh(_attend, plan, operands)
     return returned(results, jnp.ndim(query), return_residual)
+
+
+def planned(call: Call, target: Target, implementation: Implementation) -> tuple[Operands, Plan]:
+    """Operands and launches of a call. Where kernels may take it, a dense bias holds its masks.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention`.
+    """
+    operands, problem = canonicalise(call)
+    if target.arch is not None and implementation != "xla":
+        operands, problem = in_bias.moved(operands, problem)
+    return operands, make_plan(problem, target, implementation)
 
 
 def for_kernels(plan: Plan, operands: Operands) -> Operands:

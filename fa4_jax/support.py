@@ -16,7 +16,7 @@ from fa4_jax.extents import offset_array
 from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
-from fa4_jax.masks import Mask, bits, of_pairs, resolve, values
+from fa4_jax.masks import Mask, bits, in_bias, of_pairs, resolve, values
 from fa4_jax.operands import RowRanges
 from fa4_jax.paged import call as paged_call
 from fa4_jax.paged import decode, gather
@@ -156,14 +156,21 @@ class Held:
     Attributes:
       bits: of the words of bits of a mask.
       bias: without its numbers, `bias_buffer.abstract`.
+      masked_bias: a copy of a dense bias that holds the masks beside it (`masks.in_bias`).
     """
 
     bits: tuple[int, ...] | None = None
     bias: Any = None
+    masked_bias: jax.ShapeDtypeStruct | None = None
 
 
-def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Held]:
+def _problem(
+    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], for_kernels: bool
+) -> tuple[Any, Any, Held]:
     """Static facts of a call whose operands may be ShapeDtypeStructs, and its implementation.
+
+    Args:
+      for_kernels: whether kernels may take it.
 
     Raises:
       ValueError: there is no such call, and as the call itself.
@@ -186,9 +193,15 @@ def _problem(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         if call is decode:
             found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], Held()))
         else:
-            operands, problem = canonicalise(Call(*positional, **named))
+            given, asked = canonicalise(Call(*positional, **named))
+            operands, problem = given, asked
+            if for_kernels and implementation != "xla":
+                operands, problem = in_bias.moved(given, asked)
             bias = bias_buffer.abstract(operands, problem)
-            found.append((problem, Held(bits.shape_of(operands), bias)))
+            copy = None
+            if problem is not asked:
+                copy = jax.ShapeDtypeStruct(operands.bias.shape, operands.bias.dtype)
+            found.append((problem, Held(bits.shape_of(operands), bias, copy)))
 
     jax.eval_shape(trace, [x for x, flag in zip(leaves, unknown, strict=True) if flag])
     problem, held = found[0]
@@ -207,7 +220,8 @@ def supports(*args: Any, call: Any = attention, arch: str | None = None, **kwarg
     Raises:
       ValueError, NotImplementedError: the call is wrong on any implementation.
     """
-    given, implementation, _ = _problem(call, args, kwargs)
+    is_known = arch is not None or find_target(None).arch is not None
+    given, implementation, _ = _problem(call, args, kwargs, is_known)
     declined = "xla" if implementation == "xla" else None
     reason = "implementation='xla'" if declined else None
     if isinstance(given, PagedProblem):
@@ -247,8 +261,8 @@ def explain(
     Raises:
       ValueError, NotImplementedError: as the call.
     """
-    problem, implementation, held = _problem(call, args, kwargs)
     target = find_target(arch)
+    problem, implementation, held = _problem(call, args, kwargs, target.arch is not None)
     if isinstance(problem, PagedProblem):
         plan = _plan_of_decode(problem, target, implementation)
         pairs = _pairs_of_decode(problem.attention, args, kwargs)
@@ -367,6 +381,8 @@ def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     ]
     if plan.forward and held.bits is not None:
         found.append(Workspace("mask_bits", "i32", held.bits))
+    if plan.forward and (copy := held.masked_bias) is not None:
+        found.append(Workspace("masked_bias", validate.DTYPES[copy.dtype.name], copy.shape))
     if bias is not None and getattr(held.bias, "dtype", None) != bias.dtype:
         found.append(Workspace("bias", "f32", bias.shape))
     split = group_split(plan)

@@ -325,6 +325,19 @@ def _few_keys() -> list[Case]:
     ]
 
 
+def _masked_biases() -> list[Case]:
+    """Masks beside a dense bias that has an element for each of their pairs (`masks.in_bias`)."""
+    sized = functools.partial(Case, query_length=70, key_length=150)
+    return [
+        sized(bias=(2, 2, 70, 150), mask=(2, 1, 70, 150), heads=(2, 1)),
+        sized(bias=(2, 1, 70, 150), masks=("segments",), is_causal=True, query_offset=80),
+        sized(bias=(2, 2, 70, 150), masks=("scattered",), deterministic=True, head_dim=128),
+        sized(bias=(2, 4, 70, 150), masks=("function",), heads=(4, 2), key_lengths=(150, 60)),
+        sized(bias=(1, 2, 70, 150), batch=1, masks=("ranges",), mask=(1, 2, 1, 150), dtype="fp16"),
+        sized(bias=(2, 2, 70, 150), masks=("images", "chunked"), window=(90, 60)),
+    ]
+
+
 def _default_only() -> list[Case]:
     """What no kernel takes: float32, a head dim above 256, a bias of one column or with a mask."""
     sized = functools.partial(Case, query_length=90, key_length=130)
@@ -353,8 +366,11 @@ def _default_only() -> list[Case]:
 
 _LISTS = (
     *(_sizes, _long, _masks, _heads, _numerics, _row_masks, _pair_masks, _scores),
-    *(_short, _short_scores, _biases, _few_keys, _default_only),
+    *(_short, _short_scores, _biases, _few_keys, _masked_biases, _default_only),
 )
 
 CASES: tuple[Case, ...] = tuple(dict.fromkeys(case for listed in _LISTS for case in listed()))
 """Every case, each once."""
+
+MASKED_BIASES = tuple(_masked_biases())
+"""Those that kernels take in the form of a bias alone, which `Case.has_kernels` does not say."""

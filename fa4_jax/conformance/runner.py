@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fa4_jax.api import Call, Implementation, attention, canonicalise
+from fa4_jax.api import Call, Implementation, attention, planned
 from fa4_jax.conformance import biases, row_masks
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import Verdict, compare
@@ -24,7 +24,7 @@ from fa4_jax.conformance.oracle import (
     with_tangents,
 )
 from fa4_jax.group_split import group_split
-from fa4_jax.plan import Plan, make_plan
+from fa4_jax.plan import Plan
 from fa4_jax.target import current_target
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
@@ -105,8 +105,8 @@ def call(case: Case, inputs: Inputs) -> Call:
 
 def plan_of(case: Case, inputs: Inputs, implementation: Implementation) -> Plan:
     """The kernels, if there are any, that `compute` launches."""
-    _, problem = canonicalise(call(case, inputs))
-    return make_plan(problem, current_target(), implementation)
+    _, plan = planned(call(case, inputs), current_target(), implementation)
+    return plan
 
 
 def run_case(

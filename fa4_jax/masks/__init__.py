@@ -8,6 +8,7 @@ pairs      what ranges cannot say: masks that are evaluated pair by pair
 of_pairs   from masks to these
 bits       these as packed bits, which kernels read
 order      the order in which kernels take tiles
+in_bias    a mask beside a dense bias, for kernels: -inf in a copy of it
 """
 
 from fa4_jax.masks.prepared import tile_table

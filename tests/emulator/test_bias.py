@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fa4_jax import catalogue
-from fa4_jax.conformance.cases import Case
+from fa4_jax.conformance.cases import MASKED_BIASES, Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
 from fa4_jax.key import KernelKey, Pass
@@ -192,7 +192,7 @@ SMALL = (
 """Calls from end to end: each form of a bias, with offsets and lengths."""
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", (*SMALL, *MASKED_BIASES), ids=lambda case: case.id)
 def test_grad(device: Gpu, case: Case, seed: int) -> None:
     found = device(emulated_gpu.verdicts, case, seed, HOW[seed % len(HOW)])
     assert [verdict.name for verdict in found] == ["output", "lse", "dq", "dk", "dv", "dbias"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fa4_jax import catalogue
-from fa4_jax.conformance.cases import CASES, Case
+from fa4_jax.conformance.cases import CASES, MASKED_BIASES, Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.conformance.runner import compute, run_case
 from fa4_jax.key import Pass
@@ -54,6 +54,12 @@ def test_what_not_every_architecture_takes(case: Case, seed: int):
     gradients = case.has_kernels(arch, Pass.BACKWARD)
     verdicts = run_case(case, seed, "kernel", gradients)
     failures = [f"{v.name}: {v.failure}" for v in verdicts if v.failure]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("case", MASKED_BIASES, ids=lambda case: case.id)
+def test_masks_in_a_bias(case: Case, seed: int):
+    failures = [f"{v.name}: {v.failure}" for v in run_case(case, seed, "kernel") if v.failure]
     assert not failures, "\n".join(failures)
 
 
