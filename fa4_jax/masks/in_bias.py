@@ -19,19 +19,22 @@ import jax.numpy as jnp
 from fa4_jax.boxes import Whole
 from fa4_jax.masks.pairs import Between
 from fa4_jax.operands import Operands, RowRanges
+from fa4_jax.plan import unsupported
 from fa4_jax.problem import Problem
 
 Array = jax.Array
 
 
 def moved(operands: Operands, problem: Problem) -> tuple[Operands, Problem]:
-    """The call without its mask, whose dense bias says the same; or as it was, where none can."""
-    if problem.bias != "dense" or not _fits(operands, problem):
+    """The call without its mask, whose dense bias says the same; or as it was, where the bias
+    cannot, or no kernel would take the other call either.
+    """
+    none = {"has_mask": False, "has_ranges": False, "has_tags": False}
+    bare = dataclasses.replace(problem, **none)
+    if problem.bias != "dense" or unsupported(bare) is not None or not _fits(operands, problem):
         return operands, problem
     bias = jnp.where(_visible(operands, problem), operands.bias, -jnp.inf)
-    bare = operands._replace(bias=bias, mask=None, pairs=None, rows=None)
-    none = {"has_mask": False, "has_ranges": False, "has_tags": False}
-    return bare, dataclasses.replace(problem, **none)
+    return operands._replace(bias=bias, mask=None, pairs=None, rows=None), bare
 
 
 def _fits(operands: Operands, problem: Problem) -> bool:

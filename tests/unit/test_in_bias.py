@@ -50,7 +50,7 @@ NAMES = tuple(masks_of(np.random.default_rng(0)))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bias_says_the_same(name: str, rng: np.random.Generator) -> None:
-    given, options = operands(rng), masks_of(rng)[name] | {"is_causal": name == "ids"}
+    given, options = operands(rng, jnp.bfloat16), masks_of(rng)[name] | {"is_causal": name == "ids"}
     found, problem = in_bias.moved(*canonicalise(Call(**given, **options)))
     assert not (problem.has_mask or problem.has_ranges or problem.has_tags)
     assert found.mask is found.pairs is found.rows is None
@@ -59,9 +59,11 @@ def test_the_bias_says_the_same(name: str, rng: np.random.Generator) -> None:
     def results(given: dict[str, jax.Array], **options: Any) -> Any:
         return attention(**given, **options, implementation="xla", return_residual=True)
 
+    given = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+    with_masks = given | {"bias": found.bias.astype(jnp.float32)}
     plain = {"is_causal": options["is_causal"]}
     expected, transpose = jax.vjp(lambda x: results(x, **options), given)
-    moved, other = jax.vjp(lambda x: results(x, **plain), given | {"bias": found.bias})
+    moved, other = jax.vjp(lambda x: results(x, **plain), with_masks)
     bars = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), expected)
     for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -89,8 +91,10 @@ def test_cases(case: Case) -> None:
 
 
 def test_what_stays(rng: np.random.Generator) -> None:
-    """A bias that is smaller than its mask, or not an array; a prepared mask; no mask at all."""
-    given = operands(rng)
+    """A bias that is smaller than its mask, or not an array; a prepared mask; no mask at all; and
+    what no kernel takes in any case.
+    """
+    given = operands(rng, jnp.bfloat16)
     array = {"mask": masks_of(rng)["array"]["mask"]}
     ids = masks_of(rng)["ids"]
     function = masks.function(lambda b, h, q, k: q != k)
@@ -103,6 +107,8 @@ def test_what_stays(rng: np.random.Generator) -> None:
         ({"bias": None}, array),
         ({}, {"mask": prepared}),
         ({}, {}),
+        ({}, array | {"sinks": jnp.zeros(N)}),
+        (operands(rng), array),
     ):
         before = canonicalise(Call(**(given | changes), **options))
         after = in_bias.moved(*before)
@@ -124,7 +130,7 @@ def test_the_copy_is_named(rng: np.random.Generator) -> None:
 
 def test_in_transformations(rng: np.random.Generator) -> None:
     """Traced, and over an axis of calls."""
-    given, options = operands(rng), masks_of(rng)["array"]
+    given, options = operands(rng, jnp.bfloat16), masks_of(rng)["array"]
 
     def moved(bias: jax.Array, mask: jax.Array) -> jax.Array:
         found, _ = in_bias.moved(*canonicalise(Call(**(given | {"bias": bias}), mask=mask)))
