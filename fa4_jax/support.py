@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -13,13 +12,12 @@ import numpy as np
 from fa4_jax import bands, bias_buffer, catalogue, designs, dispatch, validate
 from fa4_jax.api import Call, attention, canonicalise, find_target
 from fa4_jax.extents import offset_array
-from fa4_jax.group_split import group_split
 from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Manifest
 from fa4_jax.masks import Mask, bits, in_bias, of_pairs, resolve, values
 from fa4_jax.operands import RowRanges
 from fa4_jax.paged import call as paged_call
-from fa4_jax.paged import decode, gather
+from fa4_jax.paged import decode
 from fa4_jax.paged.arguments import DecodeCall
 from fa4_jax.paged.arguments import canonicalise as canonicalise_decode
 from fa4_jax.paged.problem import PagedProblem
@@ -27,21 +25,18 @@ from fa4_jax.plan import (
     Plan,
     Target,
     asked_by,
-    given_shapes,
     kernel_keys,
     make_plan,
-    new_buffers,
     unread_mask,
     unsupported,
 )
 from fa4_jax.problem import Problem
+from fa4_jax.workspaces import Held, Workspace, copies, workspaces
 
 _LENGTHS_OF_DECODE = (
     *("query", "key_pages", "value_pages", "page_table"),
     *("lengths", "query_lengths"),
 )
-_ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4}
-_OUTPUTS = ("dq", "dk", "dv")
 _NO_BACKWARD = "decode has no derivative"
 _UNKNOWN = bands.UNBOUNDED
 """Stands for an offset that is traced; no call has it."""
@@ -61,20 +56,6 @@ class Support:
 
     def __str__(self) -> str:
         return self.reason or "supported"
-
-
-@dataclasses.dataclass(frozen=True)
-class Workspace:
-    """A buffer that a call needs beyond its inputs and outputs."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,21 +128,6 @@ class Explanation:
             + " ".join(f"{k}={v}" for k, v in self.tiles[kernel].items())
             for kernel in kernels
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """What kernels would read of a call that is not as the caller has it: shapes, or None.
-
-    Attributes:
-      bits: of the words of bits of a mask.
-      bias: without its numbers, `bias_buffer.abstract`.
-      masked_bias: a copy of a dense bias that holds the masks beside it (`masks.in_bias`).
-    """
-
-    bits: tuple[int, ...] | None = None
-    bias: Any = None
-    masked_bias: jax.ShapeDtypeStruct | None = None
 
 
 def _problem(
@@ -267,7 +233,7 @@ def explain(
         plan = _plan_of_decode(problem, target, implementation)
         pairs = _pairs_of_decode(problem.attention, args, kwargs)
         told = _explained(plan, pairs, target.manifest, held)
-        return dataclasses.replace(told, workspaces=_copies(problem, plan) + told.workspaces)
+        return dataclasses.replace(told, workspaces=copies(problem, plan) + told.workspaces)
     validate.known_sizes(problem, "explain")
     plan = make_plan(problem, target, implementation)
     rows = _known_rows(problem, args, kwargs)
@@ -285,7 +251,7 @@ def _explained(plan: Plan, pairs: int, manifest: Manifest | None, held: Held) ->
         tiles=_tiles(plan, manifest),
         designs=_designs(plan),
         splits=1 if plan.parts is None else plan.parts[0],
-        workspaces=_workspaces(plan, held),
+        workspaces=workspaces(plan, held),
         forward_flops=2 * (head_dim + value_dim) * pairs,
         backward_flops=2 * (3 * head_dim + 2 * value_dim) * pairs if has_backward else 0,
         forward_reason=plan.forward_reason,
@@ -345,52 +311,6 @@ def _designs(plan: Plan) -> dict[str, str]:
         kernel.key.name: designs.PAIR if kernel.launch.cluster[0] == 2 else designs.SINGLE
         for kernel in plan.forward + plan.backward + plan.tangent + plan.hessian
     }
-
-
-def _copies(problem: PagedProblem, plan: Plan) -> tuple[Workspace, ...]:
-    """The keys and values that kernels take side by side, which are copied from pages."""
-    if not plan.forward or plan.problem.page_length is not None:
-        return ()
-    names, dtype = ("k_copied", "v_copied"), plan.problem.dtype
-    return tuple(
-        Workspace(*x) for x in zip(names, (dtype,) * 2, gather.shapes(problem), strict=True)
-    )
-
-
-def _bias(plan: Plan, held: Held) -> Any:
-    """Shape and type of what kernels read of a bias, or None."""
-    if held.bias is None or not plan.forward:
-        return None
-    kernel = next((x for x in plan.backward if x.key.kernel is Pass.BACKWARD), plan.forward[0])
-    return jax.eval_shape(lambda x: bias_buffer.buffer(x, kernel.key), held.bias)
-
-
-def _workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
-    launches = [kernel.launch for kernel in plan.forward_launches + plan.backward]
-    problem, own = plan.problem, {"parts": plan.parts, "tail": plan.tail_shape}
-    bias = _bias(plan, held)
-    if bias is not None:
-        lengths = problem.query_length, problem.key_length
-        is_banded = problem.bias == "banded"
-        shape = bias_buffer.gradient_shape(bias.shape, lengths, is_banded)
-        own |= {"bias": bias.shape, "dbias_shape": shape}
-    found = [
-        Workspace(name, result.dtype, shape)
-        for name, (result, shape) in new_buffers(problem, launches, own).items()
-        if name not in _OUTPUTS and 0 not in shape
-    ]
-    if plan.forward and held.bits is not None:
-        found.append(Workspace("mask_bits", "i32", held.bits))
-    if plan.forward and (copy := held.masked_bias) is not None:
-        found.append(Workspace("masked_bias", validate.DTYPES[copy.dtype.name], copy.shape))
-    if bias is not None and getattr(held.bias, "dtype", None) != bias.dtype:
-        found.append(Workspace("bias", "f32", bias.shape))
-    split = group_split(plan)
-    if split.parts > 1:
-        shapes = given_shapes(split.plan.problem)
-        names = {"k_repeated": "k", "v_repeated": "v", "dk_parts": "k", "dv_parts": "v"}
-        found += [Workspace(name, problem.dtype, shapes[of]) for name, of in names.items()]
-    return tuple(found)
 
 
 def _known(x: Any) -> bool:
