@@ -38,13 +38,13 @@ def dense(x: Array, problem: Problem, rows: Any, keys: Any) -> Array:
     return x if x.shape[4] == 1 else padded(x, 4, keys)
 
 
-def padded(x: Array, axis: int, length: Any) -> Array:
-    """x with zeros after it along an axis, up to a length."""
+def padded(x: Array, axis: int, length: Any, fill: float = 0) -> Array:
+    """x with a number after it along an axis, up to a length."""
     if x.shape[axis] == length:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 def part_of(x: Array, tile: Tile) -> Array:

@@ -332,7 +332,8 @@ def make_rows(call: Call, operands: Operands, cotangents: Cotangents) -> Rows:
         delta = select(seen, delta, 0)
     shift = select(seen, shift, jnp.inf)
     query, output_bar = (padded(x, 1, call.rows) for x in (query, output_bar))
-    shift, delta = (padded(x, 2, call.rows) for x in (shift, delta))
+    # A row of padding has weights of 0, whatever numbers a bias has there.
+    shift, delta = padded(shift, 2, call.rows, jnp.inf), padded(delta, 2, call.rows)
     return Rows(query, output_bar, shift, delta)
 
 

@@ -39,6 +39,14 @@ def test_default_path(path: str, case: Case, seed: int):
     assert not failures, "\n".join([path, *failures])
 
 
+@pytest.mark.parametrize("path", ["blockwise"], indirect=True)
+@pytest.mark.parametrize("case", [case for case in CASES if case.bias_kind == "alibi_steep"])
+def test_rows_of_padding_have_no_weight(path: str, case: Case):
+    """Whatever the slopes add there: exp of it was infinite, and gradients were NaN."""
+    failures = [f"{v.name}: {v.failure}" for v in run_case(case, 1, "xla") if v.failure]
+    assert not failures, "\n".join([path, *failures])
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_case_is_the_problem_that_attention_understands(case: Case):
     """The emulator and the benchmarks take problem and extents from the case, without JAX."""
