@@ -159,10 +159,10 @@ def _problem(
         if call is decode:
             found.append((canonicalise_decode(DecodeCall(*positional, **named))[1], Held()))
         else:
-            given, asked = canonicalise(Call(*positional, **named))
-            operands, problem = given, asked
+            operands, asked = canonicalise(Call(*positional, **named))
+            problem = asked
             if for_kernels and implementation != "xla":
-                operands, problem = in_bias.moved(given, asked)
+                operands, problem = in_bias.moved(operands, asked)
             bias = bias_buffer.abstract(operands, problem)
             copy = None
             if problem is not asked:

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fa4_jax.boxes import Whole
-from fa4_jax.masks.pairs import Between
-from fa4_jax.operands import Operands, RowRanges
+from fa4_jax.boxes import Whole, positions
+from fa4_jax.operands import Operands
 from fa4_jax.plan import unsupported
 from fa4_jax.problem import Problem
+from fa4_jax.xla.tile import in_ranges
 
 Array = jax.Array
 
@@ -58,15 +58,6 @@ def _visible(operands: Operands, problem: Problem) -> Array:
     if operands.pairs is not None:
         seen.append(operands.pairs.seen(box))
     if operands.rows is not None:
-        seen.append(_in_ranges(operands.rows, box))
+        parts = in_ranges(operands.rows, box, positions(box.key, box.keys))
+        seen += [part[:, None] for part in parts]
     return functools.reduce(operator.and_, seen)
-
-
-def _in_ranges(rows: RowRanges, box: Whole) -> Array:
-    """The same of ranges of keys and their tags, bool [B|1, 1, T, S]."""
-    seen = Between(rows.low, rows.high).seen(box)
-    if rows.tags is not None:
-        low, high = (x[:, None, :, None] for x in (rows.tags.query_low, rows.tags.query_high))
-        key = rows.tags.key[:, None, None, :]
-        seen = seen & (low <= key) & (key <= high)
-    return seen

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fa4_jax.bands import UNBOUNDED
-from fa4_jax.boxes import positions
+from fa4_jax.boxes import Box, positions
 from fa4_jax.masks import bits
 from fa4_jax.masks.pairs import Pairs
 from fa4_jax.operands import Cotangents, Gradients, Operands, RowRanges, Tags
@@ -157,7 +157,7 @@ class Call:
             parts += [distance >= -left] if left < UNBOUNDED else []
             parts = [x[:, None, None] for x in parts]
         if self.row_ranges is not None:
-            parts += [x[:, None, None] for x in _in_ranges(self.row_ranges, tile, keys)]
+            parts += [x[:, None, None] for x in in_ranges(self.row_ranges, tile, keys)]
         if self.mask is not None:
             parts.append(part_of(self.mask, tile))
         if self.pairs is not None:
@@ -265,7 +265,7 @@ def _padded_ranges(problem: Problem, operands: Operands, rows: Any, keys: Any) -
     return RowRanges(low, high, found.table, tags)
 
 
-def _in_ranges(found: RowRanges, tile: Tile, keys: Array) -> list[Array]:
+def in_ranges(found: RowRanges, tile: Box, keys: Array) -> list[Array]:
     """Comparisons that hold for the pairs of a tile that ranges and tags allow, [b|1, t, s]."""
 
     def rows(x: Array) -> Array:
