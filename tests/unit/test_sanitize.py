@@ -47,7 +47,8 @@ def test_only_a_clean_run_of_all_is_a_success(
     said = text.replace("ended a", f"ended {names[0]}").replace("ended b", f"ended {names[1]}")
 
     def tool(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"]
+        assert command[:2] == ["timeout", "--kill-after=5"]
+        assert command[3:6] == ["compute-sanitizer", "--tool", "memcheck"]
         assert command[-2:] == names
         return subprocess.CompletedProcess(command, 0, said, "")
 
