@@ -8,7 +8,8 @@ Most of Hopper's kernels load two numbers at once (`KernelKey.pairwise_bias`). O
 they have two copies side by side, the second one without the first number, so that every number is
 at an even place in one of them; and DISTANCE_MARGIN zeros on either side. For the forward a third
 row begins with FAR_NUMBERS numbers that say what scores far from the diagonal get. A dense bias of
-their own 16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2].
+their own 16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2];
+for a forward any number of keys is made a multiple of 8 with zeros, which it does not use.
 Its fourth dimension is less than S, that of a bias by distance is more.
 
 Of a banded bias kernels have the table with BAND_GAP zeros before each row and one more row of
@@ -37,6 +38,9 @@ from fa4_jax.problem import Problem
 
 Array = jax.Array
 
+_COPIED_KEYS = 8
+"""What a forward copies of a row of pairs at once: 16 bytes, at a multiple of 16 bytes."""
+
 LINEAR_REACH = 32
 """What the reach of a linear bias is to kernels."""
 
@@ -58,9 +62,12 @@ def buffer(bias: Any, key: KernelKey) -> Array:
         table = bias.table[..., ::-1].astype(jnp.float32)
         return jnp.pad(table, ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
     own = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[key.dtype]
-    if by_pairs and bias.dtype == own and bias.shape[3] % 2 == 0:
-        return bias.reshape(*bias.shape[:3], bias.shape[3] // 2, 2)
-    return bias.astype(jnp.float32)
+    past = -bias.shape[3] % _COPIED_KEYS if key.kernel is Pass.FORWARD else 0
+    pairs, odd = divmod(bias.shape[3] + past, 2)
+    if not by_pairs or bias.dtype != own or odd or pairs >= bias.shape[3]:
+        return bias.astype(jnp.float32)
+    padded = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, past))) if past else bias
+    return padded.reshape(*bias.shape[:3], pairs, 2)
 
 
 def _two_copies(values: Array) -> Array:

@@ -3,7 +3,7 @@
 A thread has pairs of adjacent keys, every 8 keys, of rows r and r + 8: a fragment of wgmma or
 mma.sync. Of a bias by distance, row r + 8 has at a pair what row r has at the pair before, so one
 pair more than a row has is all that a thread loads. Of a bias in the kernel's own type a pair is
-one word. Both are few enough to be on their way to registers while the product of the scores runs;
+one word. Both are few enough to be on their way while the product of the scores runs;
 fp32 elements, one for each score, are not, and are loaded when the scores are there.
 So are those of a banded bias, in blocks that meet the band.
 """
@@ -97,11 +97,8 @@ class BlockBias:
         places = [cutlass.min(self.row + _STEP * row, last_row) for row in range(_ROWS)]
         return [plane + (Int64(place) * step + self.key // 2) for place in places]
 
-    def load(self, form: Form, past_end: bool) -> cute.Tensor | None:
-        """Starts to load a bias of a form; `add_loaded` takes what comes.
-
-        past_end: whether the block may have keys past the last.
-        """
+    def load(self, form: Form) -> cute.Tensor | None:
+        """Starts to load a bias of a form; `add_loaded` takes what comes."""
         if form == "elements":
             return None
         words = cute.make_rmem_tensor((_ROWS * (self.pairs + 1),), Int32)
@@ -113,11 +110,7 @@ class BlockBias:
         left = self.memory.buffers.bias_columns - self.key // 2
         for row, source in enumerate(sources):
             for pair in range(self.pairs):
-                at, index = 2 * pair + row, _STEP // 2 * pair
-                if past_end:
-                    words[at] = ptx.load_word_below(source, index, left)
-                else:
-                    words[at] = ptx.load_word(source, index)
+                words[2 * pair + row] = ptx.load_word_below(source, _STEP // 2 * pair, left)
         return words
 
     def add_loaded(
@@ -197,7 +190,7 @@ class BlockBias:
         own = self.anew()
         how = dataclasses.replace(how, form=form)
         if words is None or form == "elements":
-            words = own.load(form, how.past_end)
+            words = own.load(form)
         own.add_loaded(scores, words, factor, how)
 
     @cute.jit

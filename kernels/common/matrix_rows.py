@@ -1,7 +1,7 @@
 """Where the rows of matrices lie that ldmatrix loads from a swizzled tile of shared memory.
 
-A tile of 64 rows lies span by span; a chunk of 16 bytes of row r of a span lies where the chunk
-number chunk ^ (r // rows of 128 bytes) has without swizzle.
+A tile, of 64 rows where nothing else is said, lies span by span; a chunk of 16 bytes of row r of a
+span lies where the chunk number chunk ^ (r // rows of 128 bytes) has without swizzle.
 """
 
 import cutlass.cute as cute
@@ -31,8 +31,19 @@ def lane_addresses(
     return found
 
 
-def place(row: int, column: int, span_bytes: int) -> tuple[int, int]:
-    """Returns of 16 rows and 16 columns what changes bits of their address, and the offset."""
+def place(row: int, column: int, span_bytes: int, rows: int = ROWS) -> tuple[int, int]:
+    """Returns of 16 rows and 16 columns what changes bits of their address, and the offset.
+
+    rows: of the tile.
+    """
     columns = span_bytes // 2
-    offset = column // columns * (ROWS * span_bytes) + row * span_bytes
+    offset = column // columns * (rows * span_bytes) + row * span_bytes
     return 2 * (column % columns), offset
+
+
+def row_place(row: int, span_bytes: int) -> tuple[int, int]:
+    """Returns of an even row what changes bits of the address of a chunk in row 0 or 1, and the
+    offset.
+    """
+    chunks = span_bytes // 16
+    return row // (8 // chunks) % chunks * 16, row * span_bytes

@@ -181,15 +181,6 @@ def load_below(source: cute.Pointer, index: int, count: Int32) -> Float32:
     )
 
 
-def load_word(source: cute.Pointer, index: int) -> Int32:
-    """ld.global: returns word `index` of an array."""
-    return cute.arch.inline_ptx(
-        f"ld.global.b32 {{$w0}}, [{{$r0}} + {4 * index}];",
-        write_only_types=[Int32],
-        read_only_args=[source],
-    )
-
-
 def load_word_below(source: cute.Pointer, index: int, count: Int32) -> Int32:
     """ld.global: returns word `index` of an array of `count` words; 0 past the last."""
     return cute.arch.inline_ptx(
@@ -309,6 +300,15 @@ def load_matrices(
         f" {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}} + {offset}];",
         write_only_types=[Int32] * 4,
         read_only_args=[address],
+    )
+
+
+def copy_chunk(target: Int32, offset: int, source: cute.Pointer):
+    """cp.async.cg: starts to copy 16 bytes of global memory to an address of shared memory."""
+    cute.arch.inline_ptx(
+        f"cp.async.cg.shared.global [{{$r0}} + {offset}], [{{$r1}}], 16;",
+        write_only_types=[],
+        read_only_args=[target, source],
     )
 
 

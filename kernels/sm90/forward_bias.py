@@ -37,7 +37,11 @@ from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, Scores
 from kernels.sm90.forward_description import RAMP_WORDS
 from kernels.sm90.forward_schedule import Work
+from kernels.sm90.staged_bias import StagedBias
 from kernels.sm90.tiles import WARPGROUP, ForwardTile
+
+if TYPE_CHECKING:
+    from kernels.sm90.forward_output import Output
 
 Form = LoadedForm | Literal["far", "sloping"]
 """Of a loop's blocks: they load a bias of a form, or are far, without or with a slope."""
@@ -218,6 +222,7 @@ class BiasedScores:
     tile: ForwardTile
     dtype: type[cutlass.Numeric]
     pairwise_bias: bool
+    output: "Output"
 
     if TYPE_CHECKING:
 
@@ -293,6 +298,12 @@ class BiasedScores:
     ):
         """Does the steps of unmasked blocks of a form."""
         above, down_to = blocks
+        if cutlass.const_expr(form == "pairs"):
+            if above > down_to:
+                thread, _, _ = cute.arch.thread_idx()
+                first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
+                self.output.await_stored(place.group, first_warp)
+                self.copy_pairs(shared, own, above - 1)
         for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
             self.step(shared, mma, rows, own, place, block, False, form)
 
@@ -339,16 +350,23 @@ class BiasedScores:
         memory, pairs = tile_bias_of(own).call.memory.anew(), self.tile.n // 8
         return BlockBias(memory, *of, row, key, self.dtype, pairs, self.pairwise_bias)
 
-    def load_bias(
-        self, own: Scores, block: Int32, form: Form | None, early: bool
-    ) -> cute.Tensor | None:
-        """Starts to load what a block of scores gets, where this is the moment for its form.
+    def load_distances(self, own: Scores, block: Int32, form: Form | None) -> cute.Tensor | None:
+        """Starts to load what a block of scores gets, of a bias by distance."""
+        return self.block_bias(own, block).load(form) if form == "distance" else None
 
-        Pairs are twice as many loads as distances, and hold up the next product.
-        """
-        if form in (None, *_FAR) or (form == "distance") != early:
-            return None
-        return self.block_bias(own, block).load(form, past_end=False)
+    def copy_pairs(self, shared: Shared, own: Scores, block: Int32):
+        """Starts to copy a block of pairs to shared memory."""
+        memory = tile_bias_of(own).call.memory
+        StagedBias(shared.bias, self.tile).start(memory, own.work, block)
+
+    @cute.jit
+    def take_pairs(self, shared: Shared, own: Scores, block: Int32) -> cute.Tensor:
+        """Returns a block's pairs, and starts to copy those of the next block of its kind."""
+        words = StagedBias(shared.bias, self.tile).load()
+        blocks = own.work.blocks
+        if block > cutlass.max(blocks.begin, blocks.full_begin):
+            self.copy_pairs(shared, own, block - 1)
+        return words
 
     @cute.jit
     def add_bias(
@@ -361,7 +379,8 @@ class BiasedScores:
     ):
         """Adds what is loaded of a bias to products, where a call has a bias.
 
-        form: of the block; None where it may be any; words: of `load_bias`.
+        form: of the block; None where it may be any; words: of `load_distances` or
+        `take_pairs`.
         """
         if cutlass.const_expr(own.bias is not None and form not in _FAR):
             bias, in_products = self.block_bias(own, block), tile_bias_of(own).call.in_products

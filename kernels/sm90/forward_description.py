@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from fa4_jax.key import KernelKey
@@ -69,7 +70,11 @@ def of_key(key: KernelKey) -> Description:
             ),
             *([_padding(groups)] if band else []),  # Calls with lengths take a kernel with a band.
         ),
-        regions=(*_ramp(key, tile), *_regions(tile, (head_dim, value_dim), ranges, key.reads_mask)),
+        regions=(
+            *_ramp(key, tile),
+            *_regions(tile, (head_dim, value_dim), ranges, key.reads_mask),
+            *_output(key, tile),
+        ),
         division=Division(tile.m, persistent=tile.ctas, by_ticket=band),
         maps=(
             TensorMap("q", "q", tile.m, head_dim, tile.span_bytes),
@@ -137,7 +142,6 @@ def _regions(
     tile: ForwardTile, dims: tuple[int, int], ranges: bool, mask: bool
 ) -> tuple[Region, ...]:
     span, (d, value_dim), ring = tile.span_bytes, dims, tile.kv_stages
-    output = operand("o", (tile.m, value_dim), span, "the output on its way")
     tiles = tile.q_stages
     words = WORK_WORDS + ranges + mask
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
@@ -150,5 +154,15 @@ def _regions(
         operand("k", (tile.n, d, ring), span, "K blocks"),
         operand("v", (tile.n, value_dim, ring), span, "V blocks"),
         operand("vt", (value_dim, tile.n, ring), span, "V transposed", shares="v", transposed=True),
-        *([output] if tile.own_output else []),
     )
+
+
+def _output(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
+    if not tile.own_output:
+        return ()
+    output = operand("o", (tile.m, key.value_dim), tile.span_bytes, "the output on its way")
+    if not (key.bias and key.pairwise_bias):
+        return (output,)
+    holds = "a block of a dense bias; staged_bias"
+    bias = operand("bias", (tile.m, tile.n), tile.span_bytes, holds)
+    return bias, dataclasses.replace(output, shares="bias")

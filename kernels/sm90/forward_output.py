@@ -8,7 +8,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from kernels.common import ptx, resources, tensors
@@ -133,6 +133,16 @@ class Output:
         return output
 
     @cute.jit
+    def await_stored(self, group: Int32, stores: Boolean):
+        """Waits until the memory of the warpgroup's output is free; all of its threads call it.
+
+        stores: whether this is the warp that stores outputs.
+        """
+        if stores:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        resources.meet(self.barrier, group)
+
+    @cute.jit
     def store(self, maps: Maps, memory: cute.Tensor, work: Work, output: cute.Tensor):
         """Stores 64 rows of O through the warpgroup's part of `memory`, or where V was: its start.
 
@@ -147,9 +157,7 @@ class Output:
         source = cute.local_tile(memory, (64, self.value_dim), (part, 0))
         first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
         if cutlass.const_expr(self.tile.own_output):
-            if first_warp:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            resources.meet(self.barrier, group)
+            self.await_stored(group, first_warp)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
         product = wgmma.Wgmma(self.dtype, (1, 1), self.value_dim, majors, wgmma.REGISTERS)
