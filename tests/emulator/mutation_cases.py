@@ -67,7 +67,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
 
     Hopper's tall tiles of a band are for rows that see many keys, its narrow ones for rows that see
     few; where there are such, its short ones are for what is between. With a bias one more case has
-    blocks with a slope.
+    blocks with a slope, and one a dense bias, of which each tile copies several blocks.
     """
     if not key.band and key.arch in TICKETS_WITH_BANDS:
         return _dense_cases(key, common)
@@ -107,6 +107,8 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         query_offset=3 * block + far if key.band else 0,
     )
     others = ((), *([("function",)] if key.reads_mask else [])) if key.ranges else ()
+    shape = 1, 1, wide.query_length, wide.key_length
+    pairs = dataclasses.replace(wide, bias=shape, window=None)
     return (
         *([diagonal] if key.band and key.arch == "sm_90a" else []),
         Case(
@@ -122,7 +124,7 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         *([long] if key.pair else []),
         wide,
         *(dataclasses.replace(wide, masks=masks) for masks in others),
-        *([_sloping_case(common)] if key.bias and key.pairwise_bias else []),
+        *([_sloping_case(common), pairs] if key.bias and key.pairwise_bias else []),
     )
 
 

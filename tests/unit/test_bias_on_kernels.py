@@ -107,16 +107,30 @@ def test_of_other_numbers_none_are_far() -> None:
 
 
 def test_a_dense_bias_is_read_as_it_is_where_keys_are_pairs() -> None:
-    def shape(of: Any, key: KernelKey = BY_PAIRS) -> Any:
+    def shape(of: Any, key: KernelKey) -> Any:
         found = jax.eval_shape(lambda x: bias_buffer.buffer(x, key), of)
         return found.dtype, found.shape
 
+    backward = dataclasses.replace(BY_PAIRS, kernel=Pass.BACKWARD)
     even, odd = (jax.ShapeDtypeStruct((1, 4, 9, keys), jnp.bfloat16) for keys in (10, 11))
-    assert shape(even) == (jnp.bfloat16, (1, 4, 9, 5, 2))
-    assert shape(odd) == (jnp.float32, odd.shape)
+    assert shape(even, backward) == (jnp.bfloat16, (1, 4, 9, 5, 2))
+    assert shape(odd, backward) == (jnp.float32, odd.shape)
     assert shape(even, BY_ONE) == (jnp.float32, even.shape)
-    assert shape(jax.ShapeDtypeStruct(even.shape, jnp.float16))[0] == jnp.float32
-    assert bias_buffer.gradient_shape(shape(even)[1], (9, 10))[1:5] == even.shape
+    assert shape(jax.ShapeDtypeStruct(even.shape, jnp.float16), backward)[0] == jnp.float32
+    assert bias_buffer.gradient_shape(shape(even, backward)[1], (9, 10))[1:5] == even.shape
+
+
+@pytest.mark.parametrize("keys", range(1, 20))
+def test_a_forward_reads_whole_chunks_of_eight_keys(keys: int, rng: np.random.Generator) -> None:
+    of = jnp.asarray(rng.normal(size=(2, 1, 3, keys)), jnp.bfloat16)
+    found = bias_buffer.buffer(of, BY_PAIRS)
+    if found.dtype == jnp.float32:
+        assert found.shape == of.shape and keys < 5  # Else kernels would not know them from others.
+        return
+    padded = found.reshape(2, 1, 3, -1)
+    assert found.shape[3] < keys and padded.shape[3] % 8 == 0 <= padded.shape[3] - keys < 8
+    np.testing.assert_array_equal(padded[..., :keys], of)
+    assert not np.any(padded[..., keys:])
 
 
 @pytest.mark.parametrize("offset", [np.array([3]), np.array([3, -9])])
