@@ -25,6 +25,7 @@ _REMOVED = (
     r"clusterlaunchcontrol\.try_cancel",
     r"st\.async",
     r"mbarrier\.arrive",
+    r"cp\.async\.(commit|wait)_group",
     r"cp\.async\.bulk\.commit_group",
     r"cp\.async\.bulk\.wait_group",
     r"red\.release",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
+from collections import Counter
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -17,8 +19,9 @@ from fa4_jax.conformance.cases import MASKED_BIASES, Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, oracle, ordinary
 from fa4_jax.key import KernelKey, Pass
+from kernels.emulator import Policy
 from tests import sampling
-from tests.emulator import attention, emulated_gpu, mutation_score
+from tests.emulator import attention, emulated_gpu, mutation_score, mutations
 from tests.emulator.kernel_conformance import ADVERSARIES, Problem, targets, verdicts
 from tests.emulator.processes import HOW, Gpu
 
@@ -65,6 +68,25 @@ def test_gradients_have_the_same_bits_in_any_order(key: KernelKey) -> None:
         assert np.abs(first.astype(np.float32)).max() > 0
         for other in others:
             np.testing.assert_array_equal(other, first)
+
+
+def test_what_orders_copies_of_a_dense_bias_is_missed() -> None:
+    """Everything that a warp waits for around the copies of staged_bias, removed one at a time."""
+    (key,) = (key for key in KERNELS if key.name == "sm_90a_fwd_bf16_d128_band_bias")
+    text = attention.ptx(key).text
+    copies = [n for n, line in enumerate(text.split("\n"), 1) if "cp.async.cg" in line]
+    launch = mutation_score.problems(key)[-1]
+    trial = mutations.Trial(launch, launch.run(Policy()), mutation_score.policies(key)[0], 0)
+    found = {}
+    for change in mutations.mutations(text, counts=False):
+        waits = re.match(r"removed: (cp\.async\.|bar\.warp|bar\.sync)", change.change)
+        if waits and any(-10 < copy - change.line < 220 for copy in copies):
+            found[change.line, change.change] = mutations.notices([trial], change)[0]
+    kinds = Counter(change.split()[1] for _, change in found)
+    # Two starts, one wait, lanes that meet before and after they load, and the output's memory.
+    assert kinds["cp.async.commit_group;"] == 2 and kinds["cp.async.wait_group"] == 1
+    assert kinds["bar.warp.sync"] == 2 and kinds["cp.async.bulk.wait_group.read"] == 1
+    assert set(found.values()) <= {"race", "participants", "deadlock"}
 
 
 SPECIAL = Case(
