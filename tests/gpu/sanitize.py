@@ -3,11 +3,11 @@
     python -m tests.gpu.sanitize memcheck [--processes 8] [--only "sm_90a_bwd_bf16_d64*"]
     python -m tests.gpu.sanitize synccheck
 
-A kernel gets one small call, the first of its mutations' problems, which has several tiles and
-uses the slots of its rings again. Results are not compared: other tests do that. Several kernels
-share a process, since starting one takes seconds. The command prints what is reported, kernel by
-kernel, and returns 1 if anything is, or if a kernel's call does not come to its end. Kernels that
-read pages have no such call; tests/gpu/test_decode.py runs them.
+A kernel gets small calls, its mutations' problems, which have several tiles and use the slots of
+its rings again. Results are not compared: other tests do that. Several kernels share a process,
+since starting one takes seconds. The command prints what is reported, kernel by
+kernel, and returns 1 if anything is, or if a kernel's calls do not come to their end. Kernels that
+read pages have no such calls; tests/gpu/test_decode.py runs them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fa4_jax.plan import hessian_keys, kernel_keys, tangent_key
 from tests.emulator import mutation_cases
 
 TOOLS = ("memcheck", "synccheck")
-_CALLS_OF_PROCESS = 6
+_KERNELS_OF_PROCESS = 3
 _MOST_SECONDS = 120
 _FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT)
 _OF_BACKWARD = (Pass.BACKWARD, Pass.BIAS_GRADIENT)
@@ -64,14 +64,9 @@ def checked_keys(only: str = "*") -> list[KernelKey]:
     ]
 
 
-def case_of(key: KernelKey) -> Case:
-    """Returns the problem of a kernel's call."""
-    return mutation_cases.cases(key)[0]
-
-
-def kernels(key: KernelKey) -> tuple[KernelKey, ...]:
-    """Returns the main kernels that the call of a key launches on Hopper."""
-    problem = case_of(key).problem
+def kernels(key: KernelKey, case: Case) -> tuple[KernelKey, ...]:
+    """Returns the main kernels that the call of a key with a case launches on Hopper."""
+    problem = case.problem
     forward, backward = kernel_keys(problem, key.arch)
     if key.kernel is Pass.TANGENT:
         return *forward, tangent_key(problem, key.arch)
@@ -80,9 +75,8 @@ def kernels(key: KernelKey) -> tuple[KernelKey, ...]:
     return forward if key.kernel in _FORWARDS else forward + backward
 
 
-def run(key: KernelKey) -> None:
-    """Makes the call of a key."""
-    case = case_of(key)
+def run(key: KernelKey, case: Case) -> None:
+    """Makes the call of a key with a case."""
     if key.kernel is Pass.TANGENT:
         run_tangents(case, 0, "kernel")
     elif key.kernel in HESSIAN_PASSES:
@@ -121,14 +115,15 @@ def main() -> int:
     if options.run:
         for key in checked_keys():
             if key.name in options.run:
-                run(key)
+                for case in mutation_cases.cases(key):
+                    run(key, case)
                 print("ended", key.name, flush=True)
         return 0
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("compute-sanitizer is not on the path")
     console, wanted = Console(width=120), [key.name for key in checked_keys(options.only)]
-    firsts = range(0, len(wanted), _CALLS_OF_PROCESS)
-    groups = [wanted[first : first + _CALLS_OF_PROCESS] for first in firsts]
+    firsts = range(0, len(wanted), _KERNELS_OF_PROCESS)
+    groups = [wanted[first : first + _KERNELS_OF_PROCESS] for first in firsts]
     missing, reported = set(wanted), 0
     with ThreadPoolExecutor(options.processes) as pool:
         running = {pool.submit(check, options.tool, names): names for names in groups}
