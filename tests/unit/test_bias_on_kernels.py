@@ -213,6 +213,10 @@ def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> 
     assert "bias: no kernel computes tangents" in str(told.tangent_reason)
     memory = {space.name: space.num_bytes for space in told.workspaces}
     assert memory["bias"] == memory["dbias"] == 4 * 100 * 100 * 4
+    assert memory["bias_padded"] == 4 * 100 * 104 * 2
+    key = jax.ShapeDtypeStruct((2, 104, 4, 64), jnp.bfloat16)
+    whole = explain(Q, key, key, jax.ShapeDtypeStruct((1, 4, 100, 104), jnp.bfloat16))
+    assert not any(space.name == "bias_padded" for space in whole.workspaces)
     slopes = jax.ShapeDtypeStruct((4,), jnp.float32)
     told = explain(Q, Q, Q, bias.alibi(slopes), is_causal=True)
     memory = {space.name: space.num_bytes for space in told.workspaces}
