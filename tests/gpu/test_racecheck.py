@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
+from collections import Counter
 
 import pytest
 
@@ -60,6 +61,27 @@ def test_a_program_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     with pytest.raises(ValueError, match="returned 1"):
         racecheck.check(racecheck.keys()[0])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_failure_does_not_end_the_others(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    first, second = racecheck.keys()[:2]
+
+    def check(key: KernelKey) -> Counter[tuple[str, ...]]:
+        if fails and key == first:
+            raise ValueError(f"{key.name} returned 124: [...]")
+        return Counter({("bwd", "UBLKCP", "LDS"): 3})
+
+    monkeypatch.setattr(racecheck, "keys", lambda: [first, second])
+    monkeypatch.setattr(racecheck, "check", check)
+    monkeypatch.setattr(racecheck.shutil, "which", lambda _: "compute-sanitizer")
+    monkeypatch.setattr("sys.argv", ["racecheck"])
+    assert racecheck.main() == fails
+    told = capsys.readouterr().out
+    assert f"{second.name}: bwd UBLKCP LDS, 3 pairs, explained" in told
+    assert (f"{first.name} returned 124: [...]" in told) == fails
 
 
 @pytest.mark.parametrize("key", racecheck.keys(), ids=lambda key: key.name)
