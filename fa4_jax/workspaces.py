@@ -79,7 +79,7 @@ def workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
         found.append(Workspace("masked_bias", validate.DTYPES[copy.dtype.name], copy.shape))
     if bias is not None and getattr(held.bias, "dtype", None) != bias.dtype:
         found.append(Workspace("bias", "f32", bias.shape))
-    found += _padded_bias(plan, held)
+    found += _forward_bias(plan, held)
     split = group_split(plan)
     if split.parts > 1:
         shapes = given_shapes(split.plan.problem)
@@ -88,13 +88,16 @@ def workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     return tuple(found)
 
 
-def _padded_bias(plan: Plan, held: Held) -> list[Workspace]:
-    """The copy of a dense bias whose rows a forward reads in whole chunks, if it reads one."""
+def _forward_bias(plan: Plan, held: Held) -> list[Workspace]:
+    """The copy of a dense bias that the forward reads, where the backward reads none like it."""
     if plan.problem.bias != "dense" or held.bias is None or not plan.forward:
         return []
     read = jax.eval_shape(lambda x: bias_buffer.buffer(x, plan.forward[0].key), held.bias)
-    is_copy = read.size != held.bias.size
-    return [Workspace("bias_padded", plan.problem.dtype, read.shape)] if is_copy else []
+    if read.size != held.bias.size:  # Its rows are filled up.
+        return [Workspace("bias_padded", plan.problem.dtype, read.shape)]
+    of_backward = _bias(plan, held)
+    is_copy = read.dtype != held.bias.dtype and of_backward.dtype == held.bias.dtype
+    return [Workspace("bias", "f32", read.shape)] if is_copy else []
 
 
 def _bias(plan: Plan, held: Held) -> Any:

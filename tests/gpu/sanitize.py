@@ -5,9 +5,9 @@
 
 A kernel gets small calls, its mutations' problems, which have several tiles and use the slots of
 its rings again. Results are not compared: other tests do that. Several kernels share a process,
-since starting one takes seconds. The command prints what is reported, kernel by
-kernel, and returns 1 if anything is, or if a kernel's calls do not come to their end. Kernels that
-read pages have no such calls; tests/gpu/test_decode.py runs them.
+since starting one takes seconds. The command prints what is reported, process by process, and
+returns 1 if anything is, or if a kernel's calls do not come to their end. Kernels that read pages
+have no such calls; tests/gpu/test_decode.py runs them.
 """
 
 from __future__ import annotations

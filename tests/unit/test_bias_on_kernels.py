@@ -217,6 +217,10 @@ def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> 
     key = jax.ShapeDtypeStruct((2, 104, 4, 64), jnp.bfloat16)
     whole = explain(Q, key, key, jax.ShapeDtypeStruct((1, 4, 100, 104), jnp.bfloat16))
     assert not any(space.name == "bias_padded" for space in whole.workspaces)
+    wide = jax.ShapeDtypeStruct((2, 100, 4, 256), jnp.bfloat16)
+    # Hopper's forward reads fp32 numbers there, its backward pairs of bfloat16.
+    (copy,) = (x for x in explain(wide, wide, wide, dense).workspaces if x.name == "bias")
+    assert (copy.dtype, copy.shape) == ("f32", dense.shape)
     slopes = jax.ShapeDtypeStruct((4,), jnp.float32)
     told = explain(Q, Q, Q, bias.alibi(slopes), is_causal=True)
     memory = {space.name: space.num_bytes for space in told.workspaces}
