@@ -38,6 +38,16 @@ def test_reports_are_read():
     assert racecheck.hazard((second, first), code) == explained
 
 
+def test_a_kernel_that_is_reported_comes_first():
+    def names(only: str) -> list[str]:
+        return [key.name for key in racecheck.chosen(only)]
+
+    control, one = "sm_90a_bwd_bf16_d64_band", "sm_90a_fwd_bf16_d64"
+    assert names(one) == [control, one]
+    every = racecheck.keys()
+    assert sorted(names("*")) == sorted(key.name for key in every)
+
+
 def test_a_program_that_ends_early_is_an_error():
     with pytest.raises(ValueError, match="no summary"):
         racecheck.parse("========= Error: Target application terminated\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from typing import Any
 
@@ -50,8 +51,9 @@ def test_only_a_clean_run_of_all_is_a_success(
     said = text.replace("ended a", f"ended {names[0]}").replace("ended b", f"ended {names[1]}")
 
     def tool(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:2] == ["timeout", "--kill-after=5"]
-        assert command[3:6] == ["compute-sanitizer", "--tool", "memcheck"]
+        assert command[:2] == ["taskset", "--cpu-list"]
+        assert command[3:5] == ["timeout", "--kill-after=5"]
+        assert command[6:9] == ["compute-sanitizer", "--tool", "memcheck"]
         assert command[-2:] == names
         return subprocess.CompletedProcess(command, 0, said, "")
 
@@ -60,6 +62,27 @@ def test_only_a_clean_run_of_all_is_a_success(
     monkeypatch.setattr(sanitize.shutil, "which", lambda _: "compute-sanitizer")
     monkeypatch.setattr(sanitize.subprocess, "run", tool)
     assert sanitize.main() == status
+
+
+def test_a_tool_that_crashes_is_started_again(monkeypatch: pytest.MonkeyPatch):
+    said = ["ended a\nSegmentation fault\n", "", CLEAN, DIRTY]
+
+    def tool(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 139, said.pop(0), "")
+
+    monkeypatch.setattr(sanitize.subprocess, "run", tool)
+    report = sanitize.check("memcheck", ["a", "b"], "0")
+    assert report.errors == 0 and report.ended == {"a", "b"} and said == [DIRTY]
+    assert sanitize.check("memcheck", ["a", "b"], "0").errors == 1 and not said
+
+
+@pytest.mark.parametrize("processes", [1, 2, 1000])
+def test_every_process_has_cores(processes: int):
+    shares = sanitize.shares_of_cores(processes)
+    found = [shares.get() for _ in range(processes)]
+    assert shares.empty() and all(found)
+    if processes == 1:
+        assert len(found[0].split(",")) == len(os.sched_getaffinity(0))
 
 
 def keys_of(names: list[str]) -> list[Any]:
