@@ -8,14 +8,16 @@ Most of Hopper's kernels load two numbers at once (`KernelKey.pairwise_bias`). O
 they have two copies side by side, the second one without the first number, so that every number is
 at an even place in one of them; and DISTANCE_MARGIN zeros on either side. For the forward a third
 row begins with FAR_NUMBERS numbers that say what scores far from the diagonal get. A dense bias of
-their own 16-bit type with an even number of keys is an array of pairs, [B|1, N|1, T|1, S / 2, 2];
-for a forward any number of keys is made a multiple of 8 with zeros, which it does not use.
+their own 16-bit type is an array of pairs, [B|1, N|1, T|1, S / 2, 2], where S is made a multiple of
+8 with zeros, which nobody uses.
 Its fourth dimension is less than S, that of a bias by distance is more.
 
 Of a banded bias kernels have the table with BAND_GAP zeros before each row and one more row of
 zeros, so that a row's elements lie between zeros, and with the columns in reverse: as the keys are
 then, which makes a row's elements those of a dense bias at the row's keys of the band. Its first
 distance, `first_distance`, is a scalar of the call, and says that a bias is banded.
+
+The gradient of a dense bias of pairs has pairs, too: sums in fp32, which the kernel rounds.
 
 Kernels sum the gradient of a bias by distance along the diagonals of tiles of 64 x 64 pairs: a
 lower half of 64 diagonals and an upper one of 63. The upper half of a tile and the lower half of
@@ -39,7 +41,9 @@ from fa4_jax.problem import Problem
 Array = jax.Array
 
 _COPIED_KEYS = 8
-"""What a forward copies of a row of pairs at once: 16 bytes, at a multiple of 16 bytes."""
+"""What a kernel copies of a row of pairs at once: 16 bytes, at a multiple of 16 bytes."""
+
+_RANK_OF_PAIRS = 5  # of the array of a dense bias
 
 LINEAR_REACH = 32
 """What the reach of a linear bias is to kernels."""
@@ -62,9 +66,9 @@ def buffer(bias: Any, key: KernelKey) -> Array:
         table = bias.table[..., ::-1].astype(jnp.float32)
         return jnp.pad(table, ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
     own = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[key.dtype]
-    past = -bias.shape[3] % _COPIED_KEYS if key.kernel is Pass.FORWARD else 0
-    pairs, odd = divmod(bias.shape[3] + past, 2)
-    if not by_pairs or bias.dtype != own or odd or pairs >= bias.shape[3]:
+    past = -bias.shape[3] % _COPIED_KEYS
+    pairs = (bias.shape[3] + past) // 2
+    if not by_pairs or bias.dtype != own or pairs >= bias.shape[3]:
         return bias.astype(jnp.float32)
     padded = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, past))) if past else bias
     return padded.reshape(*bias.shape[:3], pairs, 2)
@@ -138,8 +142,16 @@ def gradient_shape(
         # The rows of a tile have their columns at TILE - 1 keys more than one row has.
         tiles = -(-(columns + TILE - 1) // TILE)
         return 0, batch, heads, rows - 1, columns, -(-lengths[0] // TILE) * tiles
-    columns *= 2 if len(shape) == 5 else 1
     row_tiles, key_tiles = (-(-length // TILE) for length in lengths)
+    if len(shape) == _RANK_OF_PAIRS:  # A pair of sums is in one number, and none are past S.
+        return (
+            0,
+            batch,
+            heads,
+            rows,
+            -(-lengths[1] // 2),
+            (row_tiles if rows != 1 else 1) * key_tiles,
+        )
     if columns != lengths[1]:
         units = row_tiles + key_tiles - 1
         return 0, batch, heads, 2, units * TILE, units
@@ -156,7 +168,10 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
     if isinstance(bias, Banded):
         return Banded(bias.first, found.astype(bias.table.dtype))
     if not isinstance(bias, AtDistances):
-        return found.astype(bias.dtype)
+        if found.shape[3] == bias.shape[3]:
+            return found.astype(bias.dtype)
+        pairs = jax.lax.bitcast_convert_type(found, bias.dtype)
+        return pairs.reshape(*bias.shape[:3], -1)[..., : bias.shape[3]]
     rows, keys = lengths
     if found.shape[2] == 2:
         widths = [(0, 0), (0, 0)]

@@ -13,7 +13,7 @@ from fa4_jax.group_split import group_split
 from fa4_jax.key import Pass
 from fa4_jax.paged import gather
 from fa4_jax.paged.problem import PagedProblem
-from fa4_jax.plan import Plan, given_shapes, new_buffers
+from fa4_jax.plan import Kernel, Plan, given_shapes, new_buffers
 
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "f64": 8, "i32": 4}
 _OUTPUTS = ("dq", "dk", "dv")
@@ -77,9 +77,7 @@ def workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
         found.append(Workspace("mask_bits", "i32", held.bits))
     if plan.forward and (copy := held.masked_bias) is not None:
         found.append(Workspace("masked_bias", validate.DTYPES[copy.dtype.name], copy.shape))
-    if bias is not None and getattr(held.bias, "dtype", None) != bias.dtype:
-        found.append(Workspace("bias", "f32", bias.shape))
-    found += _forward_bias(plan, held)
+    found += _bias_copies(plan, held)
     split = group_split(plan)
     if split.parts > 1:
         shapes = given_shapes(split.plan.problem)
@@ -88,21 +86,34 @@ def workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     return tuple(found)
 
 
-def _forward_bias(plan: Plan, held: Held) -> list[Workspace]:
-    """The copy of a dense bias that the forward reads, where the backward reads none like it."""
-    if plan.problem.bias != "dense" or held.bias is None or not plan.forward:
+def _bias_copies(plan: Plan, held: Held) -> list[Workspace]:
+    """The copies of a bias that kernels read: of other types, or with rows that are filled up."""
+    bias = _bias(plan, held)
+    if bias is None:
         return []
-    read = jax.eval_shape(lambda x: bias_buffer.buffer(x, plan.forward[0].key), held.bias)
-    if read.size != held.bias.size:  # Its rows are filled up.
-        return [Workspace("bias_padded", plan.problem.dtype, read.shape)]
-    of_backward = _bias(plan, held)
-    is_copy = read.dtype != held.bias.dtype and of_backward.dtype == held.bias.dtype
-    return [Workspace("bias", "f32", read.shape)] if is_copy else []
+    if plan.problem.bias != "dense":
+        return [Workspace("bias", "f32", bias.shape)]
+    found = {}
+    for kernel in (plan.forward[0], *filter(_is_main, plan.backward)):
+        read = _read(kernel, held)
+        if read.dtype != held.bias.dtype:
+            found["bias"] = Workspace("bias", "f32", read.shape)
+        elif read.size != held.bias.size:
+            found["bias_padded"] = Workspace("bias_padded", plan.problem.dtype, read.shape)
+    return list(found.values())
 
 
 def _bias(plan: Plan, held: Held) -> Any:
-    """Shape and type of what kernels read of a bias, or None."""
+    """Shape and type of what the main kernel reads of a bias, or None."""
     if held.bias is None or not plan.forward:
         return None
-    kernel = next((x for x in plan.backward if x.key.kernel is Pass.BACKWARD), plan.forward[0])
+    return _read(next((x for x in plan.backward if _is_main(x)), plan.forward[0]), held)
+
+
+def _is_main(kernel: Kernel) -> bool:
+    return kernel.key.kernel is Pass.BACKWARD
+
+
+def _read(kernel: Kernel, held: Held) -> Any:
+    """Shape and type of what a kernel reads of a bias."""
     return jax.eval_shape(lambda x: bias_buffer.buffer(x, kernel.key), held.bias)

@@ -51,6 +51,8 @@ from kernels.kernel_source import KernelSource
 TILE = BIAS_GRADIENT_TILE
 _DEPTH = 16  # of one mma.sync
 _COLUMNS = 8  # of one mma.sync
+_PAIRS = TILE // 2  # of a row
+_THREADS = 128  # of the MMA warps
 _HALVES = 2  # rows of a thread: lane // 4 and 8 more of the warp's 16
 
 
@@ -353,16 +355,48 @@ class BiasGradient(BiasGradientHost):
             self.store_diagonals(shared, of_plane + work.unit * TILE, columns)
         elif call.memory.is_band():
             self.store_band(shared, call, work, of_plane)
-        elif call.rows_differ():
-            self.store_tile(shared, call, work, of_plane)
+        elif cutlass.const_expr(not self.pairwise):
+            self.store_elements(shared, call, work, of_plane)
+        elif call.memory.in_pairs():
+            self.store_pairs(shared, call, work, of_plane)
         else:
-            self.store_columns(shared, call, work, of_plane)
+            self.store_elements(shared, call, work, of_plane)
 
     def rows_of_plane(self, call: Call) -> Int32:
         """Returns dbias's rows: the bias's, or by distance two, of lower and upper diagonals."""
         by_distance, is_band = call.memory.by_distance(), call.memory.is_band()
         rows = Int32(cutlass.select_(is_band, call.sizes.query_length, call.bias.bias_rows))
         return Int32(cutlass.select_(by_distance, Int32(2), rows))
+
+    @cute.jit
+    def store_elements(self, shared: Shared, call: Call, work: Work, plane: cute.Pointer):
+        """Stores the sums of a dense bias as fp32 numbers."""
+        if call.rows_differ():
+            self.store_tile(shared, call, work, plane)
+        else:
+            self.store_columns(shared, call, work, plane)
+
+    @cute.jit
+    def store_pairs(self, shared: Shared, call: Call, work: Work, plane: cute.Pointer):
+        """Stores the sums of a dense bias in pairs, rounded to its type: a pair is a word of dbias.
+
+        Where rows are alike, each pair is the sum of a column's rows.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        pair, alike = thread % _PAIRS, call.bias.bias_rows == 1
+        key = work.key_tile * TILE + 2 * pair
+        for row in cutlass.range(thread // _PAIRS, TILE, _THREADS // _PAIRS, unroll=1):
+            query = work.first_row_tile * TILE + row
+            low, high = shared.sums[2 * pair, row], shared.sums[2 * pair + 1, row]
+            query = Int32(cutlass.select_(alike, row, query))
+            if alike & (row == 0):
+                for other in cutlass.range(1, TILE, unroll=1):
+                    low += shared.sums[2 * pair, other]
+                    high += shared.sums[2 * pair + 1, other]
+            if (query < call.bias.bias_rows) & (key < call.sizes.key_length):
+                target = plane + (Int64(query) * call.shape.dbias_columns + key // 2)
+                word = ptx.round_pair(self.dtype, low, high)
+                cute.make_tensor(target, cute.make_layout(1))[0] = word.bitcast(Float32)
 
     @cute.jit
     def store_tile(self, shared: Shared, call: Call, work: Work, plane: cute.Pointer):

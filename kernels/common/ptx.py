@@ -303,12 +303,18 @@ def load_matrices(
     )
 
 
-def copy_chunk(target: Int32, offset: int, source: cute.Pointer):
-    """cp.async.cg: starts to copy 16 bytes of global memory to an address of shared memory."""
+def copy_chunk(target: Int32, offset: int, source: cute.Pointer, row: Int32, row_bytes: Int32):
+    """cp.async.cg: starts to copy 16 bytes of a row of global memory to shared memory.
+
+    Args:
+      target, offset: their sum is the address in shared memory.
+      source: of the same bytes of row 0.
+    """
     cute.arch.inline_ptx(
-        f"cp.async.cg.shared.global [{{$r0}} + {offset}], [{{$r1}}], 16;",
+        "{ .reg .b64 at; mad.wide.s32 at, {$r2}, {$r3}, {$r1};"
+        f" cp.async.cg.shared.global [{{$r0}} + {offset}], [at], 16; }}",
         write_only_types=[],
-        read_only_args=[target, source],
+        read_only_args=[target, source, row, row_bytes],
     )
 
 

@@ -249,6 +249,8 @@ class Backward(BackwardParts):
         resources.meet(self.finished)
         tiles_done, step = done
         of_tile = words_of_tile(shared, tiles_done)
+        first = Step(Int32(0), Int32(0), step, group, of_tile=of_tile)
+        self.copy_first_bias(shared, work, first)
         for member in cutlass.range(work.group, unroll=1):
             for index in cutlass.range(steps, unroll=1):
                 block, hidden = self.visit(shared, work, index, step)
@@ -352,7 +354,7 @@ class Backward(BackwardParts):
             delta = self.statistics(shared.delta, slot)
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
-        self.add_bias(work, scores, place, exponents)
+        self.add_bias(work, scores, place, exponents, shared)
         self.mask(work, scores, place)
         if cutlass.const_expr(not self.soft_cap):
             self.exponentiate(scores, lse_log2, exponents.scale_log2)
@@ -366,6 +368,7 @@ class Backward(BackwardParts):
             ds = self.gradient_at_once((scores, dp), delta, staging, (grads.dv, dot), thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(self.scores_ready)
+        self.copy_next_bias(shared, work, place)
 
         dq_mma = products.dq.tiled()
         dq_slice = dq_mma.get_slice(uniform)

@@ -1,7 +1,11 @@
 """The bias of the Hopper backward's transposed scores: a row is a key, a column is a query.
 
 What lies in memory, and when it is loaded, is as in the forward (kernels/common/block_bias.py).
-Pairs in memory are of keys: a warp loads matrices of 8 queries x 8 keys and transposes them.
+Pairs in memory are of keys: a warp loads matrices of 8 queries x 8 keys and transposes them. Where
+a CTA takes tile after tile, each warp has copied its 16 keys of a step by then, while the step
+before was under way, and to where its dS of the step goes afterwards; nobody else reads or writes
+there in the meantime. 16 bytes of queries 4 to 7 of each 8 change places, so that the eight rows
+of a matrix lie in different banks.
 """
 
 import dataclasses
@@ -19,8 +23,15 @@ from kernels.sm90 import softmax
 from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_mask import first_key, first_query, of_tile
 from kernels.sm90.backward_tiles import place_of_tile
+from kernels.sm90.tiles import WARPGROUP
 
 _CHUNK = 8  # pairs that are loaded together
+_CHUNKS = 2  # of 16 bytes, that are a warp's 16 keys of a query
+_CHUNK_PAIRS = 4
+_COPIED_QUERIES = 16  # by a warp at once
+_QUERY_BYTES = 32
+_WARP_KEYS = 16
+_SPAN_BYTES = 128  # of dS
 _STEP = 8  # from a pair of queries of a key to the next one, and between the keys of a thread
 
 
@@ -31,7 +42,7 @@ class StepBias:
     Attributes:
       memory: where the bias is.
       work, place: of the step.
-      m: queries of a block.
+      m, n: queries and keys of a step.
       dtype: the kernel's storage type.
     """
 
@@ -39,6 +50,7 @@ class StepBias:
     work: Work
     place: Step
     m: int
+    n: int
     dtype: type[cutlass.Numeric]
 
     @property
@@ -85,8 +97,64 @@ class StepBias:
         return words
 
     @cute.jit
-    def add(self, scores: cute.Tensor, before_bias: Float32):
-        """Replaces products by scores: times before_bias, plus the bias of key and query."""
+    def start(self, staging: cute.Tensor):
+        """Starts to copy the step's pairs of this warp's keys, where the bias has pairs.
+
+        A lane copies 8 keys of every 16th query. Queries past the last are the last one, and keys
+        past the last chunk those of it: nobody uses their scores.
+        """
+        if self.memory.in_pairs():
+            batch, head, key = self.of()
+            memory, first, lane = (
+                self.memory.anew(),
+                self.place.block * self.m,
+                cute.arch.lane_idx(),
+            )
+            rows, columns = memory.buffers.bias_rows, memory.buffers.bias_columns
+            chunk, query = lane % _CHUNKS, lane // _CHUNKS
+            column = (key - lane // 4) // 2 + chunk * _CHUNK_PAIRS
+            own = memory.plane(batch, head) + cutlass.min(column, columns - _CHUNK_PAIRS)
+            row_bytes = INT32.select(rows > 1, columns * 4, Int32(0))
+            last_row, target = memory.sizes.query_length - 1, self.staged(staging)
+            target += query * _QUERY_BYTES + (chunk ^ query // 4 % 2) * 16
+            for i in cutlass.range_constexpr(0, self.m, _COPIED_QUERIES):
+                row = cutlass.min(first + query + i, last_row)
+                ptx.copy_chunk(target, self.offset(i), own, row, row_bytes)
+            cute.arch.cp_async_commit_group()
+
+    def staged(self, staging: cute.Tensor) -> Int32:
+        """Returns the address of this warp's keys of dS, where their bias is until it is used."""
+        thread, _, _ = cute.arch.thread_idx()
+        start = staging.iterator.toint().to(Int32)
+        return start + (ptx.anew(thread) - WARPGROUP) // 32 * (_WARP_KEYS * _SPAN_BYTES)
+
+    def offset(self, query: int) -> int:
+        """Returns where a query's 16 keys are, in bytes: 64 queries lie in a span of a tile."""
+        of_span = _SPAN_BYTES // 2
+        spans, query = divmod(query, of_span)
+        return spans * (self.n * _SPAN_BYTES) + query * _QUERY_BYTES
+
+    def take(self, staging: cute.Tensor) -> cute.Tensor:
+        """Returns the pairs that were copied: words of queries 2 t and 2 t + 1 of a key."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        query, chunk = lane % 8 + lane // 16 * 8, lane // 8 % 2
+        address = self.staged(staging) + query * _QUERY_BYTES + (chunk ^ query // 4 % 2) * 16
+        words = cute.make_rmem_tensor((2 * self.pairs,), Int32)
+        for pair in range(0, self.pairs, 2):
+            offset = self.offset(_STEP * pair)
+            for i, word in enumerate(ptx.load_matrices(address, offset, transposed=True)):
+                words[2 * pair + i] = word
+        cute.arch.sync_warp()
+        return words
+
+    @cute.jit
+    def add(self, scores: cute.Tensor, before_bias: Float32, staging: cute.Tensor | None = None):
+        """Replaces products by scores: times before_bias, plus the bias of key and query.
+
+        staging: where pairs have been copied to, or None where they are loaded from global memory.
+        """
         yes, no = Boolean(True), Boolean(False)
         if self.memory.by_distance():
             for begin in cutlass.range_constexpr(0, self.pairs, _CHUNK):
@@ -99,13 +167,20 @@ class StepBias:
                         added = [words[at + 1].bitcast(Float32), words[at].bitcast(Float32)]
                         add_pair(scores, (pair, row), before_bias, added)
         elif self.memory.in_pairs():
-            for begin in cutlass.range_constexpr(0, self.pairs, _CHUNK):
-                words = self.load(no, yes, (begin, begin + _CHUNK))
-                for pair in cutlass.range_constexpr(begin, begin + _CHUNK):
+            if cutlass.const_expr(staging is not None):
+                words = self.take(staging)
+                for pair in cutlass.range_constexpr(self.pairs):
                     for row in cutlass.range_constexpr(softmax.ROWS):
-                        word = ptx.transpose_matrix(words[2 * (pair - begin) + row])
-                        added = ptx.widen_pair(self.dtype, word)
+                        added = ptx.widen_pair(self.dtype, words[2 * pair + row])
                         add_pair(scores, (pair, row), before_bias, added)
+            else:
+                for begin in cutlass.range_constexpr(0, self.pairs, _CHUNK):
+                    words = self.load(no, yes, (begin, begin + _CHUNK))
+                    for pair in cutlass.range_constexpr(begin, begin + _CHUNK):
+                        for row in cutlass.range_constexpr(softmax.ROWS):
+                            word = ptx.transpose_matrix(words[2 * (pair - begin) + row])
+                            added = ptx.widen_pair(self.dtype, word)
+                            add_pair(scores, (pair, row), before_bias, added)
         else:
             self.add_elements(scores, before_bias)
 

@@ -3,6 +3,8 @@
 backward.py and backward_pair.py put it in order.
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -16,6 +18,7 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.softmax import exp2
 from kernels.common.state import Exponents, Rows
+from kernels.common.tensors import INT32
 from kernels.sm90 import backward_mask, softmax, wgmma
 from kernels.sm90.backward_bias import StepBias
 from kernels.sm90.backward_data import Products, Step, make_products
@@ -145,12 +148,66 @@ class BackwardParts(BackwardHost):
         if self.ranges:
             backward_mask.mask_ranges(work, scores, place, self.tile.m)
 
-    def add_bias(self, work: Work, scores: cute.Tensor, place: Step, exponents: Exponents):
-        """Replaces products by biased scores, where a call has a bias."""
+    def step_bias(self, work: Work, place: Step) -> StepBias:
+        """Returns what a step's scores get, of a call with a bias."""
+        return StepBias(work.bias, work, place, self.tile.m, self.tile.n, self.dtype)
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether a warp copies pairs of a bias to where its dS goes later."""
+        return self.bias and self.pairwise and self.tile.persistent
+
+    def copy_bias(self, shared: Shared, work: Work, place: Step):
+        """Starts to copy a step's pairs of a bias."""
+        self.step_bias(work, place).start(shared.ds[None, None, place.index & 1])
+
+    @cute.jit
+    def copy_first_bias(self, shared: Shared, work: Work, place: Step):
+        """Starts to copy the pairs of a tile's first step; place: without its block."""
+        if cutlass.const_expr(self.stages_bias):
+            if work.block_count() > 0:
+                block = self.query_gradient.query_block(work, Int32(0))
+                self.copy_bias(shared, work, dataclasses.replace(place, block=block))
+
+    @cute.jit
+    def copy_next_bias(self, shared: Shared, work: Work, place: Step):
+        """Starts to copy the pairs of the step after this one, which has met at `scores_ready`.
+
+        All warps' products of the step before have read the other buffer of dS.
+        """
+        if cutlass.const_expr(self.stages_bias):
+            following = self.step_after(work, place)
+            if following.member < work.group:
+                self.copy_bias(shared, work, following)
+
+    def step_after(self, work: Work, place: Step) -> Step:
+        """Returns the next step in a fixed order, or one of a member past the last.
+
+        Kernels with a bias have no other order.
+        """
+        blocks, ends = work.blocks, place.block == work.blocks.begin
+        block = INT32.select(ends, blocks.end - 1, place.block - 1)
+        member = place.member + INT32.select(ends, Int32(1), Int32(0))
+        return dataclasses.replace(place, member=member, block=block, index=place.index + 1)
+
+    def add_bias(
+        self,
+        work: Work,
+        scores: cute.Tensor,
+        place: Step,
+        exponents: Exponents,
+        shared: Shared | None = None,
+    ):
+        """Replaces products by biased scores, where a call has a bias; shared: of `stages_bias`."""
         if self.bias:
-            bias = StepBias(work.bias, work, place, self.tile.m, self.dtype)
-            add = bias.add if self.pairwise else bias.add_elements
-            add(scores, exponents.before_bias)
+            bias, before = self.step_bias(work, place), exponents.before_bias
+            if self.pairwise:
+                ds = None
+                if shared is not None and self.stages_bias:
+                    ds = shared.ds[None, None, place.index & 1]
+                bias.add(scores, before, ds)
+            else:
+                bias.add_elements(scores, before)
 
     def statistics(self, tensor: cute.Tensor, slot: Int32) -> cute.Tensor:
         """Returns this lane's share of a step's row statistics, for `of_columns`: (2, m / 64).

@@ -353,14 +353,14 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
         if cutlass.const_expr(self.takes_turns):
             self.pass_turn(place.group)
+        if cutlass.const_expr(form == "pairs"):
+            words = self.take_pairs(own, block)
         warpgroup.wait_group(1)
         if cutlass.const_expr(masked):
             visit = visit_of(shared, rows, use.slot, block + 1)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
-        if cutlass.const_expr(form == "pairs"):
-            words = self.take_pairs(shared, own, block)
         self.add_bias(mma.scores, own, block, form, words)
         bases = self.bases(own, block, form)
         if cutlass.const_expr(masked):

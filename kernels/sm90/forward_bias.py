@@ -37,7 +37,7 @@ from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_data import Operands, Place, Rows, Scores
 from kernels.sm90.forward_description import RAMP_WORDS
 from kernels.sm90.forward_schedule import Work
-from kernels.sm90.staged_bias import StagedBias
+from kernels.sm90.staged_bias import stage
 from kernels.sm90.tiles import WARPGROUP, ForwardTile
 
 if TYPE_CHECKING:
@@ -303,9 +303,15 @@ class BiasedScores:
                 thread, _, _ = cute.arch.thread_idx()
                 first_warp = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
                 self.output.await_stored(place.group, first_warp)
-                self.copy_pairs(shared, own, above - 1)
-        for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
-            self.step(shared, mma, rows, own, place, block, False, form)
+                memory = tile_bias_of(own).call.memory
+                staged = stage(shared.bias, memory, own.work, self.tile)
+                staged.start(above - 1)
+                with_pairs = dataclasses.replace(own, staged=staged)
+                for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+                    self.step(shared, mma, rows, with_pairs, place, block, False, form)
+        else:
+            for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+                self.step(shared, mma, rows, own, place, block, False, form)
 
     def issue_scores(
         self,
@@ -354,18 +360,13 @@ class BiasedScores:
         """Starts to load what a block of scores gets, of a bias by distance."""
         return self.block_bias(own, block).load(form) if form == "distance" else None
 
-    def copy_pairs(self, shared: Shared, own: Scores, block: Int32):
-        """Starts to copy a block of pairs to shared memory."""
-        memory = tile_bias_of(own).call.memory
-        StagedBias(shared.bias, self.tile).start(memory, own.work, block)
-
     @cute.jit
-    def take_pairs(self, shared: Shared, own: Scores, block: Int32) -> cute.Tensor:
+    def take_pairs(self, own: Scores, block: Int32) -> cute.Tensor:
         """Returns a block's pairs, and starts to copy those of the next block of its kind."""
-        words = StagedBias(shared.bias, self.tile).load()
-        blocks = own.work.blocks
+        assert own.staged is not None
+        words, blocks = own.staged.load(), own.work.blocks
         if block > cutlass.max(blocks.begin, blocks.full_begin):
-            self.copy_pairs(shared, own, block - 1)
+            own.staged.start(block - 1)
         return words
 
     @cute.jit

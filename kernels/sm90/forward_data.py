@@ -19,6 +19,7 @@ from kernels.sm90.forward_schedule import Work
 
 if TYPE_CHECKING:
     from kernels.sm90.forward_bias import TileBias
+    from kernels.sm90.staged_bias import StagedBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +91,13 @@ class Scores:
       work: of the tile.
       scales: of the call.
       bias: what they get, or None.
+      staged: how the pairs of a dense bias come, in a loop of blocks that have them.
     """
 
     work: Work
     scales: Scales
     bias: TileBias | None
+    staged: StagedBias | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from kernels.common import matrix_rows, ptx
 from kernels.common.bias import BiasInMemory
@@ -32,65 +32,77 @@ _COPY_ROWS = 2
 
 @dataclasses.dataclass(frozen=True)
 class StagedBias:
-    """A warp's rows of a block of bias.
+    """A thread's part of a tile's blocks, and where it lies in shared memory.
+
+    What is the same in all blocks is computed once a tile: a block's copy is three instructions for
+    each two rows.
 
     Attributes:
-      memory: [m, n] shared memory, in the layout of an operand.
+      source: what this lane copies of row 0 and of the first block, if the row were the only one.
+      row, last_row: the first row that it copies of, and the last one that is there.
+      row_bytes: from row to row.
+      target: where the first row's chunk goes.
+      matrices: this lane's row of ldmatrix.
       tile: of the kernel.
     """
 
-    memory: cute.Tensor
+    source: cute.Pointer
+    row: Int32
+    last_row: Int32
+    row_bytes: Int32
+    target: Int32
+    matrices: Int32
     tile: ForwardTile
 
-    @property
-    def span(self) -> int:
-        """Bytes of a row that lie side by side."""
-        return self.tile.span_bytes
-
     @cute.jit
-    def start(self, source: BiasInMemory, work: Work, block: Int32):
+    def start(self, block: Int32):
         """Starts to copy this warp's rows of a block of keys, all of which are there.
 
         Rows past the last are the last one: nobody uses their scores.
         """
-        thread, _, _ = cute.arch.thread_idx()
-        thread = ptx.anew(thread) - WARPGROUP
-        chunk, row = thread % _LANES_OF_ROW, thread % 32 // _LANES_OF_ROW
-        first_row, source = thread // 32 * _WARP_ROWS + row, source.anew()
-        chunks = self.span // 16
-        # Of rows of 128 bytes the odd ones, this lane's or not, have other places of chunks.
-        turned = chunk % chunks ^ (row if chunks == _CHUNK else 0)
-        target = self.memory.iterator.toint().to(Int32) + first_row * self.span
-        target += chunk // chunks * (self.tile.m * self.span) + turned * 16
-        rows, columns = source.buffers.bias_rows, source.buffers.bias_columns
-        step = INT32.select(rows > 1, columns, Int32(0))
-        plane = source.plane(ptx.anew(work.batch), ptx.anew(work.head))
-        own = plane + (block * (self.tile.n // 2) + chunk * (_CHUNK // 2))
-        last_row = source.sizes.query_length - 1
-        self.copy(own, (work.first_row + first_row, last_row, step), target)
+        own = self.source + block * (self.tile.n // 2)
+        for i in cutlass.range_constexpr(0, _WARP_ROWS, _COPY_ROWS):
+            bits, offset = matrix_rows.row_place(i, self.tile.span_bytes)
+            row = cutlass.min(self.row + i, self.last_row)
+            ptx.copy_chunk(self.target ^ bits, offset, own, row, self.row_bytes)
         cute.arch.cp_async_commit_group()
-
-    def copy(self, own: cute.Pointer, rows: tuple[Int32, Int32, Int32], target: Int32):
-        """Starts the copies of a lane's chunk; rows: the first, the last one there, and words."""
-        first, last, step = rows
-        for i in range(0, _WARP_ROWS, _COPY_ROWS):
-            bits, offset = matrix_rows.row_place(i, self.span)
-            row = cutlass.min(first + i, last)
-            ptx.copy_chunk(target ^ bits, offset, own + Int64(row) * step)
 
     def load(self) -> cute.Tensor:
         """Returns this thread's pairs of the block that was copied last, two rows of each pair."""
-        thread, _, _ = cute.arch.thread_idx()
-        warp = (ptx.anew(thread) - WARPGROUP) // 32
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
-        (address,) = matrix_rows.lane_addresses((), (self.memory,), self.span)
-        address += warp * (_WARP_ROWS * self.span)
         pairs = self.tile.n // _CHUNK
         words = cute.make_rmem_tensor((2 * pairs,), Int32)
         for pair in range(0, pairs, 2):
-            bits, offset = matrix_rows.place(0, _CHUNK * pair, self.span, self.tile.m)
-            for i, word in enumerate(ptx.load_matrices(address ^ bits, offset)):
+            place = matrix_rows.place(0, _CHUNK * pair, self.tile.span_bytes, self.tile.m)
+            bits, offset = place
+            for i, word in enumerate(ptx.load_matrices(self.matrices ^ bits, offset)):
                 words[2 * pair + i] = word
         cute.arch.sync_warp()
         return words
+
+
+def stage(memory: cute.Tensor, source: BiasInMemory, work: Work, tile: ForwardTile) -> StagedBias:
+    """Returns a thread's part of the blocks of a tile.
+
+    memory: [m, n] shared memory, in the layout of an operand.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    thread, span = thread - WARPGROUP, tile.span_bytes
+    chunk, row = thread % _LANES_OF_ROW, thread % 32 // _LANES_OF_ROW
+    first_row, chunks = thread // 32 * _WARP_ROWS + row, span // 16
+    # Of rows of 128 bytes the odd ones, this lane's or not, have other places of chunks.
+    turned = chunk % chunks ^ (row if chunks == _CHUNK else 0)
+    target = memory.iterator.toint().to(Int32) + first_row * span
+    target += chunk // chunks * (tile.m * span) + turned * 16
+    (matrices,) = matrix_rows.lane_addresses((), (memory,), span)
+    rows, columns = source.buffers.bias_rows, source.buffers.bias_columns
+    return StagedBias(
+        source=source.plane(work.batch, work.head) + chunk * (_CHUNK // 2),
+        row=work.first_row + first_row,
+        last_row=source.sizes.query_length - 1,
+        row_bytes=INT32.select(rows > 1, columns * 4, Int32(0)),
+        target=target,
+        matrices=matrices + thread // 32 * (_WARP_ROWS * span),
+        tile=tile,
+    )

@@ -199,10 +199,14 @@ def attention(
 def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
     """The gradient of a case's bias from the kernel's, as `bias_buffer.gradient` and JAX make it.
 
-    found: as the bias, or by distance two halves of the diagonals of tiles of 64 x 64 pairs.
+    found: as the bias, or pairs of its numbers, or by distance two halves of the diagonals of tiles
+      of 64 x 64 pairs.
     """
     if case.bias_kind is None:
-        return found.astype(STORAGE[case.dtype])
+        own = STORAGE[case.dtype]
+        if found.shape[3] != case.key_length:
+            return np.ascontiguousarray(found).view(own)[..., : case.key_length]
+        return found.astype(own)
     of_rows = biases.KINDS[case.bias_kind].of_rows
     if of_rows is None:
         return found

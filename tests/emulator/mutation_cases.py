@@ -304,7 +304,8 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     The other kernel has two key tiles, whose sum is the same in either order. The deterministic
     one visits the last query block first, so that only a second head has it later. Hopper's rings
     have enough rounds that a barrier of eight which asks for seven gets out of step, also where two
-    CTAs have half of the queries each.
+    CTAs have half of the queries each. With a bias one more case has a dense one of an odd number
+    of keys, of which every step of both heads copies pairs.
     """
     rows, few = (64, 20) if key.head_dim > 128 else (128, 40 if key.pair else 98)
     ctas = 2 if key.pair else 1  # of 128 keys, that share a key tile
@@ -314,7 +315,16 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         parts = 2 if describe(key).division.splits_tail else 1
         length = 23 * parts * sm90_tiles.BACKWARD_TILES[key.head_dim, key.value_dim].m
         many_turns = [Case(**common, batch=1, heads=(1, 1), query_length=length, key_length=100)]
+    pairs = Case(
+        **{**common, "bias": (2, 2, 200, 261)},
+        batch=2,
+        heads=(2, 1),
+        query_length=200,
+        key_length=261,
+        query_offset=61,
+    )
     return (
+        *([pairs] if key.bias and key.pairwise_bias else []),
         Case(
             **common,
             batch=4,

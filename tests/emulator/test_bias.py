@@ -70,22 +70,41 @@ def test_gradients_have_the_same_bits_in_any_order(key: KernelKey) -> None:
             np.testing.assert_array_equal(other, first)
 
 
-def test_what_orders_copies_of_a_dense_bias_is_missed() -> None:
-    """Everything that a warp waits for around the copies of staged_bias, removed one at a time."""
-    (key,) = (key for key in KERNELS if key.name == "sm_90a_fwd_bf16_d128_band_bias")
+# What each kernel has around its copies: starts, waits, and lanes that meet before and after they
+# load; the forward also waits for the output's memory.
+COPIES = {
+    "sm_90a_fwd_bf16_d128_band_bias": (
+        -1,
+        {"bar.warp.sync": 2, "cp.async.bulk.wait_group.read": 1},
+    ),
+    "sm_90a_bwd_bf16_d128_band_bias_deterministic": (0, {"bar.warp.sync": 2}),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_orders_copies_of_a_dense_bias_is_missed(name: str) -> None:
+    """Everything that a warp waits for around the copies of a bias, removed one at a time."""
+    problem, expected = COPIES[name]
+    (key,) = (key for key in KERNELS if key.name == name)
     text = attention.ptx(key).text
-    copies = [n for n, line in enumerate(text.split("\n"), 1) if "cp.async.cg" in line]
-    launch = mutation_score.problems(key)[-1]
+    lines = list(enumerate(text.split("\n"), 1))
+    copies = [n for n, line in lines if "cp.async.cg" in line]
+    waits = [n for n, line in lines if "cp.async.wait_group" in line]
+    launch = mutation_score.problems(key)[problem]
     trial = mutations.Trial(launch, launch.run(Policy()), mutation_score.policies(key)[0], 0)
     found = {}
     for change in mutations.mutations(text, counts=False):
-        waits = re.match(r"removed: (cp\.async\.|bar\.warp|bar\.sync)", change.change)
-        if waits and any(-10 < copy - change.line < 220 for copy in copies):
-            found[change.line, change.change] = mutations.notices([trial], change)[0]
-    kinds = Counter(change.split()[1] for _, change in found)
-    # Two starts, one wait, lanes that meet before and after they load, and the output's memory.
-    assert kinds["cp.async.commit_group;"] == 2 and kinds["cp.async.wait_group"] == 1
-    assert kinds["bar.warp.sync"] == 2 and kinds["cp.async.bulk.wait_group.read"] == 1
+        if not (
+            match := re.match(r"removed: (cp\.async\.[a-z_.]*|bar\.(?:warp\.)?sync)", change.change)
+        ):
+            continue
+        near_copy = any(-10 < copy - change.line < 60 for copy in copies)
+        near_wait = any(-60 < change.line - wait < 60 for wait in waits)
+        if near_copy or near_wait:
+            found[change.line, match[1]] = mutations.notices([trial], change)[0]
+    kinds = Counter(kind for _, kind in found)
+    assert kinds["cp.async.commit_group"] == 2 and kinds["cp.async.wait_group"] == 1
+    assert {kind: kinds[kind] for kind in expected} == expected
     assert set(found.values()) <= {"race", "participants", "deadlock"}
 
 
