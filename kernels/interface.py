@@ -309,8 +309,8 @@ class BiasGradientLoads:
 class BiasGradientBuffers:
     """What it reads and writes by pointers.
 
-    lse_log2, delta f32 [batch, heads, padded rows]: of the kernel before the main one. dbias f32:
-    of the bias's shape, or by distance [B|1, N|1, 2, 64 units]: `fa4_jax.bias_buffer`.
+    lse_log2, delta f32 [batch, heads, padded rows]: of the kernel before the main one. dbias f32 or
+    pairs: of the bias's shape, or by distance [B|1, N|1, 2, 64 units]: `fa4_jax.bias_buffer`.
     """
 
     extents: Pointer
