@@ -6,8 +6,8 @@
 A kernel gets small calls, its mutations' problems, which have several tiles and use the slots of
 its rings again. Results are not compared: other tests do that. Kernels share a process, since
 starting one takes seconds. Each process has its own cores: without, the compilers' threads of many
-keep each other from coming to an end. The tool crashes in about one process of four, whatever the
-kernel, so such a one is started again. The command prints what is reported, process by process,
+keep each other from coming to an end. The tool itself crashes now and then, whatever the kernel;
+such a process is started again. The command prints what is reported, process by process,
 and returns 1 if anything is, or if a kernel's calls do not come to their end. Kernels that read
 pages have no such calls; tests/gpu/test_decode.py runs them.
 """
