@@ -143,16 +143,9 @@ def gradient_shape(
         tiles = -(-(columns + TILE - 1) // TILE)
         return 0, batch, heads, rows - 1, columns, -(-lengths[0] // TILE) * tiles
     row_tiles, key_tiles = (-(-length // TILE) for length in lengths)
-    if len(shape) == _RANK_OF_PAIRS:  # A pair of sums is in one number, and none are past S.
-        return (
-            0,
-            batch,
-            heads,
-            rows,
-            -(-lengths[1] // 2),
-            (row_tiles if rows != 1 else 1) * key_tiles,
-        )
-    if columns != lengths[1]:
+    if len(shape) == _RANK_OF_PAIRS:
+        columns = -(-lengths[1] // 2)  # A pair of sums is in one number, and none are past S.
+    elif columns != lengths[1]:
         units = row_tiles + key_tiles - 1
         return 0, batch, heads, 2, units * TILE, units
     return 0, batch, heads, rows, columns, (row_tiles if rows != 1 else 1) * key_tiles

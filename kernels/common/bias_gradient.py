@@ -52,7 +52,6 @@ TILE = BIAS_GRADIENT_TILE
 _DEPTH = 16  # of one mma.sync
 _COLUMNS = 8  # of one mma.sync
 _PAIRS = TILE // 2  # of a row
-_THREADS = 128  # of the MMA warps
 _HALVES = 2  # rows of a thread: lane // 4 and 8 more of the warp's 16
 
 
@@ -385,7 +384,8 @@ class BiasGradient(BiasGradientHost):
         thread, _, _ = cute.arch.thread_idx()
         pair, alike = thread % _PAIRS, call.bias.bias_rows == 1
         key = work.key_tile * TILE + 2 * pair
-        for row in cutlass.range(thread // _PAIRS, TILE, _THREADS // _PAIRS, unroll=1):
+        rows_at_once = self.sums.threads // _PAIRS
+        for row in cutlass.range(thread // _PAIRS, TILE, rows_at_once, unroll=1):
             query = work.first_row_tile * TILE + row
             low, high = shared.sums[2 * pair, row], shared.sums[2 * pair + 1, row]
             query = Int32(cutlass.select_(alike, row, query))

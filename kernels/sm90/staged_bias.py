@@ -74,8 +74,8 @@ class StagedBias:
         pairs = self.tile.n // _CHUNK
         words = cute.make_rmem_tensor((2 * pairs,), Int32)
         for pair in range(0, pairs, 2):
-            place = matrix_rows.place(0, _CHUNK * pair, self.tile.span_bytes, self.tile.m)
-            bits, offset = place
+            column = _CHUNK * pair
+            bits, offset = matrix_rows.place(0, column, self.tile.span_bytes, self.tile.m)
             for i, word in enumerate(ptx.load_matrices(self.matrices ^ bits, offset)):
                 words[2 * pair + i] = word
         cute.arch.sync_warp()

@@ -122,6 +122,16 @@ def test_a_dense_bias_is_read_in_pairs(pass_: Pass) -> None:
     assert bias_buffer.gradient_shape((1, 4, 9, 8, 2), (9, 11))[1:5] == (1, 4, 9, 6)
 
 
+@pytest.mark.parametrize("keys", [7, 8])
+def test_a_gradient_of_pairs_is_taken_apart(keys: int, rng: np.random.Generator) -> None:
+    numbers = jnp.asarray(rng.normal(size=(2, 1, 3, 8)), jnp.bfloat16)
+    found = jax.lax.bitcast_convert_type(numbers.reshape(2, 1, 3, 4, 2), jnp.float32)
+    of = jnp.zeros((2, 1, 3, keys), jnp.bfloat16)
+    gradient = bias_buffer.gradient(of, found, (3, keys))
+    assert gradient.dtype == of.dtype
+    np.testing.assert_array_equal(gradient, numbers[..., :keys])
+
+
 @pytest.mark.parametrize("keys", range(1, 20))
 def test_rows_are_whole_chunks_of_eight_keys(keys: int, rng: np.random.Generator) -> None:
     of = jnp.asarray(rng.normal(size=(2, 1, 3, keys)), jnp.bfloat16)
