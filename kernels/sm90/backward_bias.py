@@ -113,7 +113,7 @@ class StepBias:
             own = memory.plane(batch, head) + cutlass.min(column, columns - _CHUNK_PAIRS)
             row_bytes = INT32.select(rows > 1, columns * 4, Int32(0))
             last_row, target = memory.sizes.query_length - 1, self.staged(staging)
-            target += place_of_chunk(query, chunk)
+            target += query * _QUERY_BYTES + turned(query, chunk)
             for i in cutlass.range_constexpr(0, self.m, _COPIED_QUERIES):
                 row = cutlass.min(first + query + i, last_row)
                 ptx.copy_chunk(target, self.offset(i), own, row, row_bytes)
@@ -137,7 +137,7 @@ class StepBias:
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         query, chunk = lane % 8 + lane // 16 * 8, lane // 8 % 2
-        address = self.staged(staging) + place_of_chunk(query, chunk)
+        address = self.staged(staging) + query * _QUERY_BYTES + turned(query, chunk)
         words = cute.make_rmem_tensor((2 * self.pairs,), Int32)
         for pair in range(0, self.pairs, 2):
             offset = self.offset(_STEP * pair)
@@ -205,9 +205,9 @@ class StepBias:
                 scores[element] = scores[element] * before_bias
 
 
-def place_of_chunk(query: Int32, chunk: Int32) -> Int32:
-    """Returns where 8 of a warp's keys of a query are, in bytes; query: of the first 16."""
-    return query * _QUERY_BYTES + (chunk ^ query // 4 % 2) * 16
+def turned(query: Int32, chunk: Int32) -> Int32:
+    """Returns where a chunk of a warp's keys is among those of a query, in bytes."""
+    return (chunk ^ query // 4 % 2) * 16
 
 
 def add_pair(scores: cute.Tensor, of: tuple[int, int], before_bias: Float32, added: list[Float32]):
