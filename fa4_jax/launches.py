@@ -30,9 +30,20 @@ def _run(
     kernels: tuple[Kernel, ...], problem: Problem, buffers: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     numbers = scalars(problem)
-    for kernel in kernels:
-        buffers = buffers | ffi_call.launch(kernel, buffers, numbers)
+    for together in _calls(kernels):
+        buffers = buffers | ffi_call.launch(together, buffers, numbers)
     return buffers
+
+
+def _calls(kernels: tuple[Kernel, ...]) -> list[list[Kernel]]:
+    """Kernels by calls: one that may start while the one before it ends shares its call."""
+    calls: list[list[Kernel]] = []
+    for kernel in kernels:
+        if kernel.launch.programmatic:
+            calls[-1].append(kernel)
+        else:
+            calls.append([kernel])
+    return calls
 
 
 def _whole(problem: Problem) -> RowRanges:

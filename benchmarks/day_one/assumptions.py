@@ -242,12 +242,14 @@ ASSUMPTIONS = (
         " the stream wrote, by ordinary loads, bulk copies and additions alike, and so does the "
         "one after it.",
         "Blackwell's backward: `await_launch_before` in kernels/common/ptx.py, `take_ticket`"
-        " in kernels/sm100/backward_data.py",
+        " in kernels/sm100/backward_data.py; kernels/common/forward_join.py on both architectures",
         "PTX ISA, griddepcontrol.wait: all prerequisite grids have completed and their memory "
         "operations are performed and made visible; it does not speak of proxies. flash-attn-4's "
         "backward launches its kernels so, and loads by TMA after the wait.",
-        "wrong gradients: accumulators or statistics of the launch before",
-        "kernels/sm100/backward.py, backward_pair.py, backward_ends.py: programmatic=False",
+        "wrong gradients: accumulators or statistics of the launch before; of few query rows wrong"
+        " outputs",
+        "kernels/sm100/backward_description.py, kernels/common/split_description.py:"
+        " programmatic=False",
         ("dependent-launch",),
     ),
     Assumption(

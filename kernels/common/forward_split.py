@@ -114,7 +114,6 @@ class ForwardSplit(Stores, SplitHost):
         scalars: SplitScalars,
         of_keys: PageBuffers | SplitRanges,
     ):
-        cute.arch.griddepcontrol_launch_dependents()  # They wait until this kernel is over.
         ranges = NO_RANGES if cutlass.const_expr(self.paged) else of_keys
         call = Call(buffers, sizes, dims, parts, scalars, ranges)
         place = find_place(call)
@@ -236,14 +235,13 @@ class ForwardSplit(Stores, SplitHost):
     @cute.jit
     def mma(self, shared: Shared, query: cute.Tensor, work: Work, place: Place, call: Call):
         """MMA warp: computes its rows' share of this part, joins it with others', stores it."""
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(thread // 32)
         row_tiles = count_row_tiles(place)
         scales = make_scales(call.scalars)
         rows = self.make_rows(query, work, place, call, row_tiles)
         self.visit_blocks(shared, work, call, rows, scales)
-        self.leave(shared, rows, warp, scales.scale_log2)
-        self.store(shared, work, call, row_tiles)
+        # The kernel that joins is launched meanwhile, and waits until this one is over.
+        cute.arch.griddepcontrol_launch_dependents()
+        self.finish(shared, rows, work, call, row_tiles, scales.scale_log2)
 
     @cute.jit
     def visit_blocks(self, shared: Shared, work: Work, call: Call, rows: Rows, scales: Scales):

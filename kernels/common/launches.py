@@ -123,6 +123,7 @@ def _forward_join(key: KernelKey, description: Description) -> Launch:
         ),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
+        programmatic=description.division.programmatic,
     )
 
 

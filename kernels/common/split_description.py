@@ -164,5 +164,5 @@ def join(head_dim: int) -> Description:
             Region("weights", (SPLIT_MOST_PARTS,), "of the parts", "f32"),
             Region("of_warps", (JOIN_WARPS, 2), "each warp's largest LSE, and its sum", "f32"),
         ),
-        division=Division(1),
+        division=Division(1, programmatic=True),
     )

@@ -80,6 +80,7 @@ class JoinHost:
             grid=[shape.heads * shape.batch, shape.query_length, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
+            use_pdl=self.description.division.programmatic,
         )
 
 

@@ -1,5 +1,6 @@
 """What the MMA warps of a split forward leave: results of a part of the keys, or of all."""
 
+import dataclasses
 from typing import Any
 
 import cutlass
@@ -15,12 +16,40 @@ from kernels.common.split_scores import HALVES, TILE_KEYS
 from kernels.description import NamedBarrier
 
 
+@dataclasses.dataclass(frozen=True)
+class RowEnd:
+    """The end of a row.
+
+    Attributes:
+      index: of the row among those of the output, or of all parts' outputs.
+      inverse: what its output is multiplied with.
+    """
+
+    index: Int64
+    inverse: Float32
+
+
 class Stores:
     """How a split forward ends; attributes are those of `ForwardSplit`."""
 
     dtype: Any
     head_dim: int
     parts_barrier: NamedBarrier
+
+    @cute.jit
+    def finish(
+        self,
+        shared: Shared,
+        rows: Rows,
+        work: Work,
+        call: Call,
+        row_tiles: Int32,
+        scale_log2: Float32,
+    ):
+        """Stores what the warps have computed."""
+        thread, _, _ = cute.arch.thread_idx()
+        self.leave(shared, rows, cute.arch.make_warp_uniform(thread // 32), scale_log2)
+        self.store(shared, work, call, row_tiles)
 
     @cute.jit
     def leave(self, shared: Shared, rows: Rows, warp: Int32, scale_log2: Float32):
@@ -49,77 +78,76 @@ class Stores:
         own, vectors = work.read_place(), self.head_dim // VECTOR
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(thread, own.rows * vectors, MMA_WARPS * 32, unroll=1):
-            place = self.find_vector(own, i)
-            found = self.joined(shared, i // vectors, i % vectors, row_tiles)
+            row, column = own.first_row + i // vectors, i % vectors * VECTOR
+            total, largest, values = self.joined(shared, i // vectors, i % vectors, row_tiles)
+            end = self.end_row(own, call, row, (total, largest), column == 0)
+            place = (column, call.dims.value_dim)
             if call.parts.whole > 0:
-                self.store_whole(own, call, place, found)
-            else:
-                self.store_part(own, call, place, found)
-
-    def find_vector(self, own: Place, i: Int32) -> tuple[Int32, Int32, Int32]:
-        """Returns token, head and first column of the i-th four columns of packed rows."""
-        vectors = self.head_dim // VECTOR
-        packed = own.first_row + i // vectors
-        token = packed // own.group
-        return token, own.head(packed, token), i % vectors * VECTOR
+                self.store_columns(call.buffers.o, self.dtype, end, place, values)
+            elif total != 0.0:
+                self.store_columns(call.buffers.o_parts, Float32, end, place, values)
 
     @cute.jit
-    def store_whole(
+    def end_row(
         self,
         own: Place,
         call: Call,
-        place: tuple[Int32, Int32, Int32],
-        found: tuple[Float32, Float32, Any],
-    ):
-        """Stores four columns of a row's output, and its LSE; `place`: token, head, column."""
-        sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
-        (token, head, column), (total, largest, values) = place, found
-        sink_log2, is_row = row_sink(buffers, parts.sink_heads, own.batch, head, token)
-        keep, total, lse = join_sink(largest, total, sink_log2)
-        # A product with a reciprocal: with a quotient sm_100f spills registers at d = 128.
-        inverse = select(total != 0.0, keep * (1.0 / total), Float32(0.0))
-        if column == 0:
-            at = (Int64(own.batch) * sizes.heads + head) * sizes.query_length + token
-            lse = select(is_row, lse, -Float32.inf)
-            cute.make_tensor(buffers.lse + at, cute.make_layout(1))[0] = lse
-            if parts.max_heads > 0:
-                cute.make_tensor(buffers.row_max + at, cute.make_layout(1))[0] = largest * LN_2
-        if column < dims.value_dim:
-            output = cute.make_rmem_tensor((VECTOR,), self.dtype)
-            for j in cutlass.range_constexpr(VECTOR):
-                output[j] = (values[j] * inverse).to(self.dtype)
-            row = (Int64(own.batch) * sizes.query_length + token) * sizes.heads + head
-            offset = cute.assume(row * dims.value_dim + column, divby=VECTOR)
-            target = cute.make_tensor(buffers.o + offset, cute.make_layout(VECTOR))
-            cute.autovec_copy(output, target)
+        row: Int32,
+        found: tuple[Float32, Float32],
+        leads: cutlass.Boolean,
+    ) -> RowEnd:
+        """Returns what the end of a packed row is; the leading thread stores its LSE.
 
-    @cute.jit
-    def store_part(
-        self,
-        own: Place,
-        call: Call,
-        place: tuple[Int32, Int32, Int32],
-        found: tuple[Float32, Float32, Any],
-    ):
-        """Stores the same of a part of the keys, in units of log2, without a sink."""
-        sizes, dims, parts, buffers = call.sizes, call.dims, call.parts, call.buffers
-        (token, head, column), (total, largest, values) = place, found
-        part = Int64(own.batch) * parts.splits + own.part
-        result = (part * sizes.query_length + token) * sizes.heads + head
-        if column == 0:
-            lse = largest + cute.math.log2(total, fastmath=True)
-            lse = select(total == 0.0, -Float32.inf, lse)
-            cute.make_tensor(buffers.lse_parts + result, cute.make_layout(1))[0] = lse
-            if parts.max_heads > 0:
-                cute.make_tensor(buffers.max_parts + result, cute.make_layout(1))[0] = largest
-        if (total != 0.0) & (column < dims.value_dim):
+        found: the row's sum and largest score. The LSE of a part of the keys is in units of log2
+        and without a sink.
+        """
+        sizes, parts, buffers = call.sizes, call.parts, call.buffers
+        total, largest = found
+        token = row // own.group
+        head = own.head(row, token)
+        inverse, index = Float32(0.0), Int64(0)
+        if parts.whole > 0:
+            sink_log2, is_row = row_sink(buffers, parts.sink_heads, own.batch, head, token)
+            keep, with_sink, lse = join_sink(largest, total, sink_log2)
+            # A product with a reciprocal: with a quotient sm_100f spills registers at d = 128.
+            inverse = select(with_sink != 0.0, keep * (1.0 / with_sink), Float32(0.0))
+            index = (Int64(own.batch) * sizes.query_length + token) * sizes.heads + head
+            if leads:
+                at = (Int64(own.batch) * sizes.heads + head) * sizes.query_length + token
+                lse = select(is_row, lse, -Float32.inf)
+                cute.make_tensor(buffers.lse + at, cute.make_layout(1))[0] = lse
+                if parts.max_heads > 0:
+                    cute.make_tensor(buffers.row_max + at, cute.make_layout(1))[0] = largest * LN_2
+        else:
             inverse = 1.0 / total
-            output = cute.make_rmem_tensor((VECTOR,), Float32)
-            for j in cutlass.range_constexpr(VECTOR):
-                output[j] = values[j] * inverse
-            offset = cute.assume(result * dims.value_dim + column, divby=VECTOR)
-            target = cute.make_tensor(buffers.o_parts + offset, cute.make_layout(VECTOR))
-            cute.autovec_copy(output, target)
+            part = Int64(own.batch) * parts.splits + own.part
+            index = (part * sizes.query_length + token) * sizes.heads + head
+            if leads:
+                lse_log2 = largest + cute.math.log2(total, fastmath=True)
+                lse_log2 = select(total == 0.0, -Float32.inf, lse_log2)
+                cute.make_tensor(buffers.lse_parts + index, cute.make_layout(1))[0] = lse_log2
+                if parts.max_heads > 0:
+                    cute.make_tensor(buffers.max_parts + index, cute.make_layout(1))[0] = largest
+        return RowEnd(index, inverse)
+
+    @cute.jit
+    def store_columns(
+        self,
+        target: cute.Pointer,
+        dtype: cutlass.Constexpr[Any],
+        end: RowEnd,
+        place: tuple[Int32, Int32],
+        values: cute.Tensor,
+    ):
+        """Stores some columns of a row; place: the first of them, and how many a row has."""
+        (column, value_dim), count = place, cute.size(values)
+        if column < value_dim:
+            rounded = cute.make_rmem_tensor((count,), dtype)
+            for j in cutlass.range_constexpr(count):
+                rounded[j] = (values[j] * end.inverse).to(dtype)
+            offset = cute.assume(end.index * value_dim + column, divby=count)
+            row = cute.make_tensor(target + offset, cute.make_layout(count))
+            cute.autovec_copy(rounded, row)
 
     @cute.jit
     def joined(

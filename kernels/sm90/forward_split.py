@@ -13,17 +13,21 @@ since a product would multiply them by 0, and 0 * NaN is NaN.
 """
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax.key import SPLIT_KEYS, KernelKey
 from kernels.common.forward_split import ForwardSplit
 from kernels.common.resources import Shared
 from kernels.common.split_data import Call, Rows, Scales, Work
+from kernels.common.split_description import WARP_ROWS
 from kernels.common.split_hosts import split_source
+from kernels.common.split_scores import HALVES, TILE_KEYS
+from kernels.common.split_stores import RowEnd
 from kernels.kernel_source import KernelSource
 from kernels.sm90.forward_mask import clear_padding
 from kernels.sm90.wgmma import K_MAJOR, MN_MAJOR, REGISTERS, Wgmma, round_fragment
@@ -40,7 +44,7 @@ class Operands:
       q: 64 x head_dim.
       k: step x head_dim, of each step of a block: all stages.
       vt: the same of V, head_dim x step.
-      scores, probabilities: 64 x step.
+      scores, probabilities: 64 x step; scores of each step of a block.
       acc: 64 x head_dim.
     """
 
@@ -49,7 +53,7 @@ class Operands:
     q: cute.Tensor
     k: list[cute.Tensor]
     vt: list[cute.Tensor]
-    scores: cute.Tensor
+    scores: list[cute.Tensor]
     probabilities: cute.Tensor
     acc: cute.Tensor
 
@@ -83,20 +87,76 @@ class HopperForwardSplit(ForwardSplit):
             left = work.band.key_length - first_key
             if left < SPLIT_KEYS:
                 clear_padding(shared.v[None, None, use.slot], thread, left, self.cleared_barrier)
-            for step in cutlass.range_constexpr(SPLIT_KEYS // self.tile.step_keys):
-                stage = (None, None, None, use.slot)
-                mma.qk.issue(mma.scores, mma.q, mma.k[step][stage], accumulate=False)
-                warpgroup.wait_group(0)
+            stage, steps = (None, None, None, use.slot), len(mma.scores)
+            for step in cutlass.range_constexpr(steps):
+                mma.qk.issue(mma.scores[step], mma.q, mma.k[step][stage], accumulate=False)
+            for step in cutlass.range_constexpr(steps):
+                # The next step's scores are computed meanwhile.
+                warpgroup.wait_group(steps - 1 if step == 0 else 0)
                 own_key = first_key + step * self.tile.step_keys
                 scores = cute.make_tensor(
-                    mma.scores.iterator, cute.make_layout((4, self.tile.step_keys // 8))
+                    mma.scores[step].iterator, cute.make_layout((4, self.tile.step_keys // 8))
                 )
                 self.exponentiate(rows, scores, own_key, work, call, scales)
-                round_fragment(mma.scores, mma.probabilities)
+                round_fragment(mma.scores[step], mma.probabilities)
                 mma.pv.issue(mma.acc, mma.probabilities, mma.vt[step][stage], accumulate=True)
             warpgroup.wait_group(0)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.barriers.kv_empty.at(use))
+
+    @cute.jit
+    def finish(
+        self,
+        shared: Shared,
+        rows: Rows,
+        work: Work,
+        call: Call,
+        row_tiles: Int32,
+        scale_log2: Float32,
+    ):
+        """Stores what the warps have computed: of a warpgroup each thread what it holds."""
+        if rows.key_groups > 1:
+            super().finish(shared, rows, work, call, row_tiles, scale_log2)
+        else:
+            self.store_registers(rows, work, call, scale_log2)
+
+    @cute.jit
+    def store_registers(self, rows: Rows, work: Work, call: Call, scale_log2: Float32):
+        """Stores the rows of a thread that has seen all keys of the part."""
+        own = work.read_place()
+        thread, _, _ = cute.arch.thread_idx()
+        first = own.first_row + thread // 32 * WARP_ROWS + thread % 32 // 4
+        for half in cutlass.range_constexpr(HALVES):
+            row = first + 8 * half
+            total = rows.row_sum[half]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            largest = rows.maximum[half] * scale_log2
+            if row < own.first_row + own.rows:
+                end = self.end_row(own, call, row, (total, largest), thread % 4 == 0)
+                if call.parts.whole > 0:
+                    self.store_row(call, call.buffers.o, self.dtype, end, rows.acc, half)
+                elif total != 0.0:
+                    self.store_row(call, call.buffers.o_parts, Float32, end, rows.acc, half)
+
+    @cute.jit
+    def store_row(
+        self,
+        call: Call,
+        target: cute.Pointer,
+        dtype: cutlass.Constexpr[Any],
+        end: RowEnd,
+        acc: cute.Tensor,
+        half: cutlass.Constexpr[int],
+    ):
+        """Stores a thread's columns of one of its rows."""
+        thread, _, _ = cute.arch.thread_idx()
+        for tile in cutlass.range_constexpr(self.head_dim // TILE_KEYS):
+            pair = cute.make_rmem_tensor((2,), Float32)
+            for column in cutlass.range_constexpr(2):
+                pair[column] = acc[2 * half + column, tile]
+            place = (TILE_KEYS * tile + thread % 4 * 2, call.dims.value_dim)
+            self.store_columns(target, dtype, end, place, pair)
 
     def make_operands(self, shared: Shared, rows: Rows, thread: Int32) -> Operands:
         """Makes the products; Q and O are the registers of `rows`."""
@@ -117,9 +177,10 @@ class HopperForwardSplit(ForwardSplit):
             q=cute.make_tensor(cute.recast_ptr(rows.query.iterator, dtype=self.dtype), query),
             k=[of_scores.make_fragment_B(scores_part.partition_B(tile)) for tile in k],
             vt=[of_output.make_fragment_B(output_part.partition_B(tile)) for tile in vt],
-            scores=cute.make_rmem_tensor(
-                of_scores.partition_shape_C((_ROWS, step)), cutlass.Float32
-            ),
+            scores=[
+                cute.make_rmem_tensor(of_scores.partition_shape_C((_ROWS, step)), Float32)
+                for _ in steps
+            ],
             probabilities=cute.make_rmem_tensor(rounded, self.dtype),
             acc=cute.make_tensor(rows.acc.iterator, output),
         )

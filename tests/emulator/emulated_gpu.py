@@ -231,7 +231,7 @@ def run_copy(x: np.ndarray, body: str, folder: pathlib.Path) -> np.ndarray | str
     got: list[np.ndarray] = []
 
     def call() -> None:
-        run = jax.jit(lambda x: ffi_call.launch(Kernel(key, launch), {"x": x}, {})["y"])
+        run = jax.jit(lambda x: ffi_call.launch([Kernel(key, launch)], {"x": x}, {})["y"])
         got.append(np.asarray(run(jnp.asarray(x))))
 
     return _error(call) or got[0]

@@ -54,6 +54,24 @@ OPERANDS = (Array("bf16", (40, 72)), Array("i32", (3, 4)), Array("f32", (5,)))
 ATTRIBUTES = {"kernel": KEY.name, "window": -7, "scale": 0.125}
 
 
+AFTER_KEY = dataclasses.replace(KEY, kernel=Pass.TANGENT)
+AFTER_LAUNCH = Launch(
+    operands=("table", "y", "padded", "late"),
+    results=(
+        Result("padded", "f32", tuple((Factor(buffer="padded", axis=i),) for i in range(2))),
+        Result("z", "f32", ((Factor(buffer="padded", axis=1),),)),
+    ),
+    params=tuple(Param(name, "pointer", name) for name in ("table", "y", "padded", "late", "z")),
+    grid=((Factor(buffer="late"),), (Factor(),), (Factor(),)),
+    block=(128, 1, 1),
+    dynamic_smem_bytes=0,
+    programmatic=True,
+)
+"""Of a kernel that reads and overwrites results of the other one, and has others of its own."""
+
+LATE = Array("i32", (7,))
+
+
 def cubin(directory: pathlib.Path, code: bytes = CODE, **fields: Any) -> Cubin:
     """Returns the kernel's manifest record, some fields replaced; its file is written to
     `directory`.
@@ -76,3 +94,11 @@ def call(directory: pathlib.Path, record: Cubin | None = None, **fields: Any) ->
     """Returns a call of the kernel with some fields replaced."""
     usual = Call(record or cubin(directory), directory, PARAM_BYTES, OPERANDS, dict(ATTRIBUTES))
     return dataclasses.replace(usual, **fields)
+
+
+def calls_together(directory: pathlib.Path) -> list[Call]:
+    """Returns calls of both kernels, to be launched in one."""
+    record = cubin(directory, key=AFTER_KEY, launch=AFTER_LAUNCH, symbol="made_up_1")
+    results = (Array("bf16", (40, 72)), Array("f32", (48, 3)))
+    second = Call(record, directory, (8,) * 5, (OPERANDS[1], *results, LATE), {})
+    return [call(directory), second]

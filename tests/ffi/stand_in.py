@@ -82,6 +82,36 @@ def run(call: Call, steer: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> Outcom
     return _run(_operation(call), call)
 
 
+def run_together(
+    calls: Sequence[Call], steer: Sequence[tuple[str, tuple[Any, ...]]] = ()
+) -> Outcome:
+    """Launches the kernels of several calls in one call; operands of the same name are shared."""
+    import jax
+
+    from fa4_jax import ffi_call
+    from fa4_jax.plan import Kernel
+
+    _steer(steer)
+    operands: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
+    made: set[str] = set()
+    for call in calls:
+        _add(call)
+        launch = call.cubin.launch
+        for name, array in zip(launch.operands, call.operands, strict=True):
+            if name not in made:
+                operands.setdefault(name, jax.device_put(_zeros(array), may_alias=True))
+        made |= {result.name for result in launch.results}
+        attributes |= call.attributes
+    kernels = [Kernel(call.cubin.key, call.cubin.launch) for call in calls]
+    operation = jax.jit(lambda operands: ffi_call.launch(kernels, operands, attributes))
+    try:
+        results = jax.block_until_ready(operation(operands))
+    except jax.errors.JaxRuntimeError as error:
+        return Outcome(_log(), {}, error=str(error))
+    return Outcome(_log(), {n: _address(x) for n, x in (operands | results).items()})
+
+
 def run_sequence(call: Call, devices: Sequence[int]) -> Outcome:
     """Makes the same call with one device after another current."""
     mock().mock_cuda_reset()

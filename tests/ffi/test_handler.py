@@ -137,10 +137,41 @@ def test_programmatic_launch(
     assert (launched["programmatic"], launched["cluster"]) == (1, list(cluster))
 
 
+def test_kernels_are_launched_together(
+    stand_in_process: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    calls = made_up.calls_together(tmp_path)
+    outcome = stand_in_process.submit(stand_in.run_together, calls).result()
+    assert outcome.error == ""
+    first, second = outcome.launches
+    assert (first["grid"], first["programmatic"]) == ([9, 2, 1], 0)
+    assert (second["grid"], second["programmatic"]) == ([7, 1, 1], 1)
+    # The second kernel reads and overwrites the memory that the first one wrote.
+    names = ("table", "y", "padded", "late", "z")
+    params = struct.unpack("<5Q", b"".join(map(bytes.fromhex, second["params"])))
+    assert dict(zip(names, params, strict=True)) == {n: outcome.addresses[n] for n in names}
+    assert struct.unpack("<Q", bytes.fromhex(first["params"][1]))[0] == outcome.addresses["y"]
+
+
+def test_what_fails_in_a_call_of_several_kernels(
+    stand_in_process: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    calls = made_up.calls_together(tmp_path)
+    steer = [("fail", ("cuLaunchKernelEx", 700))]
+    outcome = stand_in_process.submit(stand_in.run_together, calls, steer).result()
+    assert f"kernel {made_up.KEY.name}: cuLaunchKernelEx failed" in outcome.error
+    assert outcome.launches == []
+    outcome = stand_in_process.submit(stand_in.run_together, calls * 3).result()
+    assert f"{made_up.KEY.name}: is one too many: a call launches at most 4" in outcome.error
+
+
 def test_unknown_kernel(run: Run, tmp_path: pathlib.Path) -> None:
     attributes = made_up.ATTRIBUTES | {"kernel": "sm_90a_no_such"}
     outcome = run(made_up.call(tmp_path, attributes=attributes))
     assert "kernel sm_90a_no_such is not in this installation" in outcome.error
+    names = f"{made_up.KEY.name},sm_90a_none"
+    outcome = run(made_up.call(tmp_path, attributes=made_up.ATTRIBUTES | {"kernel": names}))
+    assert "kernel sm_90a_none is not in this installation" in outcome.error
 
 
 def test_missing_file(run: Run, tmp_path: pathlib.Path) -> None:
