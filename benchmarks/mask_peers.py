@@ -51,6 +51,7 @@ def flex_calls(operands: Operands, function: Any) -> list[Call]:
     """Returns the calls of flex_attention; function: of torch's tensors."""
     torch: Any = torch_peer.load_torch()
     flex = importlib.import_module("torch.nn.attention.flex_attention")
+    torch._dynamo.reset()  # After some masks it would compile no more.
     length = operands[0].shape[1]
     q, k, v = (
         torch.from_dlpack(x).clone().transpose(1, 2).contiguous().requires_grad_() for x in operands

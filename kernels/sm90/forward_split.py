@@ -64,6 +64,10 @@ class HopperForwardSplit(ForwardSplit):
     def __init__(self, key: KernelKey):
         super().__init__(key)
         self.cleared_barrier = self.description.named_barrier("cleared")
+        # The next step's scores are computed during a step's softmax. With pages at d = 128 the
+        # compiler then issues each copy of the load warp in a loop over the lanes, which took 1 to
+        # 10 us longer (one H200).
+        self.computes_ahead = not (key.paged and key.head_dim == 128)
 
     @cute.jit
     def visit_blocks(self, shared: Shared, work: Work, call: Call, rows: Rows, scales: Scales):
@@ -88,11 +92,13 @@ class HopperForwardSplit(ForwardSplit):
             if left < SPLIT_KEYS:
                 clear_padding(shared.v[None, None, use.slot], thread, left, self.cleared_barrier)
             stage, steps = (None, None, None, use.slot), len(mma.scores)
-            for step in cutlass.range_constexpr(steps):
+            first_steps = steps if self.computes_ahead else 1
+            for step in cutlass.range_constexpr(first_steps):
                 mma.qk.issue(mma.scores[step], mma.q, mma.k[step][stage], accumulate=False)
             for step in cutlass.range_constexpr(steps):
-                # The next step's scores are computed meanwhile.
-                warpgroup.wait_group(steps - 1 if step == 0 else 0)
+                if cutlass.const_expr(step >= first_steps):
+                    mma.qk.issue(mma.scores[step], mma.q, mma.k[step][stage], accumulate=False)
+                warpgroup.wait_group(first_steps - 1 if step == 0 else 0)
                 own_key = first_key + step * self.tile.step_keys
                 scores = cute.make_tensor(
                     mma.scores[step].iterator, cute.make_layout((4, self.tile.step_keys // 8))

@@ -1,0 +1,30 @@
+"""What the compiler makes of copies: Hopper's load warps issue each one once."""
+
+import re
+
+from fa4_jax import catalogue
+from kernels.build import cache, cubin_info
+
+BRANCH = 0x947
+ANY_LANE = 20
+"""Bit of a branch's upper word: taken while a lane is left that has not had its turn."""
+
+LANE_BY_LANE = r"(fwd_split_\w+16_(d96|d192)|fwd_\w+16_d192(x128)?_band_bias)$"
+"""Kernels that still have such loops. The forwards of few rows that read pages at d = 128 had them
+once: a step of 64 keys then took longer to be copied than to be read from memory."""
+
+
+def test_copies_are_issued_once_not_in_loops_over_the_lanes() -> None:
+    """Where ptxas does not see that a warp's lanes agree, it issues a copy for one after another.
+
+    Whether it sees that depends on code elsewhere in the kernel, so it is looked at here.
+    """
+    looping = set()
+    for key in catalogue.keys("sm_90a"):
+        entry = cache.find(key)
+        assert entry is not None, "run python -m kernels.build"
+        code = cubin_info.instructions(entry.code, entry.cubin.symbol)
+        if any(cubin_info.opcode(word) == BRANCH and word[1] >> ANY_LANE & 1 for word in code):
+            looping.add(key.name)
+    known = {key.name for key in catalogue.keys("sm_90a") if re.search(LANE_BY_LANE, key.name)}
+    assert looping == known
