@@ -7,9 +7,10 @@ and V from shared memory, four times 32 KiB a block, while a wgmma of the four l
     O += P V       wgmma 64 x head_dim, P from registers, V from shared memory
 
 Registers hold what mma.sync has there, in the same places: Q, S, P and O of wgmma have 16 rows a
-warp, and its threads the rows lane // 4 and 8 more. So scores become P, and output is stored, as
-`kernels.common.forward_split` does it. Values past the key length are cleared in shared memory,
-since a product would multiply them by 0, and 0 * NaN is NaN.
+warp, and its threads the rows lane // 4 and 8 more. So scores become P as
+`kernels.common.forward_split` does it; but each thread stores the output that it holds, since no
+other warp has keys of its rows. Values past the key length are cleared in shared memory, since a
+product would multiply them by 0, and 0 * NaN is NaN.
 """
 
 import dataclasses
