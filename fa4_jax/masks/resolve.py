@@ -207,6 +207,9 @@ def _combined(given: Given, query_length: Any, key_length: Any) -> RowRanges:
     low, high = (jnp.broadcast_to(x, (batch, query_length)) for x in (low, high))
     seen = low < high
     low, high = jnp.where(seen, low, 0), jnp.where(seen, high, 0)
+    # Otherwise XLA computes the rows anew for each number of the table, of prefixes three times
+    # slower (one H200: benchmarks/results/nvidia-h200-mask-cost.md).
+    low, high = jax.lax.optimization_barrier((low, high))
     of_tags = None
     if compared is not None and hull is not None:
         tiles = table.any_of(seen & ~hull.complete)

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-import re
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +30,7 @@ from fa4_jax.key import KernelKey, Pass
 from fa4_jax.manifest import Cubin, Factor, Launch, Param, Result
 from fa4_jax.plan import Kernel
 from kernels.emulator.driver.driver import SETTINGS_VARIABLE
+from tests.programs import launched_kernels
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def vmapped_with_bias(
     def kernels(function: Any) -> list[str]:
         text = jax.jit(function).lower(query[0], bias[0]).compile().as_text()
         assert text is not None
-        return re.findall(r'kernel = "(\w+)"', text)
+        return launched_kernels(text)
 
     return (
         [np.asarray(x, np.float32) for x in together],

@@ -16,6 +16,7 @@ from fa4_jax.conformance.compare import Verdict
 from fa4_jax.conformance.oracle import make_inputs, with_tangents
 from fa4_jax.conformance.runner import run_hessian, run_tangents
 from tests.emulator.emulated_gpu import settings
+from tests.programs import launched_kernels
 
 Arrays = list[np.ndarray]
 
@@ -111,4 +112,4 @@ def meanflow(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
     found, expected = (np.asarray(gradient(query, way), np.float32) for way in ("kernel", "xla"))
     text = gradient.lower(query, "kernel").compile().as_text()
     assert text is not None
-    return found, expected, re.findall(r'kernel = "([^"]*)"', text)
+    return found, expected, launched_kernels(text)

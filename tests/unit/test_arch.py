@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from fa4_jax import (
 )
 from fa4_jax.plan import Target
 from tests.fakes import TILE, fake_manifest
+from tests.programs import launched_kernels
 
 Q = jax.ShapeDtypeStruct((2, 128, 4, 128), jnp.bfloat16)
 
@@ -54,7 +54,7 @@ def program(
 
 
 def launches(text: str) -> list[str]:
-    return re.findall(r'kernel = "([^"]*)"', text)
+    return launched_kernels(text)
 
 
 def gradient(**options: Any) -> Callable[..., Any]:

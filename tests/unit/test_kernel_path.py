@@ -18,6 +18,7 @@ import fa4_jax
 from fa4_jax import api, attention, catalogue, log
 from fa4_jax.key import Pass
 from tests.fakes import fake_target
+from tests.programs import launched_kernels
 
 pytestmark = pytest.mark.usefixtures("kernels_present")
 
@@ -38,7 +39,7 @@ def program(function: Callable[..., Any], *args: Any) -> str:
 
 def launches(function: Callable[..., Any], *args: Any) -> list[str]:
     """Returns the kernels of the program, in order."""
-    return re.findall(r'kernel = "([^"]*)"', program(function, *args))
+    return launched_kernels(program(function, *args))
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
