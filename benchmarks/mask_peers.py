@@ -243,20 +243,14 @@ def problems(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (1, length, options.heads, options.head_dim)
     q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-    count = -(-length // pair_masks.DOCUMENT)
-    ids = np.sort(np.random.default_rng(0).integers(0, count, length)).astype(np.int32)
+    ids = pair_masks.document_ids(length)
     for name, (mask, _) in pair_masks.pairs_of_masks(jnp.asarray(ids)[None]).items():
         yield name, of_mask((q, k, v), name, mask, ids)
 
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--loops", type=int, default=5)
+    parser = pair_masks.parser(__doc__)
     parser.add_argument("--triangle", action="store_true")
     options = parser.parse_args()
     torch_peer.load_torch()  # before JAX starts its devices

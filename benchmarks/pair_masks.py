@@ -98,20 +98,30 @@ def milliseconds(timing: Timing | Exception) -> float:
     return timing.median * 1e3
 
 
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the sizes that are timed."""
+    found = argparse.ArgumentParser(description=description)
+    found.formatter_class = argparse.RawDescriptionHelpFormatter
+    found.add_argument("--length", type=int, default=8192)
+    found.add_argument("--head-dim", type=int, default=128)
+    found.add_argument("--heads", type=int, default=16)
+    found.add_argument("--loops", type=int, default=5)
+    return found
+
+
+def document_ids(length: int) -> np.ndarray:
+    """Returns ids [length] of ragged documents, side by side."""
+    found = np.random.default_rng(0).integers(0, -(-length // DOCUMENT), length)
+    return np.sort(found).astype(np.int32)
+
+
 def main() -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--loops", type=int, default=5)
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     shape = (1, options.length, options.heads, options.head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-    found = np.random.default_rng(0).integers(0, -(-options.length // DOCUMENT), options.length)
-    listed = pairs_of_masks(jnp.asarray(np.sort(found), jnp.int32)[None])
+    listed = pairs_of_masks(jnp.asarray(document_ids(options.length))[None])
     protocol = Protocol(loops=options.loops)
     speeds = Table("mask", "direction", "function [ms]", "ranges [ms]", "ranges / function")
     plans: dict[str, Call] = {}

@@ -1,7 +1,7 @@
 // The FFI target fa4_jax_launch: one call launches one or several kernels of the manifest.
 //
-// Kernels are launched together where a later one may start while the one before it ends: XLA
-// records each call as a graph of its own, and lets none begin before the last one's end.
+// Kernels are launched together where a later one may start while the one before it ends. XLA
+// records each call as a graph of its own, so as calls of their own they would start later.
 //
 // It is stateless, because FFI state needs a newer interface than the oldest supported jaxlib has.
 // `initialize` runs outside stream capture and loads; `execute` may be captured and only packs and

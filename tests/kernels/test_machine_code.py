@@ -10,8 +10,8 @@ ANY_LANE = 20
 """Bit of a branch's upper word: taken while a lane is left that has not had its turn."""
 
 LANE_BY_LANE = r"(fwd_split_\w+16_(d96|d192)|fwd_\w+16_d192(x128)?_band_bias)$"
-"""Kernels that still have such loops. The forwards of few rows that read pages at d = 128 had them
-once: a step of 64 keys then took longer to be copied than to be read from memory."""
+"""Kernels that still have such loops. With them the forwards of few rows that read pages at d = 128
+took up to 15 % longer (benchmarks/results/nvidia-h200-decode.md)."""
 
 
 def test_copies_are_issued_once_not_in_loops_over_the_lanes() -> None:

@@ -28,7 +28,7 @@ from fa4_jax import (
 )
 from fa4_jax.plan import Target
 from tests.fakes import TILE, fake_manifest
-from tests.programs import launched_kernels
+from tests.programs import launched_kernels as launches
 
 Q = jax.ShapeDtypeStruct((2, 128, 4, 128), jnp.bfloat16)
 
@@ -51,10 +51,6 @@ def program(
 ) -> str:
     """Returns the program's StableHLO."""
     return jax.jit(function).trace(*args).lower(lowering_platforms=platforms).as_text()
-
-
-def launches(text: str) -> list[str]:
-    return launched_kernels(text)
 
 
 def gradient(**options: Any) -> Callable[..., Any]:
@@ -80,7 +76,12 @@ def test_the_architecture_is_no_context_that_a_cache_could_miss():
         run.trace(Q, arch).lower(lowering_platforms=("cuda",)).as_text()
         for arch in (None, "sm_90a", "sm_100f", None)
     ]
-    assert [[x[:6] for x in launches(text)] for text in texts] == [[], ["sm_90a"], ["sm_100"], []]
+    assert [[x[:6] for x in launches(text)] for text in texts] == [
+        [],
+        ["sm_90a"],
+        ["sm_100"],
+        [],
+    ]
 
 
 def test_kernels_of_another_machine_do_not_run_here():

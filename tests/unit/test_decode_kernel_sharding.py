@@ -212,4 +212,5 @@ def test_programs_for_cuda_have_launches(devices, monkeypatch):
     text = jax.jit(decode).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
     found = text.count("@CustomSPMDPartitioning"), len(launched_kernels(text))
     assert found == ((1, 0) if devices > 1 else (0, 2))
+    assert text.count('kernel = "') == found[1] // 2  # One call launches both.
     jax.clear_caches()
