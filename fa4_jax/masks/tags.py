@@ -8,7 +8,7 @@ ones before it. A row then sees the ranks from the first with its equal ids to i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ import numpy as np
 from jax import lax
 
 from fa4_jax import mesh_types
-from fa4_jax.bands import LIMIT
+from fa4_jax.masks import bisection, id_order
+from fa4_jax.masks.bisection import count, take
+from fa4_jax.masks.id_order import Hull
 
 Array = jax.Array
 
@@ -37,31 +39,25 @@ class Intervals(NamedTuple):
     """Row i sees key j only if low[i] <= tag[j] <= high[i].
 
     low, high [B|1, T], tag [B|1, S]; start [B|1, S]: the least tag that a row sees which sees this
-    key, or None where low == high in every row that sees anything.
+    key, or None where it is the same for all keys: 0 if `from_zero`, else low == high in every row
+    that sees anything.
     """
 
     low: Array
     high: Array
     tag: Array
-    start: Array | None
-
-
-class Hull(NamedTuple):
-    """The first key that a row sees, one past its last, and whether it sees all between: [B, T]."""
-
-    low: Array
-    high: Array
-    complete: Array
+    start: Array | None = None
+    from_zero: bool = False
 
 
 def intervals(equal: list[Ids], at_most: Ids | None) -> Intervals:
     """One comparison that says the same as all: equal ids, and key <= row of `at_most`."""
     if at_most is None and len(equal) == 1:
         (ids,) = equal
-        return Intervals(jnp.maximum(ids.query, 0), ids.query, ids.key, None)
+        return Intervals(jnp.maximum(ids.query, 0), ids.query, ids.key)
     if at_most is not None and not equal:
-        start = jnp.minimum(jnp.maximum(at_most.key, -1), 0)
-        return Intervals(jnp.zeros_like(at_most.query), at_most.query, at_most.key, start)
+        low = jnp.zeros_like(at_most.query)
+        return Intervals(low, at_most.query, at_most.key, from_zero=True)
     return _ranked(equal, at_most)
 
 
@@ -102,7 +98,9 @@ def _any_changed(columns: list[Array]) -> Array:
 
 def hull(found: Intervals) -> Hull:
     """Between which keys the matches of each row lie; low == high == 0 without any."""
-    return _hull_of_one(found) if found.start is None else _hull_of_several(found, found.start)
+    if found.start is not None:
+        return _hull_of_several(found, found.start)
+    return id_order.hull(found.high, found.tag) if found.from_zero else _hull_of_one(found)
 
 
 def _hull_of_one(found: Intervals) -> Hull:
@@ -122,7 +120,7 @@ def _hull_of_one(found: Intervals) -> Hull:
 
 def _found(found: Intervals) -> Array:
     """What the slot of a row's tag knows, [B|1, T, 4]: see `_slots`."""
-    bits = min(_bits(found.tag.shape[1]), SLOT_BITS)
+    bits = min(bisection.bits(found.tag.shape[1]), SLOT_BITS)
     slots, index = _slots(found.tag, bits), _hash(found.high, bits)
     batch = max(slots.shape[0], index.shape[0], key=lambda size: size != 1)
     slots = jnp.broadcast_to(slots, (batch, *slots.shape[1:]))
@@ -175,11 +173,11 @@ def _hull_of_several(found: Intervals, start: Array) -> Hull:
     place = lax.broadcasted_iota(jnp.int32, found.tag.shape, 1)
     tags, order, start = lax.sort((found.tag, place, start), dimension=1, num_keys=1)
     least, greatest = _extremes(order, start)
-    begin = _count(tags, found.low, inclusive=False)
-    end = _count(tags, found.high, inclusive=True)
+    begin = count(tags, found.low, inclusive=False)
+    end = count(tags, found.high, inclusive=True)
     seen = begin < end
-    first = _take(least, jnp.minimum(end - 1, keys - 1))
-    last = _take(greatest, jnp.maximum(end - 1, 0))
+    first = take(least, jnp.minimum(end - 1, keys - 1))
+    last = take(greatest, jnp.maximum(end - 1, 0))
     complete = end - begin == last + 1 - first
     return Hull(jnp.where(seen, first, 0), jnp.where(seen, last + 1, 0), complete | ~seen)
 
@@ -191,36 +189,9 @@ def _extremes(x: Array, group: Array) -> tuple[Array, Array]:
     """
     place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     least = greatest = x
-    for bit in range(_bits(x.shape[1])):
+    for bit in range(bisection.bits(x.shape[1])):
         before = place - (1 << bit)
-        inside = (before >= 0) & (_take(group, before) == group)
-        least = jnp.where(inside, jnp.minimum(least, _take(least, before)), least)
-        greatest = jnp.where(inside, jnp.maximum(greatest, _take(greatest, before)), greatest)
+        inside = (before >= 0) & (take(group, before) == group)
+        least = jnp.where(inside, jnp.minimum(least, take(least, before)), least)
+        greatest = jnp.where(inside, jnp.maximum(greatest, take(greatest, before)), greatest)
     return least, greatest
-
-
-def _bits(length: Any) -> int:
-    """Bits of a length, or of the longest if it is symbolic."""
-    return length.bit_length() if isinstance(length, int) else LIMIT.bit_length()
-
-
-def _take(x: Array, index: Array) -> Array:
-    """x [B|1, S] at index [B|1, T], the nearest one if it is beyond."""
-    batch = max(x.shape[0], index.shape[0], key=lambda size: size != 1)
-    x, index = (jnp.broadcast_to(y, (batch, y.shape[1])) for y in (x, index))
-    return jnp.take_along_axis(x, index, axis=1, mode="clip")
-
-
-def _count(ordered: Array, x: Array, inclusive: bool) -> Array:
-    """How many entries of an ordered [B|1, S] are less than x [B|1, T], or at most x if inclusive.
-
-    Bisection in as many steps as lengths have bits: one kernel on a GPU, unlike a sort.
-    """
-    length = ordered.shape[1]
-    count = jnp.zeros_like(x)
-    for bit in reversed(range(_bits(length))):
-        further = count + (1 << bit)
-        entry = _take(ordered, jnp.minimum(further, length) - 1)
-        before = entry <= x if inclusive else entry < x
-        count = jnp.where((further <= length) & before, further, count)
-    return count
