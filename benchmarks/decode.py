@@ -214,8 +214,9 @@ def show_steps(case: Case, protocol: Protocol) -> None:
     """Prints microseconds of a decoding step: in loops, and one after another in a chain.
 
     A step attends from pages and adds a token to the lengths. `loop` ends by a count that is a
-    value of the run, as sampling does; of `counted` the compiler knows it; `idle` is `loop` without
-    attention. The differences are the loops' own.
+    value of the run, as sampling does; of `counted` the compiler knows it, and `in twos` does two
+    steps an iteration; `idle` is `loop` without attention. `kernels` is a chain whose lengths stay,
+    so that a step is its kernels alone. The differences are the loops' own.
     """
     plan = plan_of(case, PAGE)
     query, key, value, _ = measure.make_inputs(case)
@@ -241,9 +242,16 @@ def show_steps(case: Case, protocol: Protocol) -> None:
         start = (jnp.int32(0), state)
         return jax.lax.while_loop(lambda counted: counted[0] < steps, body, start)[1]
 
-    def counted(state: State, steps: jax.Array, pages: Any) -> State:
+    def counted(state: State, steps: jax.Array, pages: Any, unroll: int = 1) -> State:
         del steps
-        return jax.lax.fori_loop(0, STEPS, lambda _, state: step(state, pages), state)
+        one = functools.partial(step, pages=pages)
+        return jax.lax.fori_loop(0, STEPS, lambda _, state: one(state), state, unroll=unroll)
+
+    def kernels(state: State, steps: jax.Array, pages: Any) -> State:
+        del steps
+        for _ in range(STEPS):
+            state = step(state, pages)[0], state[1]
+        return state
 
     def chain(state: State, steps: jax.Array, pages: Any) -> State:
         del steps
@@ -255,6 +263,8 @@ def show_steps(case: Case, protocol: Protocol) -> None:
     functions = {
         "loop": functools.partial(until, step),
         "counted": counted,
+        "in twos": functools.partial(counted, unroll=2),
+        "kernels": kernels,
         "idle": functools.partial(until, idle_step),
         "chain": chain,
     }
