@@ -20,6 +20,7 @@ from fa4_jax.key import (
     NARROW_VALUES,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
+    SINKS_WITH_BANDS,
     KernelKey,
     Pass,
 )
@@ -85,6 +86,9 @@ def _forward(arch: str, dtype: str, head_dim: int, value_dim: int) -> Iterator[K
         yield key(band=True, ranges=ranges, short=True)
     for ranges in (False, True) if (arch, head_dim) in NARROW_TILES else ():
         yield key(band=True, ranges=ranges, narrow=True)
+    if (arch, head_dim) in SINKS_WITH_BANDS:
+        for tile in ({}, {"short": True}, {"narrow": True}):
+            yield key(band=True, sinks=True, **tile)
     chosen = designs.is_pair(arch, Pass.FORWARD, (head_dim, value_dim), None)
     yield key(band=True, bias=True, pair=chosen, short=short is not None)
     if value_dim == head_dim:

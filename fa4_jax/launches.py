@@ -98,7 +98,10 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
     """
     if problem.bias is not None:
         return {"bias": bias_buffer.buffer(operands.bias, kernel.key)}
-    if not in_memory(problem, Pass.FORWARD):
+    if kernel.key.sinks:
+        assert operands.sinks is not None
+        return {"sinks": operands.sinks.astype(jnp.float32)}
+    if not kernel.key.ranges:
         return {}
     tile = _tile_size(kernel)
     bits = operands.bits

@@ -21,6 +21,7 @@ from fa4_jax.key import (
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
+    SINKS_WITH_BANDS,
     TICKETS_WITH_BANDS,
     KernelKey,
     Pass,
@@ -143,11 +144,13 @@ def kernel_keys(
     has_polynomial = (arch, tile) in POLYNOMIAL_EXP2_TILES
 
     def limits(kernel: Pass) -> dict[str, bool]:
-        reads, has_bias = bool(in_memory(problem, kernel)), problem.bias is not None
-        # Kernels that read ranges or a bias have a band, too.
+        asked, has_bias = in_memory(problem, kernel), problem.bias is not None
+        sinks = asked == ("sinks",) and (arch, tile) in SINKS_WITH_BANDS
+        # Kernels that read ranges, sinks or a bias have a band, too.
         return {
-            "band": problem.band or reads or has_bias,
-            "ranges": reads,
+            "band": problem.band or bool(asked) or has_bias,
+            "ranges": bool(asked) and not sinks,
+            "sinks": sinks,
             "soft_cap": problem.has_soft_cap and arch in CAPPED_APART,
             "bias": has_bias,
         }

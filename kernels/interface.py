@@ -271,6 +271,13 @@ class LogitBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
+class SinkBuffer:
+    """The sinks of a forward without ranges, f32 [N]."""
+
+    sinks: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
 class CapBuffer:
     """The soft cap of a backward: one f32."""
 

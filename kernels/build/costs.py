@@ -35,7 +35,7 @@ class Capability:
 
 
 def _plain(key: KernelKey) -> bool:
-    special = key.ranges or key.pair or key.short or key.paged or key.polynomial_exp2
+    special = key.ranges or key.sinks or key.pair or key.short or key.paged or key.polynomial_exp2
     derivative = key.kernel in (Pass.TANGENT, *HESSIAN_PASSES)
     return not (special or _splits_keys(key) or derivative or _has_bias(key))
 
@@ -64,9 +64,9 @@ CAPABILITIES = (
     ),
     Capability(
         "masks in memory, sinks, largest scores",
-        lambda key: key.ranges and not key.soft_cap,
+        lambda key: key.sinks or (key.ranges and not key.soft_cap),
         "test_row_ranges.py, test_pair_masks.py, test_logits.py: a cover",
-        '--only "*ranges*"',
+        '--only "*ranges*", --only "*sinks*"',
     ),
     Capability(
         "biases and their gradients",

@@ -37,6 +37,7 @@ from kernels.interface import (
     RowBuffers,
     RowShape,
     RowSizes,
+    SinkBuffer,
     Sizes,
     SmCount,
     TailBuffers,
@@ -130,6 +131,7 @@ class ForwardHost:
       reads_mask: whether it reads bits of a mask of pairs.
       paged: K and V lie in pages.
       bias: whether numbers in memory are added to the scores.
+      sinks: whether rows have sinks, and no ranges.
     """
 
     description: Description
@@ -139,6 +141,7 @@ class ForwardHost:
     reads_mask: bool = False
     paged: bool = False
     bias: bool = False
+    sinks: bool = False
     kernel: Any
 
     @cute.jit
@@ -153,6 +156,7 @@ class ForwardHost:
         logits: LogitBuffers,
         pages: PageBuffers,
         bias: BiasBuffers,
+        sink: SinkBuffer,
         stream: cuda.CUstream,
     ):
         description = self.description
@@ -178,6 +182,7 @@ class ForwardHost:
         if cutlass.const_expr(self.paged):
             counters = (*counters, pages)
         named = {"bias": bias} if self.bias else {}
+        named |= {"sinks": sink.sinks} if self.sinks else {}
         self.kernel(maps, buffers.extents, buffers.lse, sizes, scalars, *counters, **named).launch(
             grid=[tiles * description.ctas, 1, 1],
             block=[description.threads, 1, 1],
@@ -333,7 +338,7 @@ def forward_source(host: ForwardHost, key: KernelKey, tile: dict[str, int]) -> K
     """Returns what the compiler needs of a forward kernel; tile: sizes that the build prints."""
     takes = (
         *(ForwardBuffers, Sizes, HeadDims, ForwardScalars, SmCount),
-        *(RangeBuffers, LogitBuffers, PageBuffers, BiasBuffers),
+        *(RangeBuffers, LogitBuffers, PageBuffers, BiasBuffers, SinkBuffer),
     )
     return make_source(host, key, takes, tile)
 

@@ -38,6 +38,8 @@ def _forward(key: KernelKey, description: Description) -> Launch:
         skipped = () if key.reads_cap else ("soft_cap",)
         logits = interface.params(interface.LogitBuffers)
         extra += tuple(param for param in logits if param.name not in skipped)
+    if key.sinks:
+        extra += interface.params(interface.SinkBuffer)
     return Launch(
         operands=("q", "k", "v", "extents", *(p.buffer for p in extra if p.kind == "pointer")),
         results=(

@@ -91,7 +91,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         self.band, self.ranges = key.band, key.ranges
         self.soft_cap = self.reads_cap = key.soft_cap
         self.reads_mask = key.reads_mask
-        self.paged, self.bias = key.paged, key.bias
+        self.paged, self.bias, self.sinks = key.paged, key.bias, key.sinks
         self.pairwise_bias = key.bias and key.pairwise_bias
         self.tile = forward_tile(key)
         self.description = of_key(key)
@@ -121,6 +121,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         of_keys: RangeBuffers | PageBuffers | None = None,
         logits: LogitBuffers | None = None,
         bias: BiasBuffers | None = None,
+        sinks: cute.Pointer | None = None,
     ):
         shared = resources.allocate(self.description, self.dtype)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -143,7 +144,8 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, schedule, tile_ticket, ranges, (pages, page_length))
+                keys = (pages, page_length)
+                self.load(maps, shared, schedule, tile_ticket, ranges, keys, sinks)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             added = None
@@ -175,7 +177,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         more = is_tile(self.words(shared, tiles_done))
         while more:
             words = self.words(shared, tiles_done)
-            work = published(words, schedule.window if self.band else None)
+            work = published(words, schedule.window if self.band else None, self.sinks)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
             head = of_head(results, work, schedule.sizes)
             own = ranges_of(ranges, schedule.sizes, work)

@@ -72,7 +72,7 @@ def of_key(key: KernelKey) -> Description:
         ),
         regions=(
             *_ramp(key, tile),
-            *_regions(tile, (head_dim, value_dim), ranges, key.reads_mask),
+            *_regions(tile, (head_dim, value_dim), ranges + key.sinks, key.reads_mask),
             *_output(key, tile),
         ),
         division=Division(tile.m, persistent=tile.ctas, by_ticket=band),
@@ -139,11 +139,11 @@ def _ramp(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
 
 
 def _regions(
-    tile: ForwardTile, dims: tuple[int, int], ranges: bool, mask: bool
+    tile: ForwardTile, dims: tuple[int, int], more_words: int, mask: bool
 ) -> tuple[Region, ...]:
     span, (d, value_dim), ring = tile.span_bytes, dims, tile.kv_stages
     tiles = tile.q_stages
-    words = WORK_WORDS + ranges + mask
+    words = WORK_WORDS + more_words + mask
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
     text = "key blocks, and whether ranges hide any of them, under a mask of pairs"
     visits = (Region("visits", (VISIT_WORDS, ring), text, "i32"),) if mask else ()

@@ -17,6 +17,7 @@ from kernels.common.page_maps import LONG_COPY, has_long_copies
 from kernels.common.pages import Copies, Pages, look_up
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
+from kernels.common.softmax import LOG2_E
 from kernels.interface import PageBuffers, RangeBuffers
 from kernels.sm90.forward_schedule import Work, assign, by_table, publish, publish_end
 from kernels.sm90.forward_visits import make_visits
@@ -44,6 +45,7 @@ class Loads:
         tile_ticket: cute.Pointer | None,
         ranges: RangeBuffers | None,
         pages: tuple[PageBuffers | None, Int32],
+        sinks: cute.Pointer | None,
     ):
         """Load warp: finds a tile's work, loads Q, then K and V of each block, last block first."""
         ctas, _, _ = cute.arch.grid_dim()
@@ -61,6 +63,9 @@ class Loads:
                 # What lies past the last key in its page, or past the table, is padding.
                 padded = work.blocks.end * self.tile.n > work.band.key_length
                 work = dataclasses.replace(work, padded_keys=padded)
+            if cutlass.const_expr(sinks is not None):
+                sink = cute.make_tensor(sinks + work.head, cute.make_layout(1))[0]
+                work = dataclasses.replace(work, sink_log2=sink * LOG2_E)
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, self.words(shared, tiles_done))

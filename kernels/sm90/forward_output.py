@@ -38,7 +38,7 @@ class HeadResults:
 
     Attributes:
       lse: [T], global memory.
-      sink_log2: its sink, in units of log2; -inf without sinks.
+      sink_log2: its sink, in units of log2; -inf in a kernel with ranges if the call has none.
       wants_maximum: whether `max_logit` is there.
       max_logit: its largest score so far, global memory.
       bias: the call's, or None.
@@ -65,7 +65,7 @@ def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
     lse = cute.make_tensor(results.lse + head * sizes.query_length, rows)
     logits = results.logits
     if logits is None:
-        return HeadResults(lse, bias=results.bias)
+        return HeadResults(lse, work.sink_log2, bias=results.bias)
     sink = cute.make_tensor(logits.sinks + work.head, cute.make_layout(1))[0]
     return HeadResults(lse, sink * LOG2_E, logits.max_heads > 0, logits.max_logit + head)
 

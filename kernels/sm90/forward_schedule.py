@@ -8,7 +8,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from fa4_jax import bands
 from kernels.common import row_ranges, tensors
@@ -38,6 +38,7 @@ class Work:
     padded_keys: cutlass.Boolean  # whether the last block has keys past a length that TMA reads
     compares: Int32 | int = 0  # whether tags have to be compared
     plane: Int32 | int = 0  # of the bits of a mask of pairs (pair_masks)
+    sink_log2: Float32 | None = None  # of the head, where the kernel takes sinks and no ranges
 
 
 def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:
@@ -97,11 +98,13 @@ _NO_TILE = -1
 
 def publish(work: Work, words: cute.Tensor):
     """Writes a tile's work, as `published` reads it."""
+    more = (Int32(work.compares), Int32(work.plane))
+    if work.sink_log2 is not None:
+        more = (work.sink_log2.bitcast(Int32),)
     values = (
         *(work.first_row, work.head, work.kv_head, work.batch),
         *mask_words(work.band, work.blocks, work.padded_keys),
-        Int32(work.compares),
-        Int32(work.plane),
+        *more,
     )
     for i in range(cute.size(words)):
         words[i] = values[i]
@@ -117,8 +120,10 @@ def is_tile(words: cute.Tensor) -> cutlass.Boolean:
     return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
 
 
-def published(words: cute.Tensor, window: Window | None) -> Work:
-    """Reads a tile's work."""
+def published(words: cute.Tensor, window: Window | None, sinks: bool = False) -> Work:
+    """Reads a tile's work; sinks: whether a sink is part of it."""
     values = [cute.arch.make_warp_uniform(words[i]) for i in range(cute.size(words))]
     mask = from_mask_words(values[4:WORK_WORDS], window)
+    if sinks:
+        return Work(*values[:4], *mask, sink_log2=values[WORK_WORDS].bitcast(Float32))
     return Work(*values[:4], *mask, *values[WORK_WORDS:])

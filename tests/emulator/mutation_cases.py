@@ -32,6 +32,8 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
         common["bias"] = "relative"
     if key.kernel == Pass.FORWARD and key.ranges:
         common |= {"sinks": True, "max_logit": True}
+    if key.sinks:
+        common["sinks"] = True
     if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
         return _split_cases(key, common | {"growing": True})
     if key.kernel == Pass.TANGENT:
