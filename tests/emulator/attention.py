@@ -43,9 +43,14 @@ _RESULTS = {"output": "o", "output_tangent": "o_tangent"} | {name: name for name
 """The kernels' names of results, by the oracle's."""
 
 
-_OF_BACKWARD = {"mask_some": "group_some", "mask_every": "group_every", "bias": "backward_bias"}
+_ROWS = ("row_low", "row_high", "row_table", "tag_low", "tag_high", "tag_key", "tag_tiles")
+_OF_BACKWARD = {
+    **{"mask_some": "group_some", "mask_every": "group_every", "bias": "backward_bias"},
+    **{name: f"backward_{name}" for name in _ROWS},
+}
 """Buffers that a backward reads otherwise than a forward: of groups of heads, not of heads, or of a
-bias in another form; what they are called here."""
+bias in another form, or ranges where a forward with a soft cap alone has none; what they are called
+here."""
 
 
 @functools.cache
