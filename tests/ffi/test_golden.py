@@ -198,7 +198,7 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     padded = -(-p.query_length // STATISTICS_ROWS) * STATISTICS_ROWS
     arrays |= {"row_statistics": Array("f32", (p.batch, p.heads, padded, 4))}
     is_split = key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
-    if key.ranges or is_split:
+    if key.ranges or key.sinks or is_split:
         tiles = -(-p.query_length // TILE_ROWS)
         of_rows, of_tiles = Array("i32", (p.batch, p.query_length)), Array("i32", (p.batch, tiles))
         arrays |= dict.fromkeys(("row_low", "row_high", "tag_low", "tag_high"), of_rows)
