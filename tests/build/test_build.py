@@ -54,9 +54,9 @@ def test_key_list() -> None:
         Pass.BIAS_GRADIENT: 2 * 5,
     }
     # Dense, a band, ranges, ranges with a cap; at d = 64 and 96 a short tile for a band and for
-    # ranges, which have no tall one at 96, at d = 64 a narrow one for either; pages; a bias, with
-    # which gradients are deterministic.
-    forward = 2 * (6 * 4 + 2 * 2 - 1 + 2 + 5 + 6)
+    # ranges, which have no tall one at 96, at d = 64 a narrow one for either, and all three for
+    # sinks; pages; a bias, with which gradients are deterministic.
+    forward = 2 * (6 * 4 + 2 * 2 - 1 + 2 + 3 + 5 + 6)
     backward = 2 * 6 * (4 * 2 + 1)
     hessian = dict.fromkeys(HESSIAN_PASSES, 2 * 3 * 2)
     own = {Pass.FORWARD: forward, Pass.BACKWARD: backward, **hessian}

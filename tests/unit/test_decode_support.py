@@ -123,7 +123,7 @@ def test_chunks_of_prompts_are_read_in_pages(
     [
         (
             PagedCase(dtype="bf16", rows=40, head_dim=64, sinks=True),
-            ["sm_90a_fwd_bf16_d64_band_ranges_narrow"],
+            ["sm_90a_fwd_bf16_d64_band_sinks_narrow"],
             80,
             "sinks and T * N / K = 80 rows: with those the kernels with pages take at most 64",
         ),
