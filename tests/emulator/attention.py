@@ -43,10 +43,10 @@ _RESULTS = {"output": "o", "output_tangent": "o_tangent"} | {name: name for name
 """The kernels' names of results, by the oracle's."""
 
 
-_ROWS = ("row_low", "row_high", "row_table", "tag_low", "tag_high", "tag_key", "tag_tiles")
-_OF_BACKWARD = {
+ROWS = ("row_low", "row_high", "row_table", "tag_low", "tag_high", "tag_key", "tag_tiles")
+OF_BACKWARD = {
     **{"mask_some": "group_some", "mask_every": "group_every", "bias": "backward_bias"},
-    **{name: f"backward_{name}" for name in _ROWS},
+    **{name: f"backward_{name}" for name in ROWS},
 }
 """Buffers that a backward reads otherwise than a forward: of groups of heads, not of heads, or of a
 bias in another form, or ranges where a forward with a soft cap alone has none; what they are called
@@ -147,9 +147,7 @@ class Attention:
             with np.errstate(all="ignore"):  # Padding may hold anything.
                 arrays = arrays | {"row_statistics": row_statistics(np, *pairs)}
         if key.kernel in (Pass.BACKWARD, Pass.BIAS_GRADIENT):
-            arrays = arrays | {
-                name: arrays[of] for name, of in _OF_BACKWARD.items() if of in arrays
-            }
+            arrays = arrays | {name: arrays[of] for name, of in OF_BACKWARD.items() if of in arrays}
         packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
         emulator.launch(
             text_of(key, code.text),
@@ -286,7 +284,7 @@ def _resolved(case: Case, inputs: Inputs, keys: tuple[KernelKey, ...]) -> dict[s
     operands = api.for_kernels(Plan(problem, (forward,)), operands)
     backward = [one for one in backward if one.key.kernel is Pass.BACKWARD]
     buffers = launches.backward_buffers(problem, operands, backward[0]) if backward else {}
-    buffers = {_OF_BACKWARD.get(name, name): x for name, x in buffers.items()}
+    buffers = {OF_BACKWARD.get(name, name): x for name, x in buffers.items()}
     if forward.key.kernel is Pass.FORWARD_SPLIT:
         buffers = launches.split_buffers(problem, operands) | buffers
     else:

@@ -357,7 +357,8 @@ def test_gradients_beside_a_kernels_forward(
         found, expected = (gradients(name, sinks, own) for name in (None, "xla"))
         for x, y in zip(found, expected, strict=True):
             near(x, y)
-    assert given_to_kernels and all(shapes["soft_cap"] == (1,) for shapes in given_to_kernels)
+    # Sinks alone have a kernel of their own.
+    assert {shapes.get("soft_cap") for shapes in given_to_kernels} == {(1,), None}
     with pytest.raises(NotImplementedError, match="backward: logits_soft_cap: it is traced"):
         gradients("kernel", sinks, cap)
 
