@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels.emulator.products import matrix_product
 from tests.emulator import programs
 from tests.emulator.test_memory import LANE
 
@@ -100,3 +101,16 @@ def test_warp_products(depth: int, types: str, rng: np.random.Generator) -> None
         words = np.ascontiguousarray(data[12 : 12 + counts[2], lane])
         values = words.view(np.float16 if halves else np.float32).reshape(2, 2)
         np.testing.assert_array_equal(values, expected[[g, g + 8], 2 * t : 2 * t + 2])
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(128, 128, 16), (64, 256, 16), (16, 64, 8)])
+def test_a_row_s_product_is_the_same_in_every_place(
+    rows: int, columns: int, depth: int, rng: np.random.Generator
+) -> None:
+    """Else a call's results would depend on how rows are dealt to tiles, as no GPU's do."""
+    a, b = (
+        rng.standard_normal((n, depth), np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+        for n in (rows, columns)
+    )
+    order = rng.permutation(rows)
+    assert np.array_equal(matrix_product(a[order], b), matrix_product(a, b)[order])

@@ -7,6 +7,7 @@ import numpy as np
 from kernels.emulator.instructions.ld_st import elements
 from kernels.emulator.instructions.ldmatrix import converged
 from kernels.emulator.machine.warp import Warp, reader, write
+from kernels.emulator.products import matrix_product
 from kernels.emulator.ptx.entries import UNKNOWN, Cost, Effect, Entry
 from kernels.emulator.ptx.program import LANES
 from kernels.emulator.ptx.syntax import Instruction
@@ -43,14 +44,14 @@ def _multiply(instruction: Instruction, symbols: dict[str, int]) -> Effect | Non
         a, b, c = (np.stack([one(warp) for one in operand]) for operand in read)
         left = _values(a, types[1]).reshape(depth, 2, 8, 8).transpose(1, 2, 0, 3)
         right = _values(b, types[1]).transpose(1, 0, 2)
-        product = left.reshape(16, 8 * depth) @ right.reshape(8, 8 * depth).T
+        update = matrix_product(left.reshape(16, 8 * depth), right.reshape(8, 8 * depth))
         if halves:
-            total = (product + _values(c, "f16").reshape(16, 8)).astype(np.float16)
+            total = (update + _values(c, "f16").reshape(16, 8)).astype(np.float16)
             words = total.reshape(2, 8, 8).view(np.uint32).reshape(2, LANES)
         else:
             # Registers 2 i and 2 i + 1 hold the even and odd columns of eight rows.
             before = c.view(np.float32).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8)
-            back = (product + before).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2)
+            back = (update + before).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2)
             words = np.ascontiguousarray(back, np.float32).view(np.uint32).reshape(4, LANES)
         for result, row in zip(results, words, strict=True):
             write(warp, mask, result, "u32", row)

@@ -26,6 +26,7 @@ from kernels.emulator.machine.trace import Multiplied
 from kernels.emulator.machine.warp import YIELD, Reader, Warp, Yield, address_reader, reader
 from kernels.emulator.memory import Fault
 from kernels.emulator.order.tensor_memory import TENSOR_LANES, Rectangle
+from kernels.emulator.products import matrix_product
 from kernels.emulator.ptx.entries import SOURCES, Cost, Effect, Entry
 from kernels.emulator.ptx.syntax import Address, Immediate, Instruction, Vector
 from kernels.emulator.swizzle import CHUNK
@@ -223,7 +224,7 @@ def _perform(ctas: tuple[Cta, ...], operands: Operands) -> None:
     """Reads the operands and writes the result, now."""
     shape = operands.shape
     b = np.concatenate([_values(cta, operands.b, shape.b_type) for cta in ctas])
-    updates = [_a(cta, operands) @ b.T for cta in ctas]
+    updates = [matrix_product(_a(cta, operands), b) for cta in ctas]
     for rank, (cta, update) in enumerate(zip(ctas, updates, strict=True)):
         if shape.signs[0] != shape.signs[1]:
             update = -update

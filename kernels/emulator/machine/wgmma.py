@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernels.emulator.memory import Fault
+from kernels.emulator.products import matrix_product
 from kernels.emulator.ptx.program import LANES, Run, Single, Step
 from kernels.emulator.ptx.syntax import Instruction, Register, registers
 from kernels.emulator.swizzle import CHUNK, swizzled
@@ -202,7 +203,7 @@ class Products:
         for product in products:
             a, b = self._a(product), self._decoded(product.b, product.form.dtype)
             sign = np.float32(product.form.signs[0] * product.form.signs[1])
-            update = (a @ b.T) * sign
+            update = matrix_product(a, b) * sign
             total = total + update if product.accumulate else update
         back = total.reshape(2, 8, blocks, 4, 2).transpose(2, 0, 4, 1, 3)
         registers[form.accumulators] = np.ascontiguousarray(back).reshape(-1, LANES).view(np.uint32)
