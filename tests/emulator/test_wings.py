@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = "kernels.emulator"
-GROUND = {"errors", "memory", "names", "policy", "subnormals", "swizzle", "tensor_map"}
+GROUND = {"errors", "memory", "names", "policy", "products", "subnormals", "swizzle", "tensor_map"}
 """Modules of the emulator's own folder that every wing may import."""
 DOORS = {"__init__", "launch", "report"}
 """The others there: what users of the emulator import."""
