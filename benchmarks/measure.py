@@ -219,15 +219,21 @@ def _record(outcome: Timing | Exception, operations: int, chained: int) -> dict[
     }
 
 
-def _share_of_dense(case: Case, direction: str, ours: Pass, protocol: Protocol) -> float:
-    """Returns our TFLOP/s over ours of the same shape without a mask; both take turns."""
-    dense = case.without_mask()
-    present, _ = contenders(dense, jax.default_backend())
-    passes = _PREPARE[direction]([c for c in present if c.name == OURS], make_inputs(dense))
+def our_pass(case: Case, direction: str) -> Pass:
+    """Returns our own forward or backward of a case, compiled."""
+    present, _ = contenders(case, jax.default_backend())
+    passes = _PREPARE[direction]([c for c in present if c.name == OURS], make_inputs(case))
     outcome = passes[OURS]
     if isinstance(outcome, Exception):
         raise outcome
-    timings = interleave({"case": ours.call, "dense": outcome.call}, protocol)
+    return outcome
+
+
+def _share_of_dense(case: Case, direction: str, ours: Pass, protocol: Protocol) -> float:
+    """Returns our TFLOP/s over ours of the same shape without a mask; both take turns."""
+    dense = case.without_mask()
+    calls = {"case": ours.call, "dense": our_pass(dense, direction).call}
+    timings = interleave(calls, protocol)
     rates: list[float] = []
     for name, of_case in (("case", case), ("dense", dense)):
         timing = timings[name]
