@@ -59,7 +59,8 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     some not at all, some on the left, where an edge off the blocks' corners masks several.
 
     Hopper has a loop of its own for blocks that the diagonal crosses after the first, so a band has
-    a case for it there; two blocks come after those, so that their ring slots are used again.
+    a case for it there. As many blocks come after those as the ring has slots, or (the short tile's
+    ring of four) another tile does, so that their slots are used again.
     Where tags are compared, every block is masked. With ranges one more case compares none, so that
     it has the same blocks as a band's, and one has a mask of pairs.
 
@@ -80,12 +81,13 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         far = block
     if key.narrow:
         rows, block = 128, 64
+    crossed = 2 * block if key.narrow else block
     diagonal = Case(
         **common,
-        batch=1,
+        batch=2 if key.short else 1,
         heads=(1, 1),
-        query_length=block,
-        key_length=block * 460 // 128 + far,
+        query_length=crossed,
+        key_length=block * 332 // 128 + crossed + far,
         query_offset=block * 326 // 128 + far,
     )
     ring = next((x.count for x in describe(key).barriers if x.name == "kv_full"), 0)

@@ -36,9 +36,13 @@ ret;
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a program runs: %rd1 is the address of `data`, %r1 the thread, %r2 shared memory."""
+    """How a program runs: %rd1 is the address of `data`, %r1 the thread, %r2 shared memory.
+
+    least_ctas: that a multiprocessor has to have room for.
+    """
 
     threads: int = 32
+    least_ctas: int = 1
     shared_bytes: int = 4096
     grid: int = 1
     cluster: int = 1
@@ -55,8 +59,10 @@ def run(
 ) -> emulator.Report:
     """Runs a body; what it writes is in `data`. `grid` and `cluster` may have three sizes."""
     launch = launch or Launch()
+    head = HEAD.format(threads=launch.threads)
+    head = head.replace("\n{", f"\n.minnctapersm {launch.least_ctas}\n{{", 1)
     return emulator.launch(
-        HEAD.format(threads=launch.threads) + body + TAIL,
+        head + body + TAIL,
         "test",
         grid=grid or (launch.grid, 1, 1),
         block=(launch.threads, 1, 1),

@@ -29,6 +29,7 @@ _LAST_STORES = Counter(
         for change in ("removed", "waits for reads", "waits for all but one more")
     }
 )
+_OF_BAND = Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3, _STORED: 1})
 _OWN_ROWS = Counter({"removed: bar.sync": 1})
 _OF_PAIR = Counter({_REGISTERS: 1, "relaxed: barrier.cluster.arrive": 1})
 _PADDING_FENCES = Counter({"removed: fence.acq_rel.cluster": 3})
@@ -80,7 +81,10 @@ SURVIVORS: dict[str, Counter[str]] = {
     "sm_90a_fwd_bf16_d64": Counter(
         {_REGISTERS: 1, _PRODUCT_FENCE: 1, _STORED: 1, "removed: mbarrier.arrive.shared.b64": 1}
     ),
-    "sm_90a_fwd_bf16_d128_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3, _STORED: 1}),
+    "sm_90a_fwd_bf16_d64_band_sinks": _OF_BAND,
+    "sm_90a_fwd_bf16_d64_band_sinks_short": _OF_BAND,
+    "sm_90a_fwd_bf16_d64_band_sinks_narrow": _OF_BAND,
+    "sm_90a_fwd_bf16_d128_band": _OF_BAND,
     "sm_90a_fwd_bf16_d256_band": Counter({_REGISTERS: 1, _PRODUCT_FENCE: 3}) + _LAST_STORES,
     "sm_90a_tangent_bf16_d64_band": _LAST_STORES
     + Counter({_REGISTERS: 1, _PRODUCT_FENCE: 7, _PRODUCT_GROUP: 5, _MEETING: 1}),

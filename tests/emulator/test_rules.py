@@ -94,6 +94,23 @@ def test_a_raise_takes_no_registers_that_the_cta_was_not_launched_with() -> None
         programs.run(body.format(count=32), np.zeros(64, np.uint8), launch)
 
 
+def test_ctas_beside_each_other_share_the_register_file() -> None:
+    """Three of 256 threads have 80 registers a thread each, 160 for a pair of warpgroups."""
+    launch = programs.Launch(threads=256, least_ctas=3)
+    body = """
+    shr.u32 %r5, %r1, 7;
+    setp.ne.u32 %p1, %r5, 0;
+    @%p1 bra MORE;
+    setmaxnreg.dec.sync.aligned.u32 24;
+    ret;
+    MORE:
+    setmaxnreg.inc.sync.aligned.u32 {count};
+    """
+    programs.run(body.format(count=136), np.zeros(64, np.uint8), launch)
+    with pytest.raises(EmulationError, match="deadlock"):
+        programs.run(body.format(count=144), np.zeros(64, np.uint8), launch)
+
+
 TURNS = """
 setp.ne.u32 %p1, %r1, 0;
 @%p1 bra DONE;

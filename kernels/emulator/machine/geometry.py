@@ -36,8 +36,9 @@ class Geometry:
 def launch_registers(kernel: Kernel, threads: int) -> int:
     """Registers that a thread starts with, which PTX leaves to ptxas.
 
-    A kernel with setmaxnreg gets what a CTA of this size can have, but no more than the largest
-    setmaxnreg.inc asks for (as `ptxas -v`, version 13.0, says of kernels with other counts).
+    A kernel with setmaxnreg gets what a CTA of this size can have beside as many others as the text
+    wants on a multiprocessor (.minnctapersm), but no more than the largest setmaxnreg.inc asks for
+    (as `ptxas -v`, version 13.0, says of kernels with other counts).
     """
     counts = [
         operand.value
@@ -47,4 +48,5 @@ def launch_registers(kernel: Kernel, threads: int) -> int:
         if isinstance(operand, Immediate)
     ]
     largest = max(counts, default=_MOST_REGISTERS)
-    return min(REGISTERS_PER_SM // threads // 8 * 8, _MOST_REGISTERS, largest)
+    of_cta = REGISTERS_PER_SM // kernel.least_ctas
+    return min(of_cta // threads // 8 * 8, _MOST_REGISTERS, largest)

@@ -53,6 +53,7 @@ _VARIABLES_BASE = 0x7C00_0000_0000
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _REQNCTAPERCLUSTER = re.compile(r"\.reqnctapercluster\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _MAXCLUSTERRANK = re.compile(r"\.maxclusterrank\s+(\d+)")
+_MINNCTAPERSM = re.compile(r"\.minnctapersm\s+(\d+)")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _REG_NAME = re.compile(r"([%\w$]+?)(?:<(\d+)>)?$")
 _LABEL = re.compile(r"\s*([$\w]+)\s*:(?!:)")
@@ -111,6 +112,7 @@ def _check_target(kernel: Kernel, target: str) -> None:
 def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...]) -> Kernel:
     body = _Body(text, entry.end())
     most_ctas = _MAXCLUSTERRANK.search(entry[3])
+    least_ctas = _MINNCTAPERSM.search(entry[3])
     return Kernel(
         name=entry[1],
         parameters=tuple(_parameter(part) for part in entry[2].split(",") if part.strip()),
@@ -123,6 +125,7 @@ def _kernel(text: str, entry: re.Match[str], shared: tuple[SharedVariable, ...])
         cluster=_sizes(_REQNCTAPERCLUSTER.search(entry[3])),
         explicit_cluster=".explicitcluster" in entry[3],
         most_ctas=_PORTABLE_CLUSTER if most_ctas is None else int(most_ctas[1]),
+        least_ctas=1 if least_ctas is None else int(least_ctas[1]),
     )
 
 

@@ -127,6 +127,7 @@ class Kernel:
       cluster: the cluster size that it was compiled for, or None.
       explicit_cluster: it must be launched as a cluster.
       most_ctas: CTAs that a cluster may have.
+      least_ctas: that a multiprocessor has to have room for at a time.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Kernel:
     cluster: tuple[int, int, int] | None = None
     explicit_cluster: bool = False
     most_ctas: int = 8
+    least_ctas: int = 1
     local: tuple[SharedVariable, ...] = ()
     variables: tuple[Variable, ...] = ()
 
