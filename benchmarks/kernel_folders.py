@@ -1,7 +1,7 @@
 """Times our call with kernels of several folders, in turns: what a change of a kernel is worth.
 
     python -m kernels.build --only "sm_90a_fwd_*" --cubins AFTER    # in a tree with the change
-    python -m benchmarks.kernel_folders BEFORE AFTER [--only grid-d64] [--direction forward]
+    python -m benchmarks.kernel_folders BEFORE AFTER [--only "grid-d64-*"]
 
 A process reads one manifest of kernels, so each folder has a process of its own. They take turns
 burst by burst, in a new random order each time (benchmarks.timing), and never share the GPU. The
@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import fnmatch
 import hashlib
-import math
 import multiprocessing
 import os
 import pathlib
@@ -24,6 +23,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -78,10 +78,7 @@ def compare(
 ) -> list[Outcome]:
     """Times a case with the kernels of each folder, in turns."""
     first = [submit(prepare, case, direction) for submit in folders]
-    calls = [
-        max(1, min(math.ceil(protocol.burst_s / seconds), protocol.max_calls))
-        for seconds, _ in first
-    ]
+    calls = [protocol.calls(seconds) for seconds, _ in first]
     bursts: list[list[float]] = [[] for _ in folders]
     orders = random.Random(0)
     for _ in range(protocol.loops):
@@ -107,16 +104,8 @@ def start(folder: pathlib.Path) -> ProcessPoolExecutor:
         runtime.KERNELS_VARIABLE: str(folder.resolve()),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with mock.patch.dict(os.environ, variables):
         pool.submit(os.getpid).result()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
     return pool
 
 

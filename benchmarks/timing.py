@@ -36,6 +36,10 @@ class Protocol:
     burst_s: float = 0.06
     max_calls: int = 400
 
+    def calls(self, seconds: float) -> int:
+        """Returns the calls of a burst, of which one takes so many seconds."""
+        return max(1, min(math.ceil(self.burst_s / seconds), self.max_calls))
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -68,8 +72,7 @@ def interleave(calls: dict[str, Call], protocol: Protocol) -> dict[str, Timing |
     for name, call in calls.items():
         try:
             burst(call, 1)
-            enough = math.ceil(protocol.burst_s / burst(call, 2))
-            repeats[name] = max(1, min(enough, protocol.max_calls))
+            repeats[name] = protocol.calls(burst(call, 2))
         except Exception as error:
             outcomes[name] = error
     seconds: dict[str, list[float]] = {name: [] for name in repeats}

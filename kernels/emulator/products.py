@@ -10,7 +10,7 @@ def matrix_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
     An element is the same wherever its row lies, as in hardware: with float32 sums a BLAS adds in
     an order that depends on the row's place. Of 16-bit elements and tf32 the products are exact in
-    float64, and so are the sums unless their terms differ by more than 2^30.
+    float64, and so are the sums unless their terms differ by more than 2^25.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)

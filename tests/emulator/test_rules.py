@@ -36,20 +36,24 @@ def test_shared_memory_starts_as_nan() -> None:
     assert np.isnan(data).all()
 
 
+def _handed_over(change: str, count: int, raised: int, warps: int = 4) -> str:
+    """The first warps change their registers to a count, all others raise theirs."""
+    return f"""
+    setp.ge.u32 %p1, %r1, {32 * warps};
+    @%p1 bra MORE;
+    setmaxnreg.{change}.sync.aligned.u32 {count};
+    ret;
+    MORE:
+    setmaxnreg.inc.sync.aligned.u32 {raised};
+    """
+
+
 def test_register_file_is_shared_by_all_warps() -> None:
     """16 warps have 128 registers a thread; more for all of them there is only if some give."""
     launch = programs.Launch(threads=512)
     with pytest.raises(EmulationError, match=r"(?s)deadlock.*of which 0 are free"):
         programs.run("setmaxnreg.inc.sync.aligned.u32 136;", np.zeros(64, np.uint8), launch)
-    body = """
-    shr.u32 %r5, %r1, 8;
-    setp.ne.u32 %p1, %r5, 0;
-    @%p1 bra MORE;
-    setmaxnreg.dec.sync.aligned.u32 120;
-    ret;
-    MORE:
-    setmaxnreg.inc.sync.aligned.u32 136;
-    """
+    body = _handed_over("dec", 120, 136, warps=8)
     programs.run(body, np.zeros(64, np.uint8), launch)
 
 
@@ -58,20 +62,11 @@ def test_a_thread_starts_with_no_more_registers_than_the_largest_raise() -> None
     launch = programs.Launch(threads=384)
     body = "setmaxnreg.inc.sync.aligned.u32 128;"
     programs.run(body, np.zeros(64, np.uint8), launch)
-    body = """
-    shr.u32 %r5, %r1, 7;
-    setp.ne.u32 %p1, %r5, 0;
-    @%p1 bra MORE;
-    setmaxnreg.{first}.sync.aligned.u32 {count};
-    ret;
-    MORE:
-    setmaxnreg.inc.sync.aligned.u32 128;
-    """
-    programs.run(body.format(first="dec", count=96), np.zeros(64, np.uint8), launch)
+    programs.run(_handed_over("dec", 96, 128), np.zeros(64, np.uint8), launch)
     with pytest.raises(EmulationError, match=r"setmaxnreg\.dec 136 from 128"):
-        programs.run(body.format(first="dec", count=136), np.zeros(64, np.uint8), launch)
+        programs.run(_handed_over("dec", 136, 128), np.zeros(64, np.uint8), launch)
     with pytest.raises(EmulationError, match=r"setmaxnreg\.inc 128 from 144"):
-        programs.run(body.format(first="inc", count=144), np.zeros(64, np.uint8), launch)
+        programs.run(_handed_over("inc", 144, 128), np.zeros(64, np.uint8), launch)
 
 
 def test_a_raise_takes_no_registers_that_the_cta_was_not_launched_with() -> None:
@@ -80,35 +75,17 @@ def test_a_raise_takes_no_registers_that_the_cta_was_not_launched_with() -> None
     A kernel with 32, 240 and 240 registers hung on an H200 (2026-11-24); with 24 it runs.
     """
     launch = programs.Launch(threads=384)
-    body = """
-    shr.u32 %r5, %r1, 7;
-    setp.ne.u32 %p1, %r5, 0;
-    @%p1 bra MORE;
-    setmaxnreg.dec.sync.aligned.u32 {count};
-    ret;
-    MORE:
-    setmaxnreg.inc.sync.aligned.u32 240;
-    """
-    programs.run(body.format(count=24), np.zeros(64, np.uint8), launch)
+    programs.run(_handed_over("dec", 24, 240), np.zeros(64, np.uint8), launch)
     with pytest.raises(EmulationError, match="deadlock"):
-        programs.run(body.format(count=32), np.zeros(64, np.uint8), launch)
+        programs.run(_handed_over("dec", 32, 240), np.zeros(64, np.uint8), launch)
 
 
 def test_ctas_beside_each_other_share_the_register_file() -> None:
     """Three of 256 threads have 80 registers a thread each, 160 for a pair of warpgroups."""
     launch = programs.Launch(threads=256, least_ctas=3)
-    body = """
-    shr.u32 %r5, %r1, 7;
-    setp.ne.u32 %p1, %r5, 0;
-    @%p1 bra MORE;
-    setmaxnreg.dec.sync.aligned.u32 24;
-    ret;
-    MORE:
-    setmaxnreg.inc.sync.aligned.u32 {count};
-    """
-    programs.run(body.format(count=136), np.zeros(64, np.uint8), launch)
+    programs.run(_handed_over("dec", 24, 136), np.zeros(64, np.uint8), launch)
     with pytest.raises(EmulationError, match="deadlock"):
-        programs.run(body.format(count=144), np.zeros(64, np.uint8), launch)
+        programs.run(_handed_over("dec", 24, 144), np.zeros(64, np.uint8), launch)
 
 
 TURNS = """
