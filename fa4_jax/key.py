@@ -65,6 +65,15 @@ can hold 128 and 192.
 """
 
 
+def short_suits(rows: int, short: int, tall: int) -> bool:
+    """Returns whether a dense call of so many query rows is faster with tiles of `short` rows.
+
+    They take 1.1 times as long for a row as tiles of `tall` rows, but the last one may have fewer
+    empty rows.
+    """
+    return 1.1 * (-(-rows // short) * short) < -(-rows // tall) * tall
+
+
 @dataclasses.dataclass(frozen=True)
 class ShortTile:
     """A second tile of a forward, with fewer query rows: docs/hopper.md.
@@ -84,12 +93,8 @@ class ShortTile:
     takes_ranges: bool
 
     def suits(self, rows: int) -> bool:
-        """Returns whether this tile is the faster one for a dense call of `rows` query rows.
-
-        The tile takes 1.1 times as long for a row, but its last tile may have fewer empty rows.
-        """
-        padded = -(-rows // self.rows) * self.rows
-        return 1.1 * padded < -(-rows // self.tall_rows) * self.tall_rows
+        """Returns whether this tile is the faster one for a dense call of `rows` query rows."""
+        return short_suits(rows, self.rows, self.tall_rows)
 
 
 SHORT_TILES = {
@@ -97,6 +102,13 @@ SHORT_TILES = {
     ("sm_90a", 96): ShortTile(128, 192, most_keys=1100, takes_ranges=True),
 }
 """By (arch, head_dim)."""
+
+
+DENSE_TILES = {("sm_90a", 128): (192, 128)}
+"""(arch, head_dim) whose dense forwards have a taller tile: its query rows, and those of a band's.
+
+Dense calls of few rows take the kernel with a band, which limits nothing: docs/hopper.md.
+"""
 
 
 NARROW_TILES = {("sm_90a", 64): 384}

@@ -13,6 +13,7 @@ from typing import Any
 from fa4_jax import designs, splits, tail
 from fa4_jax.key import (
     CAPPED_APART,
+    DENSE_TILES,
     DTYPES,
     HEAD_DIM_TILES,
     HESSIAN_HEAD_DIMS,
@@ -26,6 +27,7 @@ from fa4_jax.key import (
     KernelKey,
     Pass,
     head_dim_tile,
+    short_suits,
     value_dim_tile,
 )
 from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
@@ -183,7 +185,7 @@ def kernel_keys(
     flags = {**limits(Pass.FORWARD), "polynomial_exp2": polynomial, **tiles}
     if arch in TICKETS_WITH_BANDS:
         # Lengths make the tiles of a dense call unequal, too. Short tiles are built with a band.
-        flags["band"] |= problem.has_lengths or short
+        flags["band"] |= problem.has_lengths or short or _has_few_rows(problem, arch, tile)
     return (key(Pass.FORWARD, value_tile(Pass.FORWARD), **flags),), backward
 
 
@@ -243,6 +245,13 @@ def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
         return _mean_keys(problem) <= short.most_keys
     rows = problem.query_length
     return isinstance(rows, int) and short.suits(rows)  # Of symbolic lengths nothing is known.
+
+
+def _has_few_rows(problem: Problem, arch: str, tile: int) -> bool:
+    """Whether a dense forward takes the tile of a band (`DENSE_TILES`)."""
+    tall, short = DENSE_TILES.get((arch, tile), (0, 0))
+    rows = problem.query_length
+    return tall > 0 and isinstance(rows, int) and short_suits(rows, short, tall)
 
 
 def _takes_narrow_tile(problem: Problem, arch: str, tile: int) -> bool:

@@ -54,7 +54,7 @@ class ForwardShape:
     Attributes:
       m, n: query rows of a tile, keys of a block.
       kv_row_bytes: of a key's row of K and of V together.
-      l2_bytes: share of the L2 that K and V of the heads in flight may fill.
+      l2_bytes: share of the L2 that K and V of the heads in flight may fill under a band.
       band: whether the mask is a band; a dense kernel ignores the window.
     """
 

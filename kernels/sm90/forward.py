@@ -78,7 +78,7 @@ from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
-from kernels.sm90.tiles import L2_BUDGET_BYTES, WARPGROUP, forward_tile
+from kernels.sm90.tiles import WARPGROUP, forward_tile
 from kernels.sm90.turns import Turns
 
 
@@ -94,6 +94,8 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         self.paged, self.bias, self.sinks = key.paged, key.bias, key.sinks
         self.pairwise_bias = key.bias and key.pairwise_bias
         self.tile = forward_tile(key)
+        in_memory = key.ranges or key.bias or key.paged
+        self.q_slices = 0 if in_memory else self.tile.q_slices
         self.description = of_key(key)
         self.takes_turns = self.tile.mma_warpgroups > 1
         self.issue_turn = self.description.named_barrier("issue_turn") if self.takes_turns else None
@@ -105,7 +107,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
             m=self.tile.m,
             n=self.tile.n,
             kv_row_bytes=(key.head_dim + key.value_dim) * 2,
-            l2_bytes=L2_BUDGET_BYTES,
+            l2_bytes=self.tile.l2_bytes,
             band=key.band,
         )
 
@@ -207,6 +209,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
             qk_product=qk_product,
             pv_product=pv_product,
             q=qk.make_fragment_A(qk_group.partition_A(shared.q))[None, None, None, q_slot],
+            q_slices=qk_product.make_slices(tile.m, self.q_slices),
             k=qk.make_fragment_B(qk_group.partition_B(shared.k)),
             vt=pv.make_fragment_B(pv_group.partition_B(shared.vt)),
             scores=cute.make_rmem_tensor(qk.partition_shape_C((tile.m, tile.n)), Float32),
@@ -232,7 +235,9 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         thread = thread - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
-        mma = self.make_operands(shared, group, shared.barriers.q_full.use(tiles_done).slot)
+        q_slot = shared.barriers.q_full.use(tiles_done).slot
+        mma = self.make_operands(shared, group, q_slot)
+        mma.qk_product.load_slices(mma.q_slices, shared.q[None, None, q_slot], thread)
         mma.acc.fill(0.0)
         first_row = work.first_row + (thread // 32) * 16 + lane // 4
         rows = make_rows(work, ranges, first_row, (lane % 4) * 2)

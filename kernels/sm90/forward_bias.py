@@ -329,7 +329,7 @@ class BiasedScores:
         """
         block, slot = of
         k = mma.k[None, None, None, slot]
-        mma.qk_product.issue(mma.scores, mma.q, k, accumulate=False)
+        mma.qk_product.issue_with(mma.q_slices, mma.scores, mma.q, k)
         if own.bias is not None and self.pairwise_bias and form in (None, "sloping"):
             warpgroups = (self.tile.mma_warpgroups, 1)
             majors = (wgmma.K_MAJOR, wgmma.K_MAJOR)

@@ -29,12 +29,14 @@ class Operands:
     Attributes:
       qk_product, pv_product: S = Q K^T and O += P V.
       q, k, vt: descriptors of shared memory; k and vt by stage last.
+      q_slices: the first slices of Q, which registers hold, or None.
       scores, probabilities, acc: registers; S and P of a block, O of the tile.
     """
 
     qk_product: wgmma.Wgmma
     pv_product: wgmma.Wgmma
     q: cute.Tensor
+    q_slices: cute.Tensor | None
     k: cute.Tensor
     vt: cute.Tensor
     scores: cute.Tensor

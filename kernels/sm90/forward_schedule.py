@@ -51,11 +51,17 @@ def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int
 def assign(
     index: Int32, schedule: Schedule, shape: ForwardShape, ranges: RangeBuffers | None = None
 ) -> Work:
-    """Returns a tile's work; the longest tiles come first in sections of heads that fill the L2."""
+    """Returns a tile's work.
+
+    Under a band the longest tiles come first, in sections of heads that fill the L2. Otherwise
+    tiles are equal, and those of a KV head follow each other, so that the CTAs that run together
+    read as few heads as possible.
+    """
     sizes = schedule.sizes
-    group = sizes.heads // sizes.kv_heads
-    rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
-    section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
+    section = group = sizes.heads // sizes.kv_heads
+    if shape.band:
+        rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
+        section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
     tiles = (sizes.query_length + shape.m - 1) // shape.m
     tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
     tile = tiles - 1 - tile if shape.band and ranges is None else tile

@@ -14,12 +14,12 @@ WARPGROUP_ROWS = 64  # rows of a warpgroup's product
 L2_BUDGET_BYTES = 40 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (H100, H200: 50 MB)."""
 
-BACKWARD_L2_BUDGET_BYTES = 20 * 1024 * 1024
-"""The same for Q, dO and dQ in a backward without pairs.
+HALF_L2_BUDGET_BYTES = 20 * 1024 * 1024
+"""The same for Q, dO and dQ in a backward without pairs, and in the forward of d = 256.
 
 The L2 has two partitions and holds a line twice that is read from both, so that twice as much made
-the device memory carry twice the traffic (d = 64, S = 1024). The forward and pairs of CTAs did not
-gain: docs/hopper.md.
+the device memory carry twice the traffic (d = 64, S = 1024). Other forwards and pairs of CTAs did
+not gain: docs/hopper.md, docs/hopper-power.md.
 """
 
 
@@ -67,6 +67,9 @@ class ForwardTile:
         factors, which are 1; otherwise it always multiplies, while exponentials are computed
         (`Forward.softmax_side_by_side`). Which costs more was measured.
       ctas: that a multiprocessor has at a time.
+      q_slices: slices of Q, 16 columns each, that registers hold as operands of Q K^T, in kernels
+        without ranges, biases and pages.
+      l2_bytes: share of the L2 that K and V of the heads in flight may fill under a band.
     """
 
     m: int
@@ -76,6 +79,8 @@ class ForwardTile:
     own_output: bool = True
     skips_rescaling: bool = True
     ctas: int = 1
+    q_slices: int = 0
+    l2_bytes: int = L2_BUDGET_BYTES
 
     @property
     def mma_warpgroups(self) -> int:
@@ -99,13 +104,23 @@ FORWARD_TILES: dict[tuple[int, int, bool], ForwardTile] = {
         span_bytes=64,
         skips_rescaling=False,
     ),
-    (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False),
+    (128, 128, False): ForwardTile(m=128, n=128, kv_stages=2, skips_rescaling=False, q_slices=4),
     (192, 128, False): ForwardTile(
         m=128, n=128, kv_stages=2, own_output=False, skips_rescaling=False
     ),
     (192, 192, False): ForwardTile(m=128, n=96, kv_stages=2, own_output=False),
-    (256, 256, False): ForwardTile(m=128, n=64, kv_stages=2, own_output=False),
+    (256, 256, False): ForwardTile(
+        m=128, n=64, kv_stages=2, own_output=False, l2_bytes=HALF_L2_BUDGET_BYTES
+    ),
 }
+
+
+DENSE_FORWARD_TILES: dict[tuple[int, int], ForwardTile] = {
+    # (head_dim, value_dim), of kernels without a band
+    (128, 128): ForwardTile(m=192, n=80, kv_stages=4, own_output=False),
+}
+"""Three warpgroups read a block of K and V where two did, and power limits long calls: what moves
+fewer bytes and executes fewer instructions has the higher clock (docs/hopper.md)."""
 
 
 NARROW_FORWARD_TILES: dict[int, ForwardTile] = {
@@ -121,6 +136,9 @@ def forward_tile(key: KernelKey) -> ForwardTile:
     """Returns the tile of a forward."""
     if key.narrow:
         return NARROW_FORWARD_TILES[key.head_dim]
+    dims = (key.head_dim, key.value_dim)
+    if not key.band and dims in DENSE_FORWARD_TILES:
+        return DENSE_FORWARD_TILES[dims]
     return FORWARD_TILES[key.head_dim, key.value_dim, key.short]
 
 
@@ -302,7 +320,7 @@ class BackwardTile:
 
     def l2_bytes(self, band: bool, ranges: bool, deterministic: bool) -> int:
         """Share of the L2 that Q, dO and dQ of the heads in flight may fill, in bytes."""
-        budget = BACKWARD_L2_BUDGET_BYTES if self.ctas == 1 else L2_BUDGET_BYTES
+        budget = HALF_L2_BUDGET_BYTES if self.ctas == 1 else L2_BUDGET_BYTES
         queues = deterministic and band and self.ctas == 1
         by_visits = ranges and not deterministic
         return budget * (SECTIONS_AT_ONCE if queues or by_visits else 1)

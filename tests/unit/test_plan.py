@@ -35,7 +35,10 @@ def names(plan: Plan) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ["fwd_bf16_d128", "bwd_pre_bf16_d128", "bwd_bf16_d128", "bwd_post_bf16_d128"]),
+        (
+            {"query_length": 192},
+            ["fwd_bf16_d128", "bwd_pre_bf16_d128", "bwd_bf16_d128", "bwd_post_bf16_d128"],
+        ),
         (
             {"window": CAUSAL, "dtype": "fp16", "head_dim": 136},
             ["fwd_fp16_d192_band", "bwd_pre_fp16_d192", "bwd_fp16_d192_band", "bwd_post_fp16_d192"],
@@ -120,6 +123,16 @@ def test_rows_that_see_few_keys_take_a_shorter_tile(changes: dict[str, Any], til
     assert forward.band or tile == "tall", "shorter tiles are built with a band"
     others = [key for keys in kernel_keys(problem, "sm_100f") for key in keys]
     assert not any(key.short or key.narrow for key in others)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 1024, 1025, 4096])
+def test_dense_calls_of_few_rows_take_the_shorter_tile_of_a_band(rows: int):
+    problem = dataclasses.replace(PROBLEM, query_length=rows)
+    (forward,), _ = kernel_keys(problem, "sm_90a")
+    # 129 rows are one tile of 192 or two of 128; 1024 are six of 192, an eighth of which is empty.
+    assert forward.band == (rows in (1, 128, 1024))
+    assert not forward.short
+    assert not kernel_keys(problem, "sm_100f")[0][0].band
 
 
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
@@ -238,9 +251,9 @@ def test_a_missing_kernel_is_named_with_those_there_are():
     plan = make_plan(PROBLEM, target, None)
     assert not plan.forward and not plan.backward
     assert plan.forward_reason is not None
-    assert "sm_90a_fwd_bf16_d128" in plan.forward_reason
+    assert "sm_90a_fwd_bf16_d128_band" in plan.forward_reason
     assert "sm_90a_fwd_bf16_d96_band" in plan.forward_reason
-    with pytest.raises(NotImplementedError, match="sm_90a_fwd_bf16_d128 is installed"):
+    with pytest.raises(NotImplementedError, match="sm_90a_fwd_bf16_d128_band is installed"):
         make_plan(PROBLEM, target, "kernel")
 
 
