@@ -238,6 +238,8 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         q_slot = shared.barriers.q_full.use(tiles_done).slot
         mma = self.make_operands(shared, group, q_slot)
         mma.qk_product.load_slices(mma.q_slices, shared.q[None, None, q_slot], thread)
+        if cutlass.const_expr(mma.q_slices is not None):
+            cute.arch.sync_warp()  # One lane releases Q for all, at once if no row sees a key.
         mma.acc.fill(0.0)
         first_row = work.first_row + (thread // 32) * 16 + lane // 4
         rows = make_rows(work, ranges, first_row, (lane % 4) * 2)
