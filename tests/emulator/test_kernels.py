@@ -12,7 +12,7 @@ import pytest
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
-from fa4_jax.key import SHORT_TILES, KernelKey, Pass
+from fa4_jax.key import NARROW_TILES, SHORT_TILES, KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import EmulationError, Policy, launch
 from kernels.emulator.driver import arguments
@@ -128,8 +128,9 @@ def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> 
         batch=1,
         heads=(heads, 1),
         query_length=length,
-        # The first rows see no key. Many keys: a tall tile.
-        key_length=length - rows if short else SHORT_TILES["sm_90a", 96].most_keys + 10,
+        # The first rows see no key. Many keys: a tall tile; few: the narrow one of d = 64.
+        key_length=10
+        + (NARROW_TILES["sm_90a", 64] if short else SHORT_TILES["sm_90a", 96].most_keys),
         head_dim=head_dim,
         is_causal=True,
         query_offset=-rows,
