@@ -66,10 +66,12 @@ can hold 128 and 192.
 
 
 def short_suits(rows: int, short: int, tall: int) -> bool:
-    """Returns whether a dense call of so many query rows is faster with tiles of `short` rows.
+    """Returns whether a dense call is faster with tiles of `short` query rows than of `tall` ones.
 
-    They take 1.1 times as long for a row as tiles of `tall` rows, but the last one may have fewer
-    empty rows.
+    A short tile takes 1.1 times as long for a row, but the last one may have fewer empty rows.
+
+    Args:
+      rows: query rows of the call.
     """
     return 1.1 * (-(-rows // short) * short) < -(-rows // tall) * tall
 
@@ -107,7 +109,7 @@ SHORT_TILES = {
 DENSE_TILES = {("sm_90a", 128): (192, 128)}
 """(arch, head_dim) whose dense forwards have a taller tile: its query rows, and those of a band's.
 
-Dense calls of few rows take the kernel with a band, which limits nothing: docs/hopper.md.
+Dense calls of few rows take the kernel with a band, which limits nothing: docs/hopper-power.md.
 """
 
 

@@ -120,7 +120,7 @@ DENSE_FORWARD_TILES: dict[tuple[int, int], ForwardTile] = {
     (128, 128): ForwardTile(m=192, n=80, kv_stages=4, own_output=False),
 }
 """Three warpgroups read a block of K and V where two did, and power limits long calls: what moves
-fewer bytes and executes fewer instructions has the higher clock (docs/hopper.md)."""
+fewer bytes and executes fewer instructions has the higher clock (docs/hopper-power.md)."""
 
 
 NARROW_FORWARD_TILES: dict[int, ForwardTile] = {

@@ -6,28 +6,24 @@ from fa4_jax.key import DENSE_TILES, HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES,
 from kernels.sm90 import tiles
 
 
-@pytest.mark.parametrize("key", list(tiles.FORWARD_TILES), ids=str)
-def test_forward_tiles_fit(key):
-    head_dim, value_dim, _ = key
-    tile = tiles.FORWARD_TILES[key]
+FORWARDS = [*tiles.FORWARD_TILES.items(), *tiles.DENSE_FORWARD_TILES.items()]
+
+
+@pytest.mark.parametrize(("key", "tile"), FORWARDS, ids=str)
+def test_forward_tiles_fit(key, tile):
+    head_dim, value_dim, *_ = key
     assert tile.m % 64 == 0 and tile.n % 16 == 0 and tile.n <= 256
     assert head_dim * 2 % tile.span_bytes == value_dim * 2 % tile.span_bytes == 0
+    assert 0 <= tile.q_slices * 16 <= head_dim
+    # A thread has at most 240 registers with two warpgroups, 160 with three.
+    assert tile.q_slices == 0 or tile.mma_warpgroups == 2
 
 
 def test_tiles_of_dense_forwards_are_those_of_the_plan():
     for (head_dim, value_dim), tile in tiles.DENSE_FORWARD_TILES.items():
-        assert tile.m % 64 == 0 and tile.n % 16 == 0 and tile.n <= 256
-        assert head_dim * 2 % tile.span_bytes == value_dim * 2 % tile.span_bytes == 0
         band = tiles.FORWARD_TILES[head_dim, value_dim, False]
         assert DENSE_TILES["sm_90a", head_dim] == (tile.m, band.m)
     assert {d for _, d in DENSE_TILES} == {d for d, _ in tiles.DENSE_FORWARD_TILES}
-
-
-@pytest.mark.parametrize("tile", tiles.FORWARD_TILES.values(), ids=str)
-def test_registers_hold_whole_slices_of_queries(tile):
-    assert 0 <= tile.q_slices * 16 <= 256
-    # A thread has at most 240 registers with two warpgroups, 160 with three.
-    assert tile.q_slices == 0 or tile.mma_warpgroups == 2
 
 
 @pytest.mark.parametrize("head_dims", list(tiles.BACKWARD_TILES), ids=str)
