@@ -5,7 +5,6 @@ import pytest
 from fa4_jax.key import DENSE_TILES, HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES, Pass
 from kernels.sm90 import tiles
 
-
 FORWARDS = [*tiles.FORWARD_TILES.items(), *tiles.DENSE_FORWARD_TILES.items()]
 
 
