@@ -66,7 +66,7 @@ class Picture:
 
 
 PICTURES = (
-    Picture(KernelKey("sm_90a", Pass.FORWARD, "bf16", 128), Sizes(1, 128, 512)),
+    Picture(KernelKey("sm_90a", Pass.FORWARD, "bf16", 128), Sizes(1, 192, 480)),
     Picture(KernelKey("sm_90a", Pass.BACKWARD, "bf16", 128), Sizes(1, 256, 128)),
     Picture(KernelKey("sm_100f", Pass.FORWARD, "bf16", 128), Sizes(1, 256, 512)),
     Picture(KernelKey("sm_100f", Pass.BACKWARD, "bf16", 128), Sizes(1, 512, 128)),

@@ -24,6 +24,7 @@ from kernels.emulator.ptx.costs import QUANTITIES
 from kernels.emulator.ptx.parser import parse
 from kernels.emulator.ptx.syntax import Immediate, Instruction
 from kernels.sm90.forward_description import WORK_WORDS
+from kernels.sm90.tiles import FORWARD_TILES
 from tests.emulator import programs, sm100_programs
 from tests.emulator.attention import Attention, attention, ptx
 from tests.emulator.sm100_programs import GEMM
@@ -131,9 +132,11 @@ def test_forward(key_length: int) -> None:
     # Every tile loads its Q and all of K and V; the load warp alone does.
     assert load["tma_loaded_bytes"] == 2 * d * (t + tiles * 2 * s)
     assert everything["tma_loaded_bytes"] == load["tma_loaded_bytes"]
-    # A warpgroup reads its 64 rows of Q and all of K for S, and all of V for O; P is in registers.
-    groups = t // 64
-    assert everything["shared_mma_bytes"] == 2 * d * groups * blocks * (64 + 2 * tile_n)
+    # A warpgroup reads all of K and its 64 rows of Q, but for what registers hold of them, for S,
+    # and all of V for O; P is in registers.
+    groups, q_columns = t // 64, d - 16 * FORWARD_TILES[d, d, False].q_slices
+    products_bytes = 2 * groups * blocks * (64 * q_columns + 2 * tile_n * d)
+    assert everything["shared_mma_bytes"] == products_bytes
     # O goes through shared memory once; so does what a tile's work is, and that none follows.
     assert everything["shared_written_bytes"] == 2 * t * d + tiles * 4 * (WORK_WORDS + 1)
     # A row's statistics are kept by the four lanes that share it: a rescale factor each per block.
