@@ -19,9 +19,9 @@ distance, `first_distance`, is a scalar of the call, and says that a bias is ban
 
 The gradient of a dense bias of pairs has pairs, too: sums in fp32, which the kernel rounds.
 
-Kernels sum the gradient of a bias by distance along the diagonals of tiles of 64 x 64 pairs: a
-lower half of 64 diagonals and an upper one of 63. The upper half of a tile and the lower half of
-the next one have the same distances.
+Kernels sum the gradient of a bias by distance along the diagonals of tiles of n x n pairs (n is of
+`key.BIAS_GRADIENT_TILES`): a lower half of n diagonals and an upper one of n - 1. The upper half of
+a tile and the lower half of the next one have the same distances.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import jax.numpy as jnp
 
 from fa4_jax.bias import AtDistances, Banded, far_of
 from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, FAR_NUMBERS, MOST_REACH, KernelKey, Pass
-from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
 from fa4_jax.operands import Operands
 from fa4_jax.problem import Problem
 
@@ -124,7 +123,7 @@ def abstract(operands: Operands, problem: Problem) -> Any:
 
 
 def gradient_shape(
-    shape: tuple[Any, ...], lengths: tuple[Any, Any], is_banded: bool = False
+    shape: tuple[Any, ...], lengths: tuple[Any, Any], tile: int, is_banded: bool = False
 ) -> tuple[Any, ...]:
     """Shape of the operand that says what shape a gradient has, and how many tiles a head has.
 
@@ -134,29 +133,31 @@ def gradient_shape(
     Args:
       shape: of `buffer`.
       lengths: T and S.
+      tile: rows, and keys, of the kernel's tile.
       is_banded: whether it is of a banded bias.
     """
     batch, heads, rows, columns = shape[:4]
     if is_banded:
         columns -= BAND_GAP
-        # The rows of a tile have their columns at TILE - 1 keys more than one row has.
-        tiles = -(-(columns + TILE - 1) // TILE)
-        return 0, batch, heads, rows - 1, columns, -(-lengths[0] // TILE) * tiles
-    row_tiles, key_tiles = (-(-length // TILE) for length in lengths)
+        # The rows of a tile have their columns at tile - 1 keys more than one row has.
+        tiles = -(-(columns + tile - 1) // tile)
+        return 0, batch, heads, rows - 1, columns, -(-lengths[0] // tile) * tiles
+    row_tiles, key_tiles = (-(-length // tile) for length in lengths)
     if len(shape) == _RANK_OF_PAIRS:
         columns = -(-lengths[1] // 2)  # A pair of sums is in one number, and none are past S.
     elif columns != lengths[1]:
         units = row_tiles + key_tiles - 1
-        return 0, batch, heads, 2, units * TILE, units
+        return 0, batch, heads, 2, units * tile, units
     return 0, batch, heads, rows, columns, (row_tiles if rows != 1 else 1) * key_tiles
 
 
-def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
+def gradient(bias: Any, found: Array, lengths: tuple[Any, Any], tile: int) -> Any:
     """The bias's gradient, like the bias, from what the kernel returns.
 
     Args:
       found: of the shape that `gradient_shape` has after its 0, but for the number of tiles.
       lengths: T and S.
+      tile: rows, and keys, of the kernel's tile.
     """
     if isinstance(bias, Banded):
         return Banded(bias.first, found.astype(bias.table.dtype))
@@ -169,8 +170,8 @@ def gradient(bias: Any, found: Array, lengths: tuple[Any, Any]) -> Any:
     if found.shape[2] == 2:
         widths = [(0, 0), (0, 0)]
         lower, upper = found[:, :, 0], found[:, :, 1]
-        found = jnp.pad(lower, [*widths, (0, TILE)]) + jnp.pad(upper, [*widths, (TILE, 0)])
-        first = -rows % TILE
+        found = jnp.pad(lower, [*widths, (0, tile)]) + jnp.pad(upper, [*widths, (tile, 0)])
+        first = -rows % tile
         found = found[:, :, first : first + rows + keys - 1]
     else:
         found = found[:, :, 0]

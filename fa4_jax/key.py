@@ -171,7 +171,7 @@ READS_MASKS = frozenset({"sm_90a", "sm_100f"})
 """Architectures whose kernels with ranges read bits of a mask of pairs, where a call has one."""
 
 
-BIAS_GRADIENT_TILE = 64
+BIAS_GRADIENT_TILES = {"sm_90a": 128, "sm_100f": 64}
 """Query rows, and keys, of a tile of a bias's gradient."""
 
 DISTANCE_MARGIN = 256

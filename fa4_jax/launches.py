@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fa4_jax import bias_buffer, ffi_call, mesh_types
 from fa4_jax.group_split import group_split
-from fa4_jax.key import MAY_LACK_RANGES, Pass
+from fa4_jax.key import BIAS_GRADIENT_TILES, MAY_LACK_RANGES, Pass
 from fa4_jax.masks import bits as packed
 from fa4_jax.masks import order, table
 from fa4_jax.operands import (
@@ -234,7 +234,8 @@ def backward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> di
     if problem.bias is not None:
         bias = bias_buffer.buffer(operands.bias, kernel.key)
         is_banded = problem.bias == "banded"
-        shape = bias_buffer.gradient_shape(bias.shape, _lengths(problem), is_banded)
+        tile = BIAS_GRADIENT_TILES[kernel.key.arch]
+        shape = bias_buffer.gradient_shape(bias.shape, _lengths(problem), tile, is_banded)
         return {"bias": bias, "dbias_shape": jnp.zeros(shape, jnp.int32)}
     if not in_memory(problem, Pass.BACKWARD):
         return {}
@@ -296,7 +297,8 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
     results = _run(plan.backward, split.plan.problem, buffers)
     dbias = None
     if operands.bias is not None:
-        dbias = bias_buffer.gradient(operands.bias, results["dbias"], _lengths(plan.problem))
+        lengths, tile = _lengths(plan.problem), BIAS_GRADIENT_TILES[main.key.arch]
+        dbias = bias_buffer.gradient(operands.bias, results["dbias"], lengths, tile)
     return Gradients(results["dq"], split.join(results["dk"]), split.join(results["dv"]), dbias)
 
 

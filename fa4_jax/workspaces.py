@@ -10,7 +10,7 @@ import jax
 
 from fa4_jax import bias_buffer, validate
 from fa4_jax.group_split import group_split
-from fa4_jax.key import Pass
+from fa4_jax.key import BIAS_GRADIENT_TILES, Pass
 from fa4_jax.paged import gather
 from fa4_jax.paged.problem import PagedProblem
 from fa4_jax.plan import Kernel, Plan, given_shapes, new_buffers
@@ -66,7 +66,8 @@ def workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
     if bias is not None:
         lengths = problem.query_length, problem.key_length
         is_banded = problem.bias == "banded"
-        shape = bias_buffer.gradient_shape(bias.shape, lengths, is_banded)
+        tile = BIAS_GRADIENT_TILES[plan.backward[0].key.arch]
+        shape = bias_buffer.gradient_shape(bias.shape, lengths, tile, is_banded)
         own |= {"bias": bias.shape, "dbias_shape": shape}
     found = [
         Workspace(name, result.dtype, shape)

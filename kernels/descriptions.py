@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
-from kernels.common import bias_gradient_description, split_description
+from kernels.common import split_description
 from kernels.description import BARRIER_BYTES, Description
 from kernels.sm90 import backward_description as sm90_backward
+from kernels.sm90 import bias_gradient_description as sm90_bias_gradient
 from kernels.sm90 import forward_description as sm90_forward
 from kernels.sm90 import hessian_description as sm90_hessian
 from kernels.sm90 import tangent_description as sm90_tangent
 from kernels.sm100 import backward_description as sm100_backward
+from kernels.sm100 import bias_gradient_description as sm100_bias_gradient
 from kernels.sm100 import forward_description as sm100_forward
 from kernels.sm100 import tangent_description as sm100_tangent
 
@@ -26,9 +28,10 @@ def describe(key: KernelKey) -> Description:
         return split_description.split(key.arch, key.head_dim, key.paged)
     if key.kernel is Pass.FORWARD_JOIN:
         return split_description.join(key.head_dim)
-    if key.kernel is Pass.BIAS_GRADIENT:
-        return bias_gradient_description.description(key.arch, key.head_dim)
     hopper = key.arch == "sm_90a"
+    if key.kernel is Pass.BIAS_GRADIENT:
+        of_arch = sm90_bias_gradient if hopper else sm100_bias_gradient
+        return of_arch.description(key.head_dim)
     if key.kernel is Pass.TANGENT:
         return sm90_tangent.of_key(key) if hopper else sm100_tangent.description(key.head_dim)
     if key.kernel in HESSIAN_PASSES and hopper:

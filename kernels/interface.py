@@ -317,7 +317,7 @@ class BiasGradientBuffers:
     """What it reads and writes by pointers.
 
     lse_log2, delta f32 [batch, heads, padded rows]: of the kernel before the main one. dbias f32 or
-    pairs: of the bias's shape, or by distance [B|1, N|1, 2, 64 units]: `fa4_jax.bias_buffer`.
+    pairs: of the bias's shape, or by distance [B|1, N|1, 2, tile * units]: `fa4_jax.bias_buffer`.
     """
 
     extents: Pointer

@@ -34,8 +34,7 @@ def module(key: KernelKey) -> str:
         raise NotImplementedError(f"no kernel source for {key.name}")
     name = _PLACES[key.kernel][0]
     of_hopper = key.kernel is Pass.FORWARD_SPLIT and key.arch == "sm_90a"
-    passes = (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN, Pass.BIAS_GRADIENT)
-    if key.kernel in passes and not of_hopper:
+    if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN) and not of_hopper:
         return f"kernels.common.{name}"
     if key.arch == "sm_100f" and key.kernel is Pass.BACKWARD:
         from kernels.sm100 import tiles

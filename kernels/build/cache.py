@@ -112,7 +112,8 @@ def sources_of(module: str) -> set[str]:
     return seen
 
 
-def _imports(module: str) -> set[str]:
+@functools.cache
+def _imports(module: str) -> frozenset[str]:
     """Returns what a module imports at its top level, without the packages that contain it.
 
     `from fa4_jax import bands` needs that module, not what the package's users import by it.
@@ -125,7 +126,7 @@ def _imports(module: str) -> set[str]:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if _file(name).is_file() else node.module for name in inside}
     ours = {name for name in names if name.split(".")[0] in ("kernels", "fa4_jax")}
-    return {name for name in ours if _file(name).is_file()}
+    return frozenset(name for name in ours if _file(name).is_file())
 
 
 def _file(module: str) -> pathlib.Path:

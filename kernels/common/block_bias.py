@@ -23,6 +23,7 @@ from kernels.common.tensors import INT32, f32
 
 _ROWS = 2  # of a thread
 _STEP = 8  # keys from a pair of a row to the next one
+_NO_KEY = 2**30  # no key is as far as this
 
 
 Form = Literal["distance", "pairs", "elements"]
@@ -69,6 +70,8 @@ class BlockBias:
       dtype: the kernel's storage type.
       pairs: of keys, of a row.
       pairwise: whether the kernel loads two elements at once where it can.
+      of_any_batch: a band's elements are read also at keys past the last one of `batch`, since
+        other batch elements have them at keys that they see.
     """
 
     memory: BiasInMemory
@@ -79,6 +82,7 @@ class BlockBias:
     dtype: type[cutlass.Numeric]
     pairs: int
     pairwise: bool
+    of_any_batch: bool = False
 
     def anew(self) -> "BlockBias":
         """Returns the same in a branch of which nothing is computed, and held, before it."""
@@ -197,6 +201,9 @@ class BlockBias:
     def add_elements(self, scores: cute.Tensor, factor: Float32, how: cutlass.Constexpr[Addition]):
         """Does what `add_loaded` does for fp32 elements."""
         bias = self.memory.of_head(self.batch, self.head)
+        if cutlass.const_expr(self.of_any_batch):
+            last_key = INT32.select(self.memory.is_band(), Int32(_NO_KEY), bias.last_key)
+            bias = dataclasses.replace(bias, last_key=last_key)
         rows, keys = (self.row, _STEP + 1), (self.key, _STEP * self.pairs)
         if cute.arch.vote_any_sync(bias.meets(rows, keys)):
             of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]

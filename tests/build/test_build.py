@@ -167,7 +167,7 @@ def test_every_kernel_is_compiled_again_when_its_tiles_change(key: KernelKey) ->
     if key.kernel in (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN):
         tiles = "kernels.common.split_description"
     if key.kernel is Pass.BIAS_GRADIENT:
-        tiles = "kernels.common.bias_gradient_description"
+        tiles = f"{package}.bias_gradient_description"
     assert tiles in cache.sources_of(sources.module(key))
 
 

@@ -16,7 +16,7 @@ from fa4_jax import api, catalogue, launches, splits, tail
 from fa4_jax.conformance import biases, runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import HESSIAN_PRODUCTS, STORAGE, Inputs
-from fa4_jax.key import BIAS_GRADIENT_TILE, HESSIAN_PASSES, KernelKey, Pass
+from fa4_jax.key import BIAS_GRADIENT_TILES, HESSIAN_PASSES, KernelKey, Pass
 from fa4_jax.plan import (
     Kernel,
     Plan,
@@ -111,7 +111,7 @@ class Attention:
         if arrays.get("row_max", np.zeros(0)).size:
             arrays["max_logit"] = arrays["row_max"].max(axis=-1)
         if "dbias" in arrays:
-            arrays["dbias"] = _bias_gradient(self.case, arrays["dbias"])
+            arrays["dbias"] = _bias_gradient(self.case, arrays["dbias"], self.keys[0].arch)
         return {name: arrays[short] for name, short in _RESULTS.items() if short in arrays}
 
     def after(self, kernel: Pass) -> Attention:
@@ -199,11 +199,11 @@ def attention(
     )
 
 
-def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
+def _bias_gradient(case: Case, found: np.ndarray, arch: str) -> np.ndarray:
     """The gradient of a case's bias from the kernel's, as `bias_buffer.gradient` and JAX make it.
 
     found: as the bias, or pairs of its numbers, or by distance two halves of the diagonals of tiles
-      of 64 x 64 pairs.
+      of `BIAS_GRADIENT_TILES`.
     """
     if case.bias_kind is None:
         own = STORAGE[case.dtype]
@@ -213,7 +213,7 @@ def _bias_gradient(case: Case, found: np.ndarray) -> np.ndarray:
     of_rows = biases.KINDS[case.bias_kind].of_rows
     if of_rows is None:
         return found
-    rows, tile = case.query_length, BIAS_GRADIENT_TILE
+    rows, tile = case.query_length, BIAS_GRADIENT_TILES[arch]
     total = np.zeros((*found.shape[:2], found.shape[3] + tile), np.float32)
     for half in range(found.shape[2]):
         total[..., half * tile : half * tile + found.shape[3]] += found[:, :, half]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fa4_jax.conformance.cases import Case
 from fa4_jax.key import (
-    BIAS_GRADIENT_TILE,
+    BIAS_GRADIENT_TILES,
     HESSIAN_PASSES,
     NARROW_TILES,
     SHORT_TILES,
@@ -223,7 +223,7 @@ def _bias_gradient_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, 
     The cases sum whole tiles, columns, diagonals, and tiles of a banded bias. A CTA visits no pair
     of tiles, one pair, or more pairs than the ring has slots, and skips those outside of the band.
     """
-    tile, ring = BIAS_GRADIENT_TILE, describe(key).barrier("full").count
+    tile, ring = BIAS_GRADIENT_TILES[key.arch], describe(key).barrier("full").count
     several: dict[str, Any] = {**common, "batch": ring + 2, "heads": (2, 1)}
     lengths = tuple((tile, 0, 30, 2 * tile)[b % 4] for b in range(ring + 2))
     sizes: dict[str, Any] = {"query_length": tile + 20, "key_length": 2 * tile + 9}

@@ -20,7 +20,13 @@ from typing import Any
 import pytest
 
 from fa4_jax import bias_buffer, runtime, splits
-from fa4_jax.key import SPLIT_ROWS, STATISTICS_ROWS, KernelKey, Pass
+from fa4_jax.key import (
+    BIAS_GRADIENT_TILES,
+    SPLIT_ROWS,
+    STATISTICS_ROWS,
+    KernelKey,
+    Pass,
+)
 from fa4_jax.manifest import Cubin, Param, evaluate_size
 from fa4_jax.masks.table import TILE_ROWS
 from kernels.build import cache, compile, cubin_info
@@ -223,7 +229,8 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     of_bias = (1, p.heads, *((p.query_length, p.key_length) if p.batch % 2 else (1, 900)))
     if p.key_length > 1000:
         of_bias = (1, 1, 1, p.key_length)  # More would take time and memory.
-    shape = bias_buffer.gradient_shape(of_bias, (p.query_length, p.key_length))
+    lengths, tile = (p.query_length, p.key_length), BIAS_GRADIENT_TILES[key.arch]
+    shape = bias_buffer.gradient_shape(of_bias, lengths, tile)
     arrays |= {"bias": Array("f32", of_bias), "dbias_shape": Array("i32", shape)}
     if key.kernel is Pass.FORWARD_JOIN:
         arrays |= results(earlier(key, Pass.FORWARD_SPLIT), arrays)

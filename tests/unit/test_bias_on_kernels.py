@@ -21,8 +21,15 @@ from jax.sharding import PartitionSpec as P
 
 from fa4_jax import api, attention, bias, bias_buffer, explain, launches, supports, xla
 from fa4_jax.boxes import Whole
-from fa4_jax.key import BAND_GAP, DISTANCE_MARGIN, MOST_REACH, NO_BAND, KernelKey, Pass
-from fa4_jax.key import BIAS_GRADIENT_TILE as TILE
+from fa4_jax.key import (
+    BAND_GAP,
+    BIAS_GRADIENT_TILES,
+    DISTANCE_MARGIN,
+    MOST_REACH,
+    NO_BAND,
+    KernelKey,
+    Pass,
+)
 from fa4_jax.problem import Problem
 from tests.fakes import fake_target
 
@@ -42,24 +49,25 @@ def test_diagonals_of_tiles_add_up_to_those_of_the_whole(
     """The kernel's halves, made here by their definition, become the sums of whole diagonals."""
     ds = np.random.default_rng(seed).normal(size=(rows, keys)).astype(np.float32)
     of = bias.AtDistances(rows, jnp.zeros((1, 1, rows + keys - 1)), jnp.zeros((1, 1)))
-    shape = bias_buffer.gradient_shape(bias_buffer.buffer(of, key).shape, (rows, keys))
+    n, lengths = BIAS_GRADIENT_TILES[key.arch], (rows, keys)
+    shape = bias_buffer.gradient_shape(bias_buffer.buffer(of, key).shape, lengths, n)
     found = np.zeros(shape[1:5], np.float32)
     assert shape[0] == 0
     if rows == 1 and not key.pairwise_bias:
         found[0, 0, 0] = ds[0]
     else:
-        tiles = -(-rows // TILE), -(-keys // TILE)
+        tiles = -(-rows // n), -(-keys // n)
         assert shape[5] == sum(tiles) - 1
-        padded = np.zeros((tiles[0] * TILE, tiles[1] * TILE), np.float32)
+        padded = np.zeros((tiles[0] * n, tiles[1] * n), np.float32)
         padded[:rows, :keys] = ds
         for i, j in np.ndindex(*tiles):
-            tile = padded[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+            tile = padded[i * n : (i + 1) * n, j * n : (j + 1) * n]
             unit = j - i + tiles[0] - 1
-            for t in range(2 * TILE - 1):
-                place = unit * TILE + t % TILE
-                found[0, 0, t // TILE, place] += np.trace(tile, t - (TILE - 1))
+            for t in range(2 * n - 1):
+                place = unit * n + t % n
+                found[0, 0, t // n, place] += np.trace(tile, t - (n - 1))
     expected = [np.trace(ds, d) for d in range(1 - rows, keys)]
-    got = bias_buffer.gradient(of, jnp.asarray(found), (rows, keys))
+    got = bias_buffer.gradient(of, jnp.asarray(found), lengths, n)
     np.testing.assert_allclose(got.values[0, 0], expected, atol=1e-4)
 
 
@@ -118,8 +126,8 @@ def test_a_dense_bias_is_read_in_pairs(pass_: Pass) -> None:
     assert shape(odd, by_pairs) == (jnp.bfloat16, (1, 4, 9, 8, 2))
     assert shape(whole, BY_ONE) == (jnp.float32, whole.shape)
     assert shape(jax.ShapeDtypeStruct(whole.shape, jnp.float16), by_pairs)[0] == jnp.float32
-    assert bias_buffer.gradient_shape(odd.shape, (9, 11))[1:5] == odd.shape
-    assert bias_buffer.gradient_shape((1, 4, 9, 8, 2), (9, 11))[1:5] == (1, 4, 9, 6)
+    assert bias_buffer.gradient_shape(odd.shape, (9, 11), 64)[1:5] == odd.shape
+    assert bias_buffer.gradient_shape((1, 4, 9, 8, 2), (9, 11), 64)[1:5] == (1, 4, 9, 6)
 
 
 @pytest.mark.parametrize("keys", [7, 8])
@@ -127,7 +135,7 @@ def test_a_gradient_of_pairs_is_taken_apart(keys: int, rng: np.random.Generator)
     numbers = jnp.asarray(rng.normal(size=(2, 1, 3, 8)), jnp.bfloat16)
     found = jax.lax.bitcast_convert_type(numbers.reshape(2, 1, 3, 4, 2), jnp.float32)
     of = jnp.zeros((2, 1, 3, keys), jnp.bfloat16)
-    gradient = bias_buffer.gradient(of, found, (3, keys))
+    gradient = bias_buffer.gradient(of, found, (3, keys), 64)
     assert gradient.dtype == of.dtype
     np.testing.assert_array_equal(gradient, numbers[..., :keys])
 
@@ -177,16 +185,18 @@ def test_a_row_of_a_band_lies_between_zeros(first: int, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("columns", [1, 2, 64, 65, 130])
-def test_every_column_of_a_band_is_in_one_tile_of_its_gradient(columns: int) -> None:
+@pytest.mark.parametrize("n", BIAS_GRADIENT_TILES.values())
+def test_every_column_of_a_band_is_in_one_tile_of_its_gradient(n: int, columns: int) -> None:
     rows, table = 70, jax.ShapeDtypeStruct((1, 2, 70, columns), jnp.float32)
     of = jax.eval_shape(lambda x: bias_buffer.buffer(x, BY_ONE), bias.banded(table))
-    shape = bias_buffer.gradient_shape(of.shape, (rows, 90), is_banded=True)
+    shape = bias_buffer.gradient_shape(of.shape, (rows, 90), n, is_banded=True)
     assert shape[1:5] == table.shape
-    tiles, rest = divmod(shape[5], -(-rows // TILE))
-    # The last row's last column lies TILE - 1 keys after the first row's.
-    assert rest == 0 and tiles * TILE >= columns + TILE - 1 > (tiles - 1) * TILE
+    tiles, rest = divmod(shape[5], -(-rows // n))
+    # The last row's last column lies n - 1 keys after the first row's.
+    assert rest == 0 and tiles * n >= columns + n - 1 > (tiles - 1) * n
     found = jnp.ones(shape[1:5])
-    got = bias_buffer.gradient(bias.banded(table.update(dtype=jnp.bfloat16), -3), found, (70, 90))
+    of = bias.banded(table.update(dtype=jnp.bfloat16), -3)
+    got = bias_buffer.gradient(of, found, (70, 90), n)
     assert got.first == -3 and got.table.dtype == jnp.bfloat16 and got.table.shape == table.shape
 
 
@@ -238,7 +248,8 @@ def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> 
     told = explain(Q, Q, Q, bias.alibi(slopes), is_causal=True)
     memory = {space.name: space.num_bytes for space in told.workspaces}
     assert memory["bias"] == 4 * 199 * 4
-    assert memory["dbias"] == 4 * 2 * 3 * TILE * 4
+    # Queries and keys are one tile, whose diagonals have two halves.
+    assert memory["dbias"] == 4 * 2 * 1 * BIAS_GRADIENT_TILES["sm_90a"] * 4
     table = jax.ShapeDtypeStruct((2, 1, 100, 30), jnp.float32)
     told = explain(Q, Q, Q, bias.banded(table), is_causal=True)
     memory = {space.name: space.num_bytes for space in told.workspaces}

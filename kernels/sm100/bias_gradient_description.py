@@ -1,11 +1,11 @@
-"""What the kernel of a bias's gradient consists of; see `bias_gradient`."""
+"""What Blackwell's kernel of a bias's gradient consists of; see `bias_gradient`."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
 
-from fa4_jax.key import BIAS_GRADIENT_TILE
+from fa4_jax.key import BIAS_GRADIENT_TILES
 from kernels.description import (
     LANES,
     Barrier,
@@ -20,34 +20,20 @@ from kernels.description import (
     warps,
 )
 
+TILE = BIAS_GRADIENT_TILES["sm_100f"]
 MMA_WARPS = 4
 OPERANDS = ("q", "k", "v", "do")
 STAGES = {64: 3, 96: 2, 128: 2, 192: 2, 256: 1}
 """Visits whose operands are there or on their way, by head dim: shared memory has room for them."""
 
-
-def ctas(arch: str, head_dim: int) -> int:
-    """Returns how many CTAs a multiprocessor holds at a time.
-
-    A CTA has one MMA warp for each scheduler, so two hide each other's latency, where registers and
-    shared memory have room for them.
-    """
-    return 2 if arch == "sm_90a" and head_dim <= 128 else 1
-
-
-def stages(arch: str, head_dim: int) -> int:
-    """Returns STAGES, or as many as two CTAs have room for."""
-    return 1 if head_dim == 128 and ctas(arch, head_dim) > 1 else STAGES[head_dim]
-
-
-PADDED_KEYS = BIAS_GRADIENT_TILE + 1
+PADDED_KEYS = TILE + 1
 """Columns of a row of sums in shared memory: those of a diagonal lie in as many banks."""
 
 
 @functools.cache
-def description(arch: str, head_dim: int) -> Description:
+def description(head_dim: int) -> Description:
     """Describes the kernel of a head dim."""
-    tile, ring = BIAS_GRADIENT_TILE, stages(arch, head_dim)
+    tile, ring = TILE, STAGES[head_dim]
     span = 64 if head_dim == 96 else 128
     both = ("mma",)
     of_q = Region("sums", (PADDED_KEYS, tile), "the sum of dS, by row", "f32", shares="q")
