@@ -5,6 +5,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
+from fa4_jax.key import BIAS_GRADIENT_TILES, KernelKey
 from kernels.common import hosts
 from kernels.description import Description
 from kernels.interface import (
@@ -16,6 +17,7 @@ from kernels.interface import (
     HeadDims,
     Sizes,
 )
+from kernels.kernel_source import KernelSource
 
 
 class BiasGradientHost:
@@ -24,11 +26,9 @@ class BiasGradientHost:
     Attributes:
       description: of the kernel.
       dtype: storage type.
-      ctas: that one multiprocessor holds at a time.
     """
 
     description: Description
-    ctas: int
     dtype: Any
     kernel: Any
 
@@ -50,9 +50,19 @@ class BiasGradientHost:
             grid=[bias.bias_batch * bias.bias_heads * shape.units, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=self.ctas,
+            min_blocks_per_mp=1,
             preferred_smem_carveout=100,  # Without it the compiler asks a GPU, and none is there.
         )
 
 
 BiasGradientHost.__call__.set_name_prefix("fa4_bias_grad_host", **hosts.NAMED)
+
+
+def bias_gradient_source(kernel: Any, key: KernelKey) -> KernelSource:
+    """Returns a kernel with its launch."""
+    takes = (
+        *(BiasGradientLoads, BiasGradientBuffers, Sizes, HeadDims),
+        *(BiasGradientShape, BackwardScalars, BiasBuffers),
+    )
+    tile = BIAS_GRADIENT_TILES[key.arch]
+    return hosts.make_source(kernel, key, takes, {"m": tile, "n": tile})

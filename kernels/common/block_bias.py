@@ -70,8 +70,8 @@ class BlockBias:
       dtype: the kernel's storage type.
       pairs: of keys, of a row.
       pairwise: whether the kernel loads two elements at once where it can.
-      of_any_batch: a band's elements are read also at keys past the last one of `batch`, since
-        other batch elements have them at keys that they see.
+      of_any_batch: a band's elements are read also where `batch` has no more keys: with another
+        offset, batch elements have them at keys that they see.
     """
 
     memory: BiasInMemory

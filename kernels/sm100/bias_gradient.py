@@ -6,16 +6,14 @@ What a CTA sums and visits, and the formulas, are in `kernels.common.bias_gradie
     MMA warps  have 16 query rows each, and all keys; products are mma.sync, operands by ldmatrix
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import hosts, matrix_rows, ptx, resources, tensors
-from kernels.common.bias_gradient_host import BiasGradientHost
+from kernels.common import matrix_rows, ptx, resources, tensors
+from kernels.common.bias_gradient_host import BiasGradientHost, bias_gradient_source
 from kernels.common.bias_gradient_sums import Sums, SumsStore
 from kernels.common.bias_gradient_work import Call, Visit, Work, assign, visit_of
 from kernels.common.block_bias import Addition, BlockBias
@@ -25,9 +23,7 @@ from kernels.interface import (
     BackwardScalars,
     BiasBuffers,
     BiasGradientBuffers,
-    BiasGradientLoads,
     BiasGradientShape,
-    HeadDims,
     Sizes,
 )
 from kernels.kernel_source import KernelSource
@@ -40,8 +36,6 @@ _HALVES = 2  # rows of a thread: lane // 4 and 8 more of the warp's 16
 
 class BiasGradient(BiasGradientHost):
     """The kernel of one key; attributes are compile-time constants."""
-
-    ctas = 1
 
     def __init__(self, key: KernelKey):
         self.dtype, self.head_dim = tensors.TYPES[key.dtype], key.head_dim
@@ -222,9 +216,4 @@ def _place(pair: int, row: int, column: int) -> tuple[int, int]:
 
 def source(key: KernelKey) -> KernelSource:
     """Returns the kernel of a key, with its launch."""
-    kernel: Any = BiasGradient(key)
-    takes = (
-        *(BiasGradientLoads, BiasGradientBuffers, Sizes, HeadDims),
-        *(BiasGradientShape, BackwardScalars, BiasBuffers),
-    )
-    return hosts.make_source(kernel, key, takes, {"m": TILE, "n": TILE})
+    return bias_gradient_source(BiasGradient(key), key)

@@ -15,7 +15,6 @@ the end. Two warpgroups fill each other's waits.
 """
 
 import dataclasses
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,8 +23,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import hosts, resources, tensors
-from kernels.common.bias_gradient_host import BiasGradientHost
+from kernels.common import resources, tensors
+from kernels.common.bias_gradient_host import BiasGradientHost, bias_gradient_source
 from kernels.common.bias_gradient_sums import Sums, SumsStore
 from kernels.common.bias_gradient_work import Call, Visit, Work, assign, visit_of
 from kernels.common.block_bias import Addition, BlockBias
@@ -35,9 +34,7 @@ from kernels.interface import (
     BackwardScalars,
     BiasBuffers,
     BiasGradientBuffers,
-    BiasGradientLoads,
     BiasGradientShape,
-    HeadDims,
     Sizes,
 )
 from kernels.kernel_source import KernelSource
@@ -82,8 +79,6 @@ class OwnRows:
 
 class BiasGradient(BiasGradientHost):
     """The kernel of one key; attributes are compile-time constants."""
-
-    ctas = 1
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
@@ -217,7 +212,7 @@ class BiasGradient(BiasGradientHost):
     ):
         """Reads what scores get, which is the same in each visit; scores: registers that are free.
 
-        A batch element's lengths hide keys of a band that another one sees.
+        Of a band it reads all columns: a batch element's offset decides which of them have keys.
         """
         row = visit.first_row + thread // 32 * 16 + thread % 32 // 4
         of = (visit.batch, visit.head, row, visit.first_key + thread % 4 * 2)
@@ -300,9 +295,4 @@ class BiasGradient(BiasGradientHost):
 
 def source(key: KernelKey) -> KernelSource:
     """Returns the kernel of a key, with its launch."""
-    kernel: Any = BiasGradient(key)
-    takes = (
-        *(BiasGradientLoads, BiasGradientBuffers, Sizes, HeadDims),
-        *(BiasGradientShape, BackwardScalars, BiasBuffers),
-    )
-    return hosts.make_source(kernel, key, takes, {"m": TILE, "n": TILE})
+    return bias_gradient_source(BiasGradient(key), key)
