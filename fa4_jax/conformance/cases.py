@@ -297,6 +297,7 @@ def _biases() -> list[Case]:
         sized(bias="banded_far", head_dim=192, value_dim=128, query_offset=(150, -300)),
         sized(bias="banded_far", query_offset=(190, 0), is_causal=True, numerics="exact"),
         sized(bias="banded_wide", head_dim=256, query_offset=(133, 0), is_causal=True),
+        sized(bias="banded_wide", head_dim=128, query_offset=(133, 0)),
         Case(bias="banded", query_length=1, key_length=391, heads=(8, 2), query_offset=390),
         Case(bias="banded_wide", query_length=129, key_length=1, batch=3, head_dim=40),
         # Blocks of keys that are far from all rows of a tile, on either side.

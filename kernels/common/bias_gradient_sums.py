@@ -10,6 +10,9 @@ from cutlass import Float32, Int32, Int64
 from kernels.common import ptx
 from kernels.common.bias_gradient_work import Call, Work
 
+AT_ONCE = 8
+"""Rows whose sums a thread loads before it stores them, so that it waits for memory once."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
@@ -75,28 +78,34 @@ class SumsStore:
 
         Where rows are alike, each pair is the sum of a column's rows.
         """
-        call, pairs, alike = own.call, self.tile // 2, own.call.bias.bias_rows == 1
-        pair = own.thread % pairs
-        key = own.work.key_tile * self.tile + 2 * pair
-        for row in cutlass.range(own.thread // pairs, self.tile, 2 * self.tile // pairs, unroll=1):
-            query = own.work.first_row_tile * self.tile + row
-            low, high = own.memory[2 * pair, row], own.memory[2 * pair + 1, row]
-            query = Int32(cutlass.select_(alike, row, query))
-            if alike & (row == 0):
-                for other in cutlass.range(1, self.tile, unroll=1):
-                    low += own.memory[2 * pair, other]
-                    high += own.memory[2 * pair + 1, other]
-            if (query < call.bias.bias_rows) & (key < call.sizes.key_length):
-                target = own.plane() + (Int64(query) * call.shape.dbias_columns + key // 2)
-                word = ptx.round_pair(self.dtype, low, high)
-                cute.make_tensor(target, cute.make_layout(1))[0] = word.bitcast(Float32)
+        pairs, memory = self.tile // 2, own.memory
+        key = 2 * (own.thread % pairs)
+        if own.call.bias.bias_rows > 1:
+            step = 2 * self.tile // pairs
+            for row in cutlass.range(own.thread // pairs, self.tile, step, unroll=AT_ONCE):
+                query = own.work.first_row_tile * self.tile + row
+                self.store_pair(own, query, key, memory[key, row], memory[key + 1, row])
+        elif own.thread < pairs:
+            low, high = Float32(0.0), Float32(0.0)
+            for row in cutlass.range(self.tile, unroll=AT_ONCE):
+                low, high = low + memory[key, row], high + memory[key + 1, row]
+            self.store_pair(own, Int32(0), key, low, high)
+
+    @cute.jit
+    def store_pair(self, own: Sums, query: Int32, key: Int32, low: Float32, high: Float32):
+        """Stores the sums of a query and two keys of the tile, where there are such."""
+        call, key = own.call, own.work.key_tile * self.tile + key
+        if (query < call.bias.bias_rows) & (key < call.sizes.key_length):
+            target = own.plane() + (Int64(query) * call.shape.dbias_columns + key // 2)
+            word = ptx.round_pair(self.dtype, low, high)
+            cute.make_tensor(target, cute.make_layout(1))[0] = word.bitcast(Float32)
 
     @cute.jit
     def store_tile(self, own: Sums):
         """Stores the sums as they are."""
         sizes, place = own.call.sizes, own.thread % self.tile
         key = own.work.key_tile * self.tile + place
-        for row in cutlass.range(own.thread // self.tile, self.tile, 2, unroll=1):
+        for row in cutlass.range(own.thread // self.tile, self.tile, 2, unroll=AT_ONCE):
             query = own.work.first_row_tile * self.tile + row
             if (query < sizes.query_length) & (key < sizes.key_length):
                 target = own.plane() + (Int64(query) * sizes.key_length + key)
@@ -106,7 +115,7 @@ class SumsStore:
     def store_band(self, own: Sums):
         """Stores the sums whose row has a column there; a row's first key has its last column."""
         columns, key = own.call.memory.band_columns(), own.thread % self.tile
-        for row in cutlass.range(own.thread // self.tile, self.tile, 2, unroll=1):
+        for row in cutlass.range(own.thread // self.tile, self.tile, 2, unroll=AT_ONCE):
             query = own.work.first_row_tile * self.tile + row
             column = columns - 1 + row - own.work.key_tile * self.tile - key
             if (query < own.call.sizes.query_length) & (column >= 0) & (column < columns):
@@ -119,7 +128,7 @@ class SumsStore:
         key = own.work.key_tile * self.tile + own.thread
         if (own.thread < self.tile) & (key < own.call.sizes.key_length):
             found = Float32(0.0)
-            for row in cutlass.range(self.tile, unroll=8):
+            for row in cutlass.range(self.tile, unroll=AT_ONCE):
                 found = found + own.memory[own.thread, row]
             cute.make_tensor(own.plane() + key, cute.make_layout(1))[0] = found
 

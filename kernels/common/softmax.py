@@ -5,7 +5,7 @@ Exponents are in units of log2, so that exp is one exp2.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, Int32
 
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
@@ -31,30 +31,49 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-TANH_NEAR = 1.0
-TANH_ODD = (-0.3333028, 0.1328849, -0.051768284, 0.016906409, -0.0031265775)
-"""tanh(x) = x (1 + c0 x^2 + c1 x^4 + ...) up to TANH_NEAR; relative error 6.6e-7.
+TANH_UNIT = 4.0
+"""Arguments of tanh are multiples of 1 / TANH_UNIT: below 1/2 bit 30 of such a float32 is 0."""
 
-Least maximum of the relative error, by iteratively reweighted least squares.
+TANH_ODD = (-0.3332816, 0.1320536, -0.044750646)
+"""tanh(x) = x (1 + c0 x^2 + c1 x^4 + ...) up to 1/2; relative error 6.4e-7.
+
+Least maximum of the relative error, by Remez's exchange.
 """
 
 
-def near_tanh(x: Float32) -> Float32:
-    """Returns tanh(x) for |x| <= TANH_NEAR, without the special-function unit."""
-    square = x * x
-    factor = Float32(TANH_ODD[-1])
-    for coefficient in reversed((1.0, *TANH_ODD[:-1])):
+def near_coefficients() -> list[float]:
+    """Returns factors of y, y^3, y^5 ... whose sum is tanh(y / TANH_UNIT), last one first."""
+    factors = [c / TANH_UNIT ** (2 * i + 1) for i, c in enumerate((1.0, *TANH_ODD))]
+    return factors[::-1]
+
+
+def near_tanh(y: Float32) -> Float32:
+    """Returns tanh(y / TANH_UNIT) where that is near 0, without the special-function unit."""
+    square, (factor, *others) = y * y, near_coefficients()
+    for coefficient in others:
         factor = factor * square + coefficient
-    return factor * x
+    return factor * y
 
 
-def tanh(x: Float32) -> Float32:
-    """Returns tanh(x), from two instructions of the special-function unit.
+def tanh(y: Float32) -> Float32:
+    """Returns tanh(y / TANH_UNIT), from two instructions of the special-function unit.
 
     1 - 2 / (1 + e^2x) cancels for small x, where the polynomial stands in.
     """
-    far = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exp2(x * (2 * LOG2_E)))
-    return select(cute.math.absf(x) <= TANH_NEAR, near_tanh(x), far)
+    far = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exp2(y * (2 * LOG2_E / TANH_UNIT)))
+    return select(cute.math.absf(y) <= TANH_UNIT / 2, near_tanh(y), far)
+
+
+def are_near(values: list[Float32]) -> Boolean:
+    """Whether `near_tanh` is enough for all values of all threads of a warp.
+
+    Their bits are combined, three words an instruction, where a maximum takes two. Bit 30 is 1 also
+    of infinities and NaN.
+    """
+    bits = Int32(0)
+    for value in values:
+        bits = bits | value.bitcast(Int32)
+    return cute.arch.vote_all_sync((bits & 1 << 30) == 0)
 
 
 def slope_of_cap(t: Float32) -> Float32:

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 from fa4_jax import bands
 from fa4_jax.key import SPLIT_KEYS, SPLIT_ROWS
 from kernels.common import row_ranges, tensors
-from kernels.common.softmax import LN_2, LOG2_E, select
+from kernels.common.softmax import LN_2, LOG2_E, TANH_UNIT, select
 from kernels.common.split_description import PLACE_WORDS
 from kernels.interface import (
     HeadDims,
@@ -162,8 +162,8 @@ class Scales:
 
     Attributes:
       scale_log2: of a score.
-      before_cap: of a product, whose tanh is then the score, in units of the soft cap; 0 where
-        there is none.
+      before_cap: of a product, of which `softmax.tanh` makes the score, in units of the soft cap;
+        0 where there is none.
     """
 
     scale_log2: Float32
@@ -176,7 +176,7 @@ def make_scales(scalars: SplitScalars) -> Scales:
     cap = Float32(0.0)
     if scalars.caps > 0:
         cap = cute.make_tensor(scalars.soft_cap, cute.make_layout(1))[0]
-    before_cap = scalars.scale_log2 * LN_2 / cap
+    before_cap = scalars.scale_log2 * (LN_2 * TANH_UNIT) / cap
     is_capped = (cap != 0.0) & (before_cap != 0.0)
     return Scales(
         select(is_capped, cap * LOG2_E, scalars.scale_log2),

@@ -5,7 +5,7 @@ import dataclasses
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from kernels.common.softmax import LN_2, LOG2_E, select
+from kernels.common.softmax import LN_2, LOG2_E, TANH_UNIT, select
 from kernels.interface import (
     BackwardScalars,
     BiasBuffers,
@@ -40,8 +40,8 @@ class Scales:
     Attributes:
       scale_log2: of a score, in units of log2.
       lag_limit: by how much a row's maximum may exceed its reference, in units of scores.
-      before_cap: of a product, whose tanh is then the score, in units of the soft cap; None or 0
-        where there is no cap.
+      before_cap: of a product, of which `softmax.tanh` makes the score, in units of the soft cap;
+        None or 0 where there is no cap.
       before_bias: of a product, to which a bias is then added; None where there is none.
     """
 
@@ -60,7 +60,7 @@ def make_scales(scalars: ForwardScalars, soft_cap: Float32 | None = None) -> Sca
     """Returns the scales of a call."""
     scale_log2, before_cap = scalars.scale_log2, None
     if soft_cap is not None:
-        scale_log2, before_cap = soft_cap * LOG2_E, scale_log2 * LN_2 / soft_cap
+        scale_log2, before_cap = soft_cap * LOG2_E, scale_log2 * (LN_2 * TANH_UNIT) / soft_cap
     return Scales(scale_log2, scalars.rescale_threshold_log2 / scale_log2, before_cap)
 
 
@@ -92,7 +92,8 @@ class Exponents:
 
     Attributes:
       scale_log2: of a product or, where there is a cap, of the score in units of it.
-      before_cap: of a product, whose tanh is then that score; None or 0 where there is no cap.
+      before_cap: of a product, of which `softmax.tanh` makes that score; None or 0 where there is
+        no cap.
       before_bias: of a product, to which a bias is then added; None where there is none.
     """
 
@@ -113,7 +114,7 @@ def make_exponents(
     if buffer is None:
         return Exponents(scalars.scale_log2)
     cap = soft_cap_of(buffer)
-    return Exponents(cap * LOG2_E, scalars.scale / cap)
+    return Exponents(cap * LOG2_E, scalars.scale * TANH_UNIT / cap)
 
 
 def make_optional_exponents(

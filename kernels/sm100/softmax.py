@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.common.softmax import TANH_NEAR, TANH_ODD, exp2, fmax, select, tanh
+from kernels.common.softmax import are_near, exp2, fmax, near_coefficients, select, tanh
 from kernels.sm100 import ptx
 
 CAPPED_AT_ONCE = 16
@@ -32,9 +32,7 @@ def capped(scores: list[Float32], before_cap: Float32 | None) -> list[Float32]:
         at_once = min(count, CAPPED_AT_ONCE)
         for first in cutlass.range_constexpr(0, count, at_once):
             products = multiply(scores[first : first + at_once], before_cap)
-            largest = maximum([cute.math.absf(x) for x in products], Float32(0.0))
-            # NaN compares false and takes the path for any score.
-            if cute.arch.vote_all_sync(largest <= TANH_NEAR):
+            if are_near(products):
                 for i in cutlass.range_constexpr(0, at_once, 2):
                     pair = near_tanh_pair((products[i], products[i + 1]))
                     values[first + i], values[first + i + 1] = pair
@@ -47,9 +45,8 @@ def capped(scores: list[Float32], before_cap: Float32 | None) -> list[Float32]:
 def near_tanh_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     """Returns `near_tanh` of two values."""
     packed, square = cute.arch, cute.arch.mul_packed_f32x2(x, x)
-    factor = (Float32(TANH_ODD[-1]), Float32(TANH_ODD[-1]))
-    for coefficient in reversed((1.0, *TANH_ODD[:-1])):
-        both = (Float32(coefficient), Float32(coefficient))
+    factor, *others = [(Float32(c), Float32(c)) for c in near_coefficients()]
+    for both in others:
         factor = packed.fma_packed_f32x2(factor, square, both)
     return packed.mul_packed_f32x2(factor, x)
 

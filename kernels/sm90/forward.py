@@ -26,6 +26,10 @@ warpgroup opens the first turn of the kernel, the first one closes the last turn
 arrival is matched when the CTA exits. Between tiles nothing is opened or closed: all warpgroups
 have as many turns in a tile.
 
+Note [own blocks]: rows of a tall tile's three warpgroups see different blocks under a diagonal, or
+where documents meet. The load warp stores which ones each warpgroup sees, too (forward_groups.py).
+A warpgroup waits for the others at either end, releases them and takes its turns, no more.
+
 Note [work]: the load warp finds out which rows, head and blocks a tile has, and stores them to
 `work` before it arrives on `q_full`; all warps have read them when they release Q. So the MMA
 warpgroups divide nothing and load no extents between tiles. Work of no tile, which comes without Q,
@@ -39,11 +43,14 @@ when few blocks of a tile are left, whose loads hide the latency. No CTA waits f
 may start in any order.
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from fa4_jax import bands
 from fa4_jax.key import KernelKey
 from kernels.common import resources, tensors
 from kernels.common.bias import BiasInMemory
@@ -74,15 +81,15 @@ from kernels.sm90.forward_data import (
     ranges_of,
 )
 from kernels.sm90.forward_description import of_key
+from kernels.sm90.forward_groups import OwnBlocks, seen_by
 from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
-from kernels.sm90.tiles import WARPGROUP, forward_tile
-from kernels.sm90.turns import Turns
+from kernels.sm90.tiles import WARPGROUP, forward_tile, leaves_out
 
 
-class Forward(ForwardHost, Loads, Turns, BiasedScores):
+class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -102,6 +109,7 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         epilogue = self.description.named_barrier("epilogue")
         self.padding = self.description.named_barrier("padding") if key.band else None
         self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
+        self.leaves_out = leaves_out(key)
         self.by_ticket = self.description.division.by_ticket
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -180,6 +188,10 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         while more:
             words = self.words(shared, tiles_done)
             work = published(words, schedule.window if self.band else None, self.sinks)
+            if cutlass.const_expr(self.leaves_out):
+                slot = shared.barriers.q_full.use(tiles_done).slot
+                seen = seen_by(shared.groups[None, None, slot], group)
+                work = dataclasses.replace(work, seen=seen)
             cute.arch.sync_warp()  # One lane releases Q, and the work with it, for all.
             head = of_head(results, work, schedule.sizes)
             own = ranges_of(ranges, schedule.sizes, work)
@@ -246,22 +258,28 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
-        if count > 0:
+        seen, seen_count, first_use = work.blocks, count, blocks_done
+        if cutlass.const_expr(self.leaves_out):
+            seen = work.seen_blocks()
+            seen_count, first_use = seen.end - seen.begin, blocks_done + end - seen.end
+            for block in cutlass.range(end - 1, seen.end - 1, -1, unroll=1):
+                self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
+        if seen_count > 0:
             own = Scores(work, scales, self.tile_bias(head.bias, work))
-            self.first_block(shared, work, mma, rows, own, blocks_done)
+            self.first_block(shared, work, mma, rows, own, (seen, group), first_use)
 
             place = Place(group, blocks_done + end - 1)
             # Blocks masked on the right edge come next, then unmasked ones, then those masked on
             # the left.
-            right = cutlass.max(cutlass.min(work.blocks.full_end, end - 1), begin)
-            left = cutlass.max(cutlass.min(work.blocks.full_begin, right), begin)
-            phases = ((end - 1, right, True), (right, left, False), (left, begin, True))
+            right = cutlass.max(cutlass.min(seen.full_end, seen.end - 1), seen.begin)
+            left = cutlass.max(cutlass.min(seen.full_begin, right), seen.begin)
+            phases = ((seen.end - 1, right, True), (right, left, False), (left, seen.begin, True))
             if cutlass.const_expr(not self.band):
-                phases = ((end - 1, begin, False),)
+                phases = ((seen.end - 1, seen.begin, False),)
             for phase in cutlass.range_constexpr(len(phases)):
                 self.steps(shared, mma, rows, own, place, phases[phase])
 
-            use = shared.barriers.v_full.use(blocks_done + count - 1)
+            use = shared.barriers.v_full.use(first_use + seen_count - 1)
             shared.barriers.v_full.wait(use)
             vt = mma.vt[None, None, None, use.slot]
             mma.pv_product.issue(mma.acc, mma.probabilities, vt, accumulate=True)
@@ -270,6 +288,9 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
             self.release(shared.barriers.v_empty.at(use))
         else:
             self.release(shared.barriers.q_empty.at(tiles_done))
+        if cutlass.const_expr(self.leaves_out):
+            for block in cutlass.range(seen.begin - 1, begin - 1, -1, unroll=1):
+                self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
         output = self.output.divide(work, mma.acc, rows, head, scales.scale_log2)
         if cutlass.const_expr(tile.own_output):
             self.output.store(maps, shared.o, work, output)
@@ -311,12 +332,23 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
         mma: Operands,
         rows: Rows,
         own: Scores,
-        blocks_done: Int32,
+        seen_by: tuple[bands.BlockRange, Int32],
+        first_use: Int32,
     ):
-        """Computes P of a tile's first block; no product can run under its softmax yet."""
-        end = work.blocks.end
-        use = shared.barriers.k_full.use(blocks_done)
+        """Computes P of a warpgroup's first block; no product can run under its softmax yet.
+
+        Args:
+          seen_by: the blocks that the warpgroup sees, and which one it is.
+          first_use: of the K and V rings, by the first of these blocks.
+        """
+        seen, group = seen_by
+        end = seen.end
+        use = shared.barriers.k_full.use(first_use)
         shared.barriers.k_full.wait(use)
+        if cutlass.const_expr(self.leaves_out):
+            if end < work.blocks.end:
+                self.await_turn(group)
+                self.pass_turn(group)
         self.issue_scores(shared, mma, own, (end - 1, use.slot))
         warpgroup.wait_group(0)
         visit = visit_of(shared, rows, use.slot, end)
@@ -325,12 +357,15 @@ class Forward(ForwardHost, Loads, Turns, BiasedScores):
             softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
         self.add_bias(mma.scores, own, end - 1)
         bases = self.bases(own, end - 1)
-        if (end > work.blocks.full_end) | (end <= work.blocks.full_begin):
+        if (end > seen.full_end) | (end <= seen.full_begin):
             hide(mma.scores, rows, end - 1, visit, self.tile.n)
         self.softmax_block(mma.scores, rows, own.scales, bases)
         wgmma.round_fragment(mma.scores, mma.probabilities)
         if cutlass.const_expr(self.padding is not None):
-            if work.padded_keys:
+            padded = work.padded_keys
+            if cutlass.const_expr(self.leaves_out):
+                padded = padded & (end == work.blocks.end)
+            if padded:
                 thread, _, _ = cute.arch.thread_idx()
                 shared.barriers.v_full.wait(use)
                 v, thread = shared.v[None, None, use.slot], thread - WARPGROUP

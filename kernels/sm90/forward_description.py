@@ -26,6 +26,7 @@ from kernels.sm90.tiles import (
     WARPGROUP_ROWS,
     ForwardTile,
     forward_tile,
+    leaves_out,
 )
 
 WORK_WORDS = 12
@@ -72,6 +73,7 @@ def of_key(key: KernelKey) -> Description:
         ),
         regions=(
             *_ramp(key, tile),
+            *_groups(key, tile),
             *_regions(tile, (head_dim, value_dim), ranges + key.sinks, key.reads_mask),
             *_output(key, tile),
         ),
@@ -136,6 +138,13 @@ def _ramp(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
         return ()
     text = "the number of each key in a block, times 8; forward_bias"
     return (Region("ramp", (RAMP_WORDS * tile.n,), text, "i32", alignment=16),)
+
+
+def _groups(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
+    if not leaves_out(key):
+        return ()
+    text = "blocks that each warpgroup's rows see: from, full from, full to, to"
+    return (Region("groups", (4, tile.mma_warpgroups, tile.q_stages), text, "i32"),)
 
 
 def _regions(

@@ -19,6 +19,8 @@ from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import LOG2_E
 from kernels.interface import PageBuffers, RangeBuffers
+from kernels.sm90.forward_data import ranges_of
+from kernels.sm90.forward_groups import publish_groups
 from kernels.sm90.forward_schedule import Work, assign, by_table, publish, publish_end
 from kernels.sm90.forward_visits import make_visits
 from kernels.sm90.tiles import TICKET_BLOCKS, ForwardTile
@@ -31,6 +33,7 @@ class Loads:
     value_dim: int
     ranges: bool
     reads_mask: bool
+    leaves_out: bool
     paged: bool
     by_ticket: bool
     tile: ForwardTile
@@ -69,6 +72,10 @@ class Loads:
             shared.barriers.q_empty.wait_free(tiles_done)
             with cute.arch.elect_one():
                 publish(work, self.words(shared, tiles_done))
+            if cutlass.const_expr(self.leaves_out):
+                own = ranges_of(ranges, schedule.sizes, work)
+                slot = shared.barriers.q_full.use(tiles_done).slot
+                publish_groups(work, own, shared.groups[None, None, slot], self.tile)
             self.load_query(maps, shared, work, tiles_done)
             done = (tiles_done, blocks_done)
             ticket = Int32(0)

@@ -39,6 +39,11 @@ class Work:
     compares: Int32 | int = 0  # whether tags have to be compared
     plane: Int32 | int = 0  # of the bits of a mask of pairs (pair_masks)
     sink_log2: Float32 | None = None  # of the head, where the kernel takes sinks and no ranges
+    seen: bands.BlockRange | None = None  # of the blocks, by a warpgroup's rows; forward_groups
+
+    def seen_blocks(self) -> bands.BlockRange:
+        """Returns the blocks that a warpgroup's rows see; all where it leaves none out."""
+        return self.blocks if self.seen is None else self.seen
 
 
 def make_schedule(extents: cute.Pointer, sizes: Sizes, window: Window, rows: int) -> Schedule:

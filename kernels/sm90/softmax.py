@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32
 
 from kernels.common.row_ranges import Tags, bits_below
 from kernels.common.softmax import (
-    TANH_NEAR,
+    are_near,
     exp2,
     finite_reference,
     fmax,
@@ -49,16 +49,13 @@ def quad_reduce(value: Float32, op) -> Float32:
 def cap(acc: cute.Tensor, before_cap: Float32, at_once: cutlass.Constexpr[int]):
     """Replaces products by their scores in units of the soft cap; `state.Scales.before_cap`.
 
-    Where no score of a warp would exceed TANH_NEAR caps, a polynomial alone is enough.
+    Where all scores of a warp are at most half a cap, a polynomial alone is enough.
     at_once: how many scores of a thread are asked for that together; it divides them.
     """
     for first in cutlass.range_constexpr(0, cute.size(acc), at_once):
-        largest = [Float32(0.0), Float32(0.0)]
         for i in cutlass.range_constexpr(first, first + at_once):
             acc[i] = acc[i] * before_cap
-            largest[i % 2] = fmax(largest[i % 2], cute.math.absf(acc[i]))
-        # NaN compares false and takes the path for any score.
-        if cute.arch.vote_all_sync(fmax(*largest) <= TANH_NEAR):
+        if are_near([acc[i] for i in range(first, first + at_once)]):
             for i in cutlass.range_constexpr(first, first + at_once):
                 acc[i] = near_tanh(acc[i])
         else:

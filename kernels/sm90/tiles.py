@@ -142,6 +142,11 @@ def forward_tile(key: KernelKey) -> ForwardTile:
     return FORWARD_TILES[key.head_dim, key.value_dim, key.short]
 
 
+def leaves_out(key: KernelKey) -> bool:
+    """Whether a warpgroup of a forward leaves out the blocks that its own rows do not see."""
+    return key.band and forward_tile(key).mma_warpgroups > 2
+
+
 @dataclasses.dataclass(frozen=True)
 class TangentTile:
     """Sizes of the tangent kernel.
@@ -308,7 +313,7 @@ class BackwardTile:
     @property
     def cap_at_once(self) -> int:
         """Scores of a thread that a soft cap asks about together: all, where registers allow."""
-        return 16 if self.m == 128 else 32
+        return 16 if self.ctas == 1 else 32
 
     def slices(self, ranges: bool, soft_cap: bool, bias: bool) -> tuple[int, int]:
         """The slices of K and of V that registers of a kernel hold."""
