@@ -82,7 +82,7 @@ def pre(key: KernelKey) -> Description:
 def post(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel after the main one."""
     tile = BACKWARD_TILES[head_dim, value_dim]
-    return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.span_bytes)
+    return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.post_span_bytes)
 
 
 def _splits_tail(key: KernelKey) -> bool:

@@ -241,6 +241,7 @@ class BackwardTile:
       do_stages: depth of the dO ring.
       span_bytes: swizzle span of all operand tiles but K's.
       key_span_bytes: of K's tiles, which the columns of a warpgroup's dQ divide.
+      post_span_bytes: of dQ's tile in the kernel after the main one; its warps' columns divide it.
       ctas: 2 for a pair whose CTAs exchange dS: each then adds half of dQ's columns.
       k_slices, v_slices: slices of 16 columns of K and V that registers hold, as operands of S and
         dP; products then read less shared memory, whose port binds. As many as fit and pay.
@@ -265,6 +266,7 @@ class BackwardTile:
     do_stages: int = 2
     span_bytes: int = 128
     key_span_bytes: int = 128
+    post_span_bytes: int = 128
     ctas: int = 1
     k_slices: int = 0
     v_slices: int = 0
@@ -342,8 +344,9 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         m=64,
         n=128,
         stages=2,
-        span_bytes=32,
+        span_bytes=64,
         key_span_bytes=32,
+        post_span_bytes=32,
         v_slices=6,
         delta_after_scores=True,
         splits_tail=True,
@@ -365,15 +368,23 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         n=64,
         stages=3,
         do_stages=3,
-        span_bytes=64,
         key_span_bytes=32,
+        post_span_bytes=64,
         ctas=2,
         k_slices=8,
         v_slices=4,
         late_dq=True,
     ),
     (192, 192): BackwardTile(
-        m=64, n=64, stages=2, span_bytes=64, key_span_bytes=32, ctas=2, k_slices=12, v_slices=12
+        m=64,
+        n=64,
+        stages=2,
+        span_bytes=64,
+        key_span_bytes=32,
+        post_span_bytes=64,
+        ctas=2,
+        k_slices=12,
+        v_slices=12,
     ),
     (256, 256): BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
 }
