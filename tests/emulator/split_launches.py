@@ -47,7 +47,8 @@ def in_pages(
     first, *others = launches.keys
     if first.kernel is Pass.FORWARD:
         short = (first.arch, first.head_dim) in SHORT_TILES
-        first = dataclasses.replace(first, band=True, short=short, value_dim=first.head_dim)
+        tile = {"short": short, "narrow": False}
+        first = dataclasses.replace(first, band=True, value_dim=first.head_dim, **tile)
     keys = dataclasses.replace(first, paged=True), *others
     return dataclasses.replace(launches, arrays=arrays, keys=keys)
 

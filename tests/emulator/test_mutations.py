@@ -114,3 +114,15 @@ def test_a_forwards_problems_launch_it(key: KernelKey) -> None:
     design = designs.design_of(key)
     for case in mutation_cases.cases(key):
         assert kernel_conformance.key_of(case, key.kernel, key.arch, design) == key, case.id
+
+
+OF_PAGES = [key for key in catalogue.all_keys() if key.kernel is Pass.FORWARD and key.paged]
+
+
+@pytest.mark.parametrize("key", OF_PAGES, ids=lambda key: key.name)
+def test_a_paged_forwards_problems_launch_it(key: KernelKey) -> None:
+    for case in mutation_cases.cases(key):
+        problem = kernel_conformance.Problem(
+            case, key.kernel, key.arch, 0, designs.design_of(key), paged=True
+        )
+        assert kernel_conformance.launches_of(problem).keys == (key,), case.id
