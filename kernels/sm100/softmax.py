@@ -42,13 +42,13 @@ def capped(scores: list[Float32], before_cap: Float32 | None) -> list[Float32]:
     return [values[i] for i in range(count)]
 
 
-def near_tanh_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+def near_tanh_pair(y: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     """Returns `near_tanh` of two values."""
-    packed, square = cute.arch, cute.arch.mul_packed_f32x2(x, x)
+    packed, square = cute.arch, cute.arch.mul_packed_f32x2(y, y)
     factor, *others = [(Float32(c), Float32(c)) for c in near_coefficients()]
     for both in others:
         factor = packed.fma_packed_f32x2(factor, square, both)
-    return packed.mul_packed_f32x2(factor, x)
+    return packed.mul_packed_f32x2(factor, y)
 
 
 def mask(

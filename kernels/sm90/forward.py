@@ -266,7 +266,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
                 self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
         if seen_count > 0:
             own = Scores(work, scales, self.tile_bias(head.bias, work))
-            self.first_block(shared, work, mma, rows, own, (seen, group), first_use)
+            self.first_block(shared, work, mma, rows, own, seen, group, first_use)
 
             place = Place(group, blocks_done + end - 1)
             # Blocks masked on the right edge come next, then unmasked ones, then those masked on
@@ -332,16 +332,16 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         mma: Operands,
         rows: Rows,
         own: Scores,
-        seen_by: tuple[bands.BlockRange, Int32],
+        seen: bands.BlockRange,
+        group: Int32,
         first_use: Int32,
     ):
         """Computes P of a warpgroup's first block; no product can run under its softmax yet.
 
         Args:
-          seen_by: the blocks that the warpgroup sees, and which one it is.
+          seen: the blocks that the warpgroup sees.
           first_use: of the K and V rings, by the first of these blocks.
         """
-        seen, group = seen_by
         end = seen.end
         use = shared.barriers.k_full.use(first_use)
         shared.barriers.k_full.wait(use)

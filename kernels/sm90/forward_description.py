@@ -33,6 +33,9 @@ WORK_WORDS = 12
 """int32 words that say what a tile's work is; with ranges one more says whether tags are compared,
 and where bits of a mask are read another one which head's they are."""
 
+GROUP_WORDS = 4
+"""int32 words that say which of a tile's blocks a warpgroup's rows see; forward_groups."""
+
 VISIT_WORDS = 2
 """int32 words that say what a block is under a mask of pairs; forward_visits."""
 
@@ -144,7 +147,7 @@ def _groups(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
     if not leaves_out(key):
         return ()
     text = "blocks that each warpgroup's rows see: from, full from, full to, to"
-    return (Region("groups", (4, tile.mma_warpgroups, tile.q_stages), text, "i32"),)
+    return (Region("groups", (GROUP_WORDS, tile.mma_warpgroups, tile.q_stages), text, "i32"),)
 
 
 def _regions(

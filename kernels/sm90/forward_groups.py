@@ -14,6 +14,7 @@ from kernels.common import ptx, row_ranges, tensors
 from kernels.common.resources import Shared
 from kernels.description import NamedBarrier
 from kernels.sm90.forward_data import Place, TileRanges
+from kernels.sm90.forward_description import GROUP_WORDS
 from kernels.sm90.forward_mask import clear_padding
 from kernels.sm90.forward_schedule import Work
 from kernels.sm90.tiles import WARPGROUP, WARPGROUP_ROWS, ForwardTile
@@ -28,16 +29,15 @@ def publish_groups(
 ):
     """Writes the blocks that each warpgroup's rows see, as `seen_by` reads them; whole warp.
 
-    words: i32 [4, warpgroups].
+    words: i32 [GROUP_WORDS, warpgroups].
     """
     for group in cutlass.range_constexpr(tile.mma_warpgroups):
         first_row = work.first_row + group * WARPGROUP_ROWS
         blocks = bands.visited_blocks(work.band, first_row, WARPGROUP_ROWS, tile.n, tensors.INT32)
         if cutlass.const_expr(own is not None):
             least, most = _keys_seen(work, own, first_row)
-            tiles, all_blocks = tile.n, work.blocks
-            full = (all_blocks.full_begin, all_blocks.full_end)
-            blocks = bands.BlockRange(least // tiles, *full, (most + tiles - 1) // tiles)
+            full = (work.blocks.full_begin, work.blocks.full_end)
+            blocks = bands.BlockRange(least // tile.n, *full, (most + tile.n - 1) // tile.n)
         begin = cutlass.max(blocks.begin, work.blocks.begin)
         end = cutlass.min(blocks.end, work.blocks.end)
         seen = begin < end
@@ -46,14 +46,14 @@ def publish_groups(
         end = Int32(cutlass.select_(seen, end, begin))
         with cute.arch.elect_one():
             values = (begin, blocks.full_begin, blocks.full_end, end)
-            for i in cutlass.range_constexpr(len(values)):
+            for i in cutlass.range_constexpr(GROUP_WORDS):
                 words[i, group] = values[i]
 
 
 def seen_by(words: cute.Tensor, group: Int32) -> bands.BlockRange:
     """Returns the blocks of a tile that a warpgroup's rows see; maybe none."""
     uniform = cute.arch.make_warp_uniform
-    return bands.BlockRange(*(uniform(words[i, group]) for i in range(4)))
+    return bands.BlockRange(*(uniform(words[i, group]) for i in range(GROUP_WORDS)))
 
 
 class OwnBlocks(Turns):
