@@ -215,8 +215,9 @@ def show_steps(case: Case, protocol: Protocol) -> None:
 
     A step attends from pages and adds a token to the lengths. `loop` ends by a count that is a
     value of the run, as sampling does; of `counted` the compiler knows it, and `in twos` does two
-    steps an iteration; `idle` is `loop` without attention. `kernels` is a chain whose lengths stay,
-    so that a step is its kernels alone. The differences are the loops' own.
+    steps an iteration; `idle` is `loop` without attention. `kernels` is a chain whose lengths stay
+    what they are on average in the loops, so that a step is its kernels alone, and they load as
+    many blocks of keys. The differences are the loops' own.
     """
     plan = plan_of(case, PAGE)
     query, key, value, _ = measure.make_inputs(case)
@@ -249,9 +250,10 @@ def show_steps(case: Case, protocol: Protocol) -> None:
 
     def kernels(state: State, steps: jax.Array, pages: Any) -> State:
         del steps
+        query, lengths = state[0], state[1] + STEPS // 2
         for _ in range(STEPS):
-            state = step(state, pages)[0], state[1]
-        return state
+            query = step((query, lengths), pages)[0]
+        return query, lengths
 
     def chain(state: State, steps: jax.Array, pages: Any) -> State:
         del steps
