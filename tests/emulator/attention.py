@@ -35,6 +35,7 @@ from kernels.common.launches import launch
 from kernels.descriptions import describe, names_of_barriers, warps_of_roles
 from kernels.emulator import Names, Policy
 from kernels.emulator.driver import arguments
+from tests.emulator.small_l2 import with_small_l2
 
 MULTIPROCESSORS = 2
 """The number is small, so that the CTAs of a persistent kernel get several tiles each."""
@@ -150,7 +151,7 @@ class Attention:
             arrays = arrays | {name: arrays[of] for name, of in OF_BACKWARD.items() if of in arrays}
         packed = arguments.pack(code.launch, arrays, self.attributes, self.multiprocessors)
         emulator.launch(
-            text_of(key, code.text),
+            with_small_l2(key, text_of(key, code.text)),
             code.symbol,
             **packed.keywords,
             policy=policy,

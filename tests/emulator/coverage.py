@@ -28,6 +28,7 @@ from kernels.emulator.ptx.syntax import Instruction
 from kernels.sm90.tiles import ForwardTile, forward_tile
 from tests.emulator import attention, mutation_score
 from tests.emulator.attention import Attention
+from tests.emulator.small_l2 import with_small_l2
 from tests.emulator.survivors import SURVIVORS
 
 _CLASSES = frozenset({"synchronisation", "TMA", "matrix product", "tensor memory"})
@@ -114,7 +115,8 @@ def coverage(key: KernelKey, problems: Sequence[Attention]) -> Coverage:
     out, such as a load that polls.
     """
     code, executed = attention.ptx(key), set[int]()
-    instructions = parse(code.text).kernels[code.symbol].instructions
+    text = with_small_l2(key, code.text)
+    instructions = parse(text).kernels[code.symbol].instructions
     counted = {at for at, instruction in enumerate(instructions) if is_counted(instruction)}
     for policy, problem in itertools.product((_QUICK, *mutation_score.policies(key)), problems):
         if counted <= executed:
@@ -122,7 +124,7 @@ def coverage(key: KernelKey, problems: Sequence[Attention]) -> Coverage:
         packed = arguments.pack(
             code.launch, problem.arrays, problem.attributes, problem.multiprocessors
         )
-        done = emulator.launch(code.text, code.symbol, **packed.keywords, policy=policy)
+        done = emulator.launch(text, code.symbol, **packed.keywords, policy=policy)
         executed |= done.executed
     missed = sorted(counted - executed)
     return Coverage(

@@ -379,6 +379,9 @@ def note(outcomes: list[Outcome]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="policies that each case meets")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="where another record has the seeds below it"
+    )
     parser.add_argument("--least", type=int, default=2, help="cases that reach each kernel")
     parser.add_argument(
         "--covering", action="store_true", help="the problems of mutation_score, not the cases"
@@ -401,7 +404,7 @@ def main() -> int:
     listed = [] if options.covering else targets(options.least)
     chosen = [
         run
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.seeds)
         for run in (Run(case, key, seed) for case, key in listed or covering(seed))
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
