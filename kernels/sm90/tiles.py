@@ -379,7 +379,6 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
         m=64,
         n=64,
         stages=2,
-        span_bytes=64,
         key_span_bytes=32,
         post_span_bytes=64,
         ctas=2,
