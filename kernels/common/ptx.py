@@ -161,13 +161,6 @@ def increment_release(target: cute.Pointer):
     )
 
 
-def opaque(value: Int32) -> Int32:
-    """mov: returns the value; what is computed from it is not moved out of a loop or a branch."""
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
-
-
 def load_below(source: cute.Pointer, index: int, count: Int32) -> Float32:
     """ld.global: returns element `index` of an fp32 array of `count` elements; 0 past the last.
 
@@ -338,7 +331,10 @@ def multiply_m16n8k16(
 
 
 def anew(x: Int32) -> Int32:
-    """mov: returns x, so that no register holds what follows from it outside of this place."""
+    """mov: returns x; what is computed from it is not moved out of a loop or a branch.
+
+    So no register holds that outside of this place.
+    """
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
     )

@@ -57,10 +57,10 @@ def _hidden(
     The loop is not unrolled: a thread that holds an output has few registers.
     """
     place = work.read_place()
-    ranges = row_ranges.arrays(call.ranges, call.sizes, ptx.opaque(place.batch))
+    ranges = row_ranges.arrays(call.ranges, call.sizes, ptx.anew(place.batch))
     hidden = Int32(0)
     for half in cutlass.range_constexpr(HALVES):
-        token = own_token(place, ptx.opaque(rows.key_groups), half)
+        token = own_token(place, ptx.anew(rows.key_groups), half)
         low = row_ranges.element(ranges.tag_low, token)
         high = row_ranges.element(ranges.tag_high, token)
         for i in cutlass.range(keys, unroll=1):
