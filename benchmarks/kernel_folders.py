@@ -18,7 +18,6 @@ import hashlib
 import multiprocessing
 import os
 import pathlib
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +32,7 @@ from rich.table import Table
 
 from benchmarks import measure, shapes
 from benchmarks.shapes import Case
-from benchmarks.timing import Call, Protocol, burst
+from benchmarks.timing import ORDERS, Call, Protocol, burst
 from fa4_jax import runtime
 
 Submit = Callable[..., Any]
@@ -80,9 +79,8 @@ def compare(
     first = [submit(prepare, case, direction) for submit in folders]
     calls = [protocol.calls(seconds) for seconds, _ in first]
     bursts: list[list[float]] = [[] for _ in folders]
-    orders = random.Random(0)
     for _ in range(protocol.loops):
-        for i in orders.sample(range(len(folders)), len(folders)):
+        for i in ORDERS.sample(range(len(folders)), len(folders)):
             bursts[i].append(folders[i](timed, calls[i]))
     return [
         Outcome(statistics.median(seconds), digest)

@@ -4,7 +4,9 @@ A burst is long against the dispatch of its first call and the wait for its last
 works without gaps in between. Contenders alternate burst by burst, in a new random order each
 time, so that clocks and temperature treat them alike. What ran just before seems to matter: in an
 order that only rotates, where a contender nearly always follows the same other one, two copies of
-one kernel differed by up to 5 % (one H200, 2026-11-24); in random orders by 1 %.
+one kernel differed by up to 5 % (one H200, 2026-11-24); in random orders by 1 %. The orders of a
+case are not those of the case before either, so that such effects are not the same in all cases
+(until 2026-11-29 they were: three loops have three orders).
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from typing import Any
 import jax
 
 Call = Callable[[], Any]
+
+ORDERS = random.Random(0)
+"""Draws the orders of contenders, from case to case of a process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +81,9 @@ def interleave(calls: dict[str, Call], protocol: Protocol) -> dict[str, Timing |
         except Exception as error:
             outcomes[name] = error
     seconds: dict[str, list[float]] = {name: [] for name in repeats}
-    orders = random.Random(0)
     for _ in range(protocol.loops):
         alive = [name for name in repeats if name not in outcomes]
-        for name in orders.sample(alive, len(alive)):
+        for name in ORDERS.sample(alive, len(alive)):
             try:
                 seconds[name].append(burst(calls[name], repeats[name]))
             except Exception as error:

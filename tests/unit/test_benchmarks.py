@@ -84,6 +84,18 @@ def test_contenders_run_in_every_order():
     assert orders == set(itertools.permutations("abc"))
 
 
+def test_the_orders_of_two_cases_differ():
+    """Three loops have three orders; in the same ones everywhere each would follow the same."""
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "abcdefg"}
+    found = []
+    for _ in range(2):
+        order.clear()
+        interleave(calls, Protocol(loops=3, burst_s=1e-9, max_calls=1))
+        found.append(order[-2 * 7 * 3 :: 2])
+    assert found[0] != found[1]
+
+
 def test_our_speed_is_compared_with_the_best_peer_of_each_case():
     ratios = {peers.CUDNN: 1.2, peers.FA3: 0.9, peers.DETERMINISTIC: 0.5}
     case = {"forward": {"ratios": ratios}, "backward": {"ratios": {}}}
