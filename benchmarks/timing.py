@@ -4,9 +4,9 @@ A burst is long against the dispatch of its first call and the wait for its last
 works without gaps in between. Contenders alternate burst by burst, in a new random order each
 time, so that clocks and temperature treat them alike. What ran just before seems to matter: in an
 order that only rotates, where a contender nearly always follows the same other one, two copies of
-one kernel differed by up to 5 % (one H200, 2026-11-24); in random orders by 1 %. The orders of a
-case are not those of the case before either, so that such effects are not the same in all cases
-(until 2026-11-29 they were: three loops have three orders).
+one kernel differed by up to 5 % (one H200, 2026-11-24); in random orders by 1 %. Each case has new
+orders, too, so that such effects average out over the cases. (Until 2026-11-29 all cases of as many
+contenders had the same ones.)
 """
 
 from __future__ import annotations

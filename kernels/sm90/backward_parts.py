@@ -24,7 +24,7 @@ from kernels.sm90.backward_bias import StepBias
 from kernels.sm90.backward_data import Products, Step, make_products
 from kernels.sm90.backward_description import of_key
 from kernels.sm90.backward_dq import QueryGradient
-from kernels.sm90.tiles import BACKWARD_TILES, WARPGROUP
+from kernels.sm90.tiles import BACKWARD_TILES, WARPGROUP, backward_row_bytes
 
 
 class BackwardParts(BackwardHost):
@@ -45,7 +45,7 @@ class BackwardParts(BackwardHost):
         self.shape = BackwardShape(
             m=self.tile.m,
             n=self.tile.keys,
-            row_bytes=key.head_dim * (2 + 4) + key.value_dim * 2,
+            row_bytes=backward_row_bytes(key.head_dim, key.value_dim),
             l2_bytes=self.tile.l2_bytes(key.band, key.ranges, key.deterministic),
             least_heads=self.tile.least_heads(key.band, key.deterministic),
             band=key.band,

@@ -388,6 +388,12 @@ BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
     (256, 256): BackwardTile(m=64, n=64, stages=2, do_stages=1, ctas=2),
 }
 
+
+def backward_row_bytes(head_dim: int, value_dim: int) -> int:
+    """Returns the bytes of a query's row of Q, of dO and of dQ's accumulators together."""
+    return head_dim * (2 + 4) + value_dim * 2
+
+
 DETERMINISTIC_BAND_HEADS = {1: 32, 2: 8}
 """KV heads that the deterministic backward of a band interleaves at least, by CTAs of a tile.
 

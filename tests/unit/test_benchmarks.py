@@ -77,7 +77,7 @@ def test_contenders_run_in_every_order():
     """What ran just before changes a GPU's clocks; orders that only rotate are three of the six."""
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    loops = 40
+    loops = 120  # By 40, one of 250 generators has not drawn all orders yet.
     interleave(calls, Protocol(loops=loops, burst_s=1e-9, max_calls=1))
     bursts = order[-2 * 3 * loops :: 2]  # A burst of one call makes another one before.
     orders = {tuple(bursts[i : i + 3]) for i in range(0, len(bursts), 3)}
