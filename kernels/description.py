@@ -257,6 +257,8 @@ class Division:
       by_ticket: a counter in global memory deals the tiles after a CTA's first.
       programmatic: the kernel may start while the launch before it ends.
       splits_tail: the last key tiles of a dense backward are split among CTAs.
+      cleared_bytes: of Q, dO and dQ of the heads whose dQ Hopper's kernel before the main backward
+        clears, while the main one clears the others (sm90/backward_clear.py); 0: it clears all.
     """
 
     rows: int
@@ -266,6 +268,7 @@ class Division:
     by_ticket: bool = False
     programmatic: bool = False
     splits_tail: bool = False
+    cleared_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

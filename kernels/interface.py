@@ -351,6 +351,7 @@ class RowBuffers:
     dq_acc: Pointer
     dq_order: Pointer
     dq_ticket: Pointer
+    dq_cleared: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,6 +446,14 @@ class PreBuffers:
     dq_acc: Pointer
     dq_order: Pointer
     dq_ticket: Pointer
+    dq_cleared: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyHeads:
+    """How many KV heads a call has."""
+
+    kv_heads: Annotated[Any, Dim(2, "k")]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
     delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and counters = 0).
 
+With `Division.cleared_bytes` it clears dq_acc of the first heads alone, and the main kernel that of
+the others.
+
 Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0. Of the
 latter O and dO are not read, and a tile of them alone has no dQ: the kernel after the main one does
 not read it either.
@@ -17,10 +20,12 @@ from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PreHost, pre_source
 from kernels.common.tail import division
 from kernels.description import Description
-from kernels.interface import PreBuffers, RowSizes, TailBuffers, TailSizes
+from kernels.interface import KeyHeads, PreBuffers, RowSizes, TailBuffers, TailSizes
 from kernels.kernel_source import KernelSource
 
 VECTOR = 8  # 16-bit elements of one 16-byte load
+BYTES_OF_COLUMN = 2 + 2 + 4
+"""Of a query in Q, dO and dQ's accumulators, in a kernel that leaves some to the main one."""
 LOG2_E = 1.4426950408889634
 
 
@@ -59,6 +64,7 @@ class Preprocess(PreHost):
         buffers: PreBuffers,
         sizes: RowSizes,
         head_dim: Int32,
+        keys: KeyHeads | None = None,
         tail: TailBuffers | None = None,
         tail_sizes: TailSizes | None = None,
     ):
@@ -80,7 +86,13 @@ class Preprocess(PreHost):
             buffers.dq_acc + cute.assume(tile_index * tile_size, divby=tile_size),
             cute.make_layout((4, THREADS, tile_size // (4 * THREADS))),
         )
-        if tile * self.rows < length:
+        clears = tile * self.rows < length
+        if cutlass.const_expr(keys is not None):
+            clears = clears & (head_and_batch < self.cleared_heads(sizes, keys))
+            if (thread == 0) & (tile == 0):
+                count = cute.make_tensor(buffers.dq_cleared + head_and_batch, cute.make_layout(1))
+                count[0] = Int32(0)
+        if clears:
             for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
                 cute.autovec_copy(zeros, accumulators[None, thread, chunk])
         if cutlass.const_expr(buffers.dq_order is not None):
@@ -116,6 +128,12 @@ class Preprocess(PreHost):
                 target = tile_index * self.rows + row_in_tile
                 cute.make_tensor(buffers.lse_log2 + target, cute.make_layout(1))[0] = row_lse_log2
                 cute.make_tensor(buffers.delta + target, cute.make_layout(1))[0] = row_delta
+
+    def cleared_heads(self, sizes: RowSizes, keys: KeyHeads) -> Int32:
+        """Returns the number of query heads whose dQ it clears: the main kernel's first section."""
+        group = sizes.heads // keys.kv_heads
+        rows = self.description.division.cleared_bytes // (self.columns * BYTES_OF_COLUMN)
+        return cutlass.max(rows // (sizes.query_length * group), Int32(1)) * group
 
     @cute.jit
     def clear_tail(

@@ -144,6 +144,13 @@ class StartIndex:
     rank: Int32 | int = 0
 
 
+def section_heads(shape: BackwardShape, sizes: Sizes) -> Int32:
+    """Returns how many KV heads form a section: their Q, dO and dQ fill the L2."""
+    group = sizes.heads // sizes.kv_heads
+    rows_in_l2 = shape.l2_bytes // shape.row_bytes
+    return cutlass.max(rows_in_l2 // (sizes.query_length * group), shape.least_heads)
+
+
 def assign(
     shape: BackwardShape,
     extents: cute.Pointer,
@@ -157,9 +164,7 @@ def assign(
     Heads form sections whose Q, dO and dQ fill the L2. Key tiles of a causal band shrink with their
     index, so the longest start first; where rows have ranges in memory, their order is there, too.
     """
-    group = sizes.heads // sizes.kv_heads
-    rows_in_l2 = shape.l2_bytes // shape.row_bytes
-    section = cutlass.max(rows_in_l2 // (sizes.query_length * group), shape.least_heads)
+    group, section = sizes.heads // sizes.kv_heads, section_heads(shape, sizes)
     tiles = (sizes.key_length + shape.n - 1) // shape.n
     # It is called here, since an earlier load would change the PTX, which was proven as it is.
     at = start()

@@ -28,6 +28,7 @@ from kernels.interface import (
     ForwardBuffers,
     ForwardScalars,
     HeadDims,
+    KeyHeads,
     LogitBuffers,
     PageBuffers,
     PostBuffers,
@@ -45,7 +46,15 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 
-_COUNTS = ("extents", "tile_ticket", "dq_order", "dq_ticket", "tail_parts", "page_table")
+_COUNTS = (
+    "extents",
+    "tile_ticket",
+    "dq_order",
+    "dq_ticket",
+    "dq_cleared",
+    "tail_parts",
+    "page_table",
+)
 _RANGES = tuple(field.name for field in dataclasses.fields(RangeBuffers))
 _ELEMENTS = dict.fromkeys((*_COUNTS, *_RANGES), Int32) | dict.fromkeys(
     (
@@ -277,6 +286,7 @@ class PreHost:
         self,
         buffers: PreBuffers,
         shape: RowShape,
+        keys: KeyHeads,
         tail: TailBuffers,
         tail_sizes: TailSizes,
         stream: cuda.CUstream,
@@ -286,7 +296,9 @@ class PreHost:
         sizes = RowSizes(shape.query_length, shape.heads)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         more = (tail, tail_sizes) if self.description.division.splits_tail else ()
-        self.kernel(buffers, sizes, shape.head_dim, *more).launch(
+        if cutlass.const_expr("dq_cleared" in absent):
+            keys = None
+        self.kernel(buffers, sizes, shape.head_dim, keys, *more).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
@@ -356,7 +368,7 @@ def backward_source(host: BackwardHost, key: KernelKey, tile: dict[str, int]) ->
 
 def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
     """Returns what the compiler needs of a kernel before the main one."""
-    takes = (PreBuffers, RowShape, TailBuffers, TailSizes)
+    takes = (PreBuffers, RowShape, KeyHeads, TailBuffers, TailSizes)
     tile = {"m": host.description.division.rows}
     return make_source(host, key, takes, tile, of="do")
 

@@ -219,9 +219,10 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
     tiles = Factor(buffer="do", axis=1, divisor=rows, multiple=rows)
     padded = (*_dims("do", (0, 2)), (tiles,))
     skipped = absent_counters(counters_of(key.deterministic, description.division))
+    keys = () if "dq_cleared" in skipped else interface.params(interface.KeyHeads)
     buffers, tail = interface.params(interface.PreBuffers), _tail(description.division)
     return Launch(
-        operands=("o", "do", "lse", "dlse", "extents", *(("tail",) if tail else ())),
+        operands=("o", "do", "lse", "dlse", "extents", *_names(keys, "k"), *_names(tail, "tail")),
         results=(
             Result("lse_log2", "f32", padded),
             Result("delta", "f32", padded),
@@ -231,6 +232,7 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
         params=(
             *(param for param in buffers if param.name not in skipped),
             *interface.params(interface.RowShape, "do")[1:],
+            *keys,
             *tail,
             *(interface.params(interface.TailSizes) if tail else ()),
         ),
@@ -238,6 +240,11 @@ def _backward_pre(key: KernelKey, description: Description) -> Launch:
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
     )
+
+
+def _names(params: tuple[Param, ...], operand: str) -> tuple[str, ...]:
+    """Names an operand of which only the shape is read, if anything reads it."""
+    return (operand,) if params else ()
 
 
 def _backward_post(key: KernelKey, description: Description) -> Launch:
@@ -342,15 +349,16 @@ def counters_of(deterministic: bool, division: Division) -> tuple[str, ...]:
     """Names what the backward of a key counts in global memory.
 
     dq_order counts additions to each query tile, which are in order; dq_ticket the key tiles that
-    CTAs, or pairs, have taken.
+    CTAs, or pairs, have taken; dq_cleared the shares of a section's dQ that are 0.
     """
     order = ("dq_order",) if deterministic else ()
-    return (*order, "dq_ticket") if deterministic or division.by_ticket else order
+    ticket = ("dq_ticket",) if deterministic or division.by_ticket else ()
+    return (*order, *ticket, *(("dq_cleared",) if division.cleared_bytes > 0 else ()))
 
 
 def absent_counters(counters: tuple[str, ...]) -> tuple[str, ...]:
     """Names the counters that a backward lacks."""
-    return tuple(name for name in ("dq_order", "dq_ticket") if name not in counters)
+    return tuple(name for name in ("dq_order", "dq_ticket", "dq_cleared") if name not in counters)
 
 
 MOST_TAIL_PARTS = 16
@@ -382,7 +390,7 @@ def _accumulators(key: KernelKey, division: Division) -> tuple[Result, ...]:
     tiles = Factor(buffer="do", axis=1, divisor=division.rows)
     tile_size = division.rows * division.columns
     dq_acc = Result("dq_acc", "f32", (*heads, (tiles,), (Factor(tile_size),)))
-    shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (_ONE,)}
+    shapes = {"dq_order": (*heads, (tiles,)), "dq_ticket": (_ONE,), "dq_cleared": heads}
     return (
         dq_acc,
         *(Result(name, "i32", shapes[name]) for name in counters_of(key.deterministic, division)),

@@ -148,6 +148,7 @@ class Rows:
       lse_log2, delta: inputs, one value a row.
       dq_acc: accumulators of dQ.
       dq_order: additions to each query tile, where they are ordered.
+      dq_cleared: shares of a section's dq_acc that are 0, where the kernel clears it.
       tiles: query tiles of a head.
     """
 
@@ -155,6 +156,7 @@ class Rows:
     delta: cute.Pointer
     dq_acc: cute.Pointer
     dq_order: cute.Pointer | None
+    dq_cleared: cute.Pointer | None
     tiles: Int32
 
     def tile(self, batch: Int32, heads: Int32, head: Int32, block: Int32) -> Int64:
@@ -165,4 +167,6 @@ class Rows:
 def make_rows(buffers: RowBuffers, query_length: Int32, m: int) -> Rows:
     """Returns the rows of a call whose query tiles have m rows."""
     tiles = (query_length + m - 1) // m
-    return Rows(buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, tiles)
+    return Rows(
+        buffers.lse_log2, buffers.delta, buffers.dq_acc, buffers.dq_order, buffers.dq_cleared, tiles
+    )

@@ -57,6 +57,7 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
+from kernels.sm90.backward_clear import clear_tiles
 from kernels.sm90.backward_data import KeyGradients, KeySlices, Step
 from kernels.sm90.backward_description import dv_places
 from kernels.sm90.backward_parts import BackwardParts
@@ -74,6 +75,7 @@ from kernels.sm90.backward_tiles import (
     place_of_tile,
     publish,
     publish_end,
+    publish_index,
     published,
     take_ticket,
     tile_count,
@@ -119,6 +121,9 @@ class Backward(BackwardParts):
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
                 self.load_tiles(maps, shared, call, rows, buffers.dq_ticket)
+            if cutlass.const_expr(rows.dq_cleared is not None):
+                if warp_index == self.description.role("clear").first_warp:
+                    clear_tiles(shared, call, self.shape, rows, self.head_dim)
             for rank in cutlass.range_constexpr(reduce.warps):
                 if warp_index == reduce.first_warp + rank:
                     self.query_gradient.reduce_tiles(shared, call, self.shape, rows, rank)
@@ -131,16 +136,12 @@ class Backward(BackwardParts):
     def load_tiles(self, maps: Maps, shared: Shared, call: Call, rows: Rows, ticket: cute.Pointer):
         """Load warp: takes tile after tile, says what each is, and loads what it needs.
 
-        In a fixed order all tiles are taken by ticket (Note [dq order]); otherwise a CTA's first
-        is that of its index.
+        All tiles are taken by ticket: CTAs wait for those with lower tickets (Note [dq order]), or
+        for what these clear (backward_clear.py).
         """
         barriers = shared.barriers
-        first, ctas = Int32(0), Int32(0)
-        if cutlass.const_expr(self.deterministic):
-            first = take_ticket(ticket)
-        else:
-            first, _, _ = cute.arch.block_idx()
-            ctas, _, _ = cute.arch.grid_dim()
+        ctas, _, _ = cute.arch.grid_dim()
+        first = take_ticket(ticket)
         index, tiles = Int32(first), tile_count(call.sizes, self.shape.n)
         tickets = make_tickets(tiles, ctas, call)
         tiles_done, steps_done = Int32(0), Int32(0)
@@ -152,11 +153,13 @@ class Backward(BackwardParts):
                 publish(work, words_of_tile(shared, tiles_done))
                 if cutlass.const_expr(call.tail is not None):
                     publish_part(own, words_of_tile(shared, tiles_done))
+                if cutlass.const_expr(rows.dq_cleared is not None):
+                    publish_index(own.tile, own.part, shared, tiles_done)
             self.load_keys(maps, shared, work)
             self.load(maps, shared, work, rows, steps_done)
             steps_done += work.steps()
             tiles_done += 1
-            index = ctas + take_ticket(ticket)
+            index = take_ticket(ticket)
         barriers.kv_empty.wait_free(tiles_done)
         with cute.arch.elect_one():
             publish_end(words_of_tile(shared, tiles_done))

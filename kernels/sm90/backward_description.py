@@ -61,8 +61,10 @@ def of_key(key: KernelKey) -> Description:
         words = WORK_WORDS + key.ranges + TAIL_WORDS * _splits_tail(key)
         work = Region("work", (words, 2), text, "i32")
         blocks = Region("dq_block", (tile.dq_buffers,), "query block of a buffer of dQ", "i32")
+        places = Region("tile_index", (2,), "place of the CTA's tile in the order of work", "i32")
         parts = Region("parts_done", (1,), "parts of a split tile that were done before", "i32")
-        visits = (work, *visits, *([blocks] * key.ranges), *([parts] * _splits_tail(key)))
+        more = [blocks] * key.ranges + [places] * clears(key) + [parts] * _splits_tail(key)
+        visits = (work, *visits, *more)
     return Description(
         roles=_roles(tile, deterministic),
         barriers=_barriers(tile, deterministic),
@@ -85,6 +87,11 @@ def post(head_dim: int, value_dim: int) -> Description:
     return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.post_span_bytes)
 
 
+def clears(key: KernelKey) -> bool:
+    """Whether the main kernel clears dQ: backward_clear.py."""
+    return _division(key).cleared_bytes > 0
+
+
 def _splits_tail(key: KernelKey) -> bool:
     """Whether CTAs split the last tiles; of the kernel before the main one: whether they may."""
     splits = BACKWARD_TILES[key.head_dim, key.value_dim].splits_tail
@@ -98,6 +105,7 @@ def _division(key: KernelKey) -> Division:
         persistent=int(tile.persistent),
         by_ticket=tile.persistent,
         splits_tail=_splits_tail(key),
+        cleared_bytes=tile.cleared_bytes(key.deterministic),
     )
 
 
@@ -119,6 +127,8 @@ def _roles(tile: BackwardTile, deterministic: bool) -> tuple[Role, ...]:
     warps = ORDER_WARPS if deterministic else 1
     reduce = Role("reduce", 1, warps, "adds dQ to global memory in bulk", registers=load)
     second = [reduce] if tile.persistent else [order] if deterministic else []
+    if tile.persistent and not deterministic:
+        second.append(Role("clear", 2, 1, "clears dQ of the next section", registers=load))
     idle = 3 - sum(role.warps for role in second)
     mma = (Role("mma", 4, 4, "the five products and what lies between them", groups, budget.mma),)
     of_pair = (
@@ -174,7 +184,7 @@ def _barriers(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
         Barrier("dq_added", released, ("order",), "step: dQ has been added", ORDER_WARPS),
     )
     return (
-        *_of_keys(tile),
+        *_of_keys(tile, deterministic),
         *(staging if tile.persistent else order if deterministic else ()),
         *(_exchange() if tile.ctas > 1 else ()),
         Barrier("q_full", loaded, users, "step: Q, lse_log2", q_stages),
@@ -184,12 +194,12 @@ def _barriers(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
     )
 
 
-def _of_keys(tile: BackwardTile) -> tuple[Barrier, ...]:
+def _of_keys(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
     """Lists the barriers of K and V, and of the words that say what a CTA's tile is."""
     users, loaded = _users(tile), (copied("load"),)
     if not tile.persistent:
         return (Barrier("kv_full", loaded, users, "CTA"),)
-    readers = (*users, "reduce")
+    readers = (*users, "reduce", *(() if deterministic else ("clear",)))
     read = tuple(warps(role) for role in readers)
     return (
         Barrier("kv_full", loaded, readers, "key tile"),

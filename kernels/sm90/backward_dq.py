@@ -46,6 +46,7 @@ from kernels.common.backward_schedule import BackwardShape, Work, earlier_tiles
 from kernels.common.resources import Shared
 from kernels.common.schedule import await_count
 from kernels.common.state import Rows
+from kernels.sm90.backward_clear import await_cleared
 from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_description import ORDER_WARPS
 from kernels.sm90.backward_tiles import Call, is_tile, published, words_of_tile
@@ -99,6 +100,10 @@ class QueryGradient:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.barriers.kv_empty.first)
             steps = work.steps()
+            if cutlass.const_expr(rows.dq_cleared is not None):
+                if steps > 0:
+                    with cute.arch.elect_one():
+                        await_cleared(work, call, shape, rows.dq_cleared)
             for index in cutlass.range(steps, unroll=1):
                 if cutlass.const_expr(self.deterministic):
                     if (steps_done + index) % ORDER_WARPS == rank:

@@ -99,6 +99,12 @@ def publish(work: Work, words: cute.Tensor):
         words[i] = value
 
 
+def publish_index(index: Int32, part: Int32 | int, shared: Shared, tiles_done: Int32):
+    """Writes a tile's place in the order of work, or -1 for a later part of a split tile."""
+    place = Int32(cutlass.select_(Int32(part) == 0, index, Int32(_NO_TILE)))
+    shared.tile_index[tiles_done & 1] = place
+
+
 def publish_end(words: cute.Tensor):
     """Writes that no tile is left."""
     words[0] = Int32(_NO_TILE)

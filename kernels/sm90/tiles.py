@@ -332,6 +332,12 @@ class BackwardTile:
         by_visits = ranges and not deterministic
         return budget * (SECTIONS_AT_ONCE if queues or by_visits else 1)
 
+    def cleared_bytes(self, deterministic: bool) -> int:
+        """`Division.cleared_bytes`: the largest share of the L2 of all masks, or 0."""
+        if deterministic or not self.persistent:
+            return 0
+        return max(self.l2_bytes(band, band, deterministic) for band in (False, True))
+
     def least_heads(self, band: bool, deterministic: bool) -> int:
         """KV heads that are interleaved at least, whatever the L2 holds."""
         return DETERMINISTIC_BAND_HEADS[self.ctas] if deterministic and band else 1

@@ -113,6 +113,13 @@ def test_explain_the_room_for_split_tiles(kernels_present: None):
         assert not {w.name for w in told.workspaces} & {"tail_acc", "tail_parts"}
 
 
+def test_explain_the_counters_of_cleared_sections(kernels_present: None):
+    sizes = {w.name: w.num_bytes for w in explain(Q, K, K, is_causal=True).workspaces}
+    assert sizes["dq_cleared"] == 2 * 4 * 4  # Of a head of each batch entry.
+    told = explain(Q, K, K, is_causal=True, deterministic=True)
+    assert "dq_cleared" not in {w.name for w in told.workspaces}
+
+
 def test_explain_the_default_path():
     told = explain(Q, K, K)
     assert told.forward == () and told.workspaces == ()
