@@ -167,14 +167,16 @@ class Backward(BackwardParts):
 
     @cute.jit
     def load_keys(self, maps: Maps, shared: Shared, work: Work):
-        """Loads K and V of a tile's keys."""
-        tile, d, kv_full = self.tile, self.head_dim, shared.barriers.kv_full.first
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+        """Loads K and V of a tile's keys, if a query sees any of them."""
+        n, d, kv_full = self.tile.n, self.head_dim, shared.barriers.kv_full.first
+        num_bytes = cutlass.select_(work.steps() > 0, Int32(2 * n * d * 2), Int32(0))
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 2 * tile.n * d * 2)
-        key_tile = cute.local_tile(kv, (tile.n, d), (work.tile, 0))
-        tensors.tma_load(maps.k, key_tile, shared.k, kv_full)
-        tensors.tma_load(maps.v, key_tile, shared.v, kv_full)
+            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, num_bytes)
+        if work.steps() > 0:
+            kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
+            key_tile = cute.local_tile(kv, (n, d), (work.tile, 0))
+            tensors.tma_load(maps.k, key_tile, shared.k, kv_full)
+            tensors.tma_load(maps.v, key_tile, shared.v, kv_full)
 
     @cute.jit
     def mma_tiles(
