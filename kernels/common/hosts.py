@@ -295,10 +295,10 @@ class PreHost:
         buffers = dataclasses.replace(buffers, **dict.fromkeys(absent))
         sizes = RowSizes(shape.query_length, shape.heads)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
-        more = (tail, tail_sizes) if self.description.division.splits_tail else ()
-        if cutlass.const_expr("dq_cleared" in absent):
-            keys = None
-        self.kernel(buffers, sizes, shape.head_dim, keys, *more).launch(
+        splits_tail, clears = self.description.division.splits_tail, "dq_cleared" not in absent
+        named = {"tail": tail, "tail_sizes": tail_sizes} if splits_tail else {}
+        named |= {"keys": keys} if clears else {}
+        self.kernel(buffers, sizes, shape.head_dim, **named).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
