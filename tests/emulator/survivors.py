@@ -97,7 +97,8 @@ SURVIVORS: dict[str, Counter[str]] = {
     + Counter({_MEETING: 1, "removed: bar.sync": 1}),
     "sm_90a_bwd_bf16_d128": _PRODUCTS
     + _LAST_STORES
-    + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1, _MEETING: 1, "removed: bar.sync": 1}),
+    + Counter({_REGISTERS: 1, _WAIT: 1, _STORED: 1, _MEETING: 1, "removed: bar.sync": 1})
+    + Counter({_GLOBAL_FENCE: 1}),
     "sm_90a_bwd_bf16_d256_deterministic": Counter(
         {
             _REGISTERS: 1,
