@@ -81,9 +81,11 @@ def test_moved_instructions_are_noticed() -> None:
 
 
 def test_every_proxy_fence_of_a_backward_is_needed() -> None:
-    """A backward fences cleared padding, the dQ that it stages, dS and its results.
+    """A backward fences cleared padding and dQ, the dQ that it stages, dS and its results.
 
-    A fence with its stores right before it is moved before them; each other one is removed.
+    A fence with its stores right before it is moved before them; each other one is removed. Nothing
+    notices that of the reduce warp, which waits for zeros (docs/emulator/proof.md says why it is
+    there).
     """
     name = "sm_90a_bwd_bf16_d128"
     ptx = attention.ptx(KEYS[name]).text
@@ -97,8 +99,9 @@ def test_every_proxy_fence_of_a_backward_is_needed() -> None:
         for mutation in moved(ptx)
         if mutation.kind.startswith("moved up") and ": fence.proxy" in mutation.kind
     }
-    assert len(fences) == 5 and len(too_early) == 4
-    assert not surviving(KEYS[name], list((fences | too_early).values()))
+    assert len(fences) == 7 and len(too_early) == 5
+    left = surviving(KEYS[name], list((fences | too_early).values()))
+    assert left == Counter({"removed: fence.proxy.async.global": 1})
 
 
 def _of_one_plan(key: KernelKey) -> bool:
