@@ -40,6 +40,9 @@ ORDER_WARPS = 2
 WORK_WORDS = 12
 """int32 words that say what a tile's work is; with ranges in memory one more counts its blocks."""
 
+TICKET_WORDS = 4
+"""int32 words of a ticket that the even CTA of a pair sends: a copy is of 16 bytes at least."""
+
 TAIL_WORDS = 2
 """More such words where the last tiles are split: which of these it is, and into how many parts."""
 
@@ -56,7 +59,13 @@ def of_key(key: KernelKey) -> Description:
     if key.reads_mask:
         words, text = words + tile.m // WARPGROUP_ROWS, text + _BITS
     visits = (Region("visits", (words, tile.stages), text, "i32"),) if key.ranges else ()
-    if tile.persistent:
+    if tile.ctas > 1:
+        text = "key tile, head and blocks of the pair's tile"
+        work = Region("work", (WORK_WORDS + key.ranges, 2), text, "i32")
+        text = "the pair's place in the order of work, four times"
+        ticket = Region("ticket", (TICKET_WORDS, 2), text, "i32", alignment=TICKET_WORDS * 4)
+        visits = (ticket, work, *visits)
+    else:
         text = "key tile, head and blocks of the CTA's tile"
         words = WORK_WORDS + key.ranges + TAIL_WORDS * _splits_tail(key)
         work = Region("work", (words, 2), text, "i32")
@@ -102,8 +111,8 @@ def _division(key: KernelKey) -> Division:
     tile = BACKWARD_TILES[key.head_dim, key.value_dim]
     return Division(
         *(tile.m, tile.keys, key.head_dim),
-        persistent=int(tile.persistent),
-        by_ticket=tile.persistent,
+        persistent=1,
+        by_ticket=True,
         splits_tail=_splits_tail(key),
         cleared_bytes=tile.cleared_bytes(key.deterministic),
     )
@@ -198,7 +207,15 @@ def _of_keys(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
     """Lists the barriers of K and V, and of the words that say what a CTA's tile is."""
     users, loaded = _users(tile), (copied("load"),)
     if not tile.persistent:
-        return (Barrier("kv_full", loaded, users, "CTA"),)
+        order = [("order", warps("order"))] if deterministic else []
+        readers = (*users, *(role for role, _ in order))
+        stored = (*(one(role) for role in users), *(signal for _, signal in order))
+        return (
+            Barrier("kv_full", loaded, readers, "key tile"),
+            Barrier("kv_empty", stored, ("load",), "key tile"),
+            Barrier("ticket_full", loaded, ("load",), "key tile: its ticket has come", 2),
+            Barrier("ticket_empty", (one("load"),), ("load",), "key tile: the odd CTA has it", 2),
+        )
     readers = (*users, "reduce", *(() if deterministic else ("clear",)))
     read = tuple(warps(role) for role in readers)
     return (
@@ -225,14 +242,11 @@ def _regions(
     ds_buffers, ds_meaning = SCORE_BUFFERS, "dS of a step"
     if tile.late_dq:
         ds_buffers, ds_meaning = 2 * SCORE_BUFFERS, "dS of a step; then the other CTA's"
-    own_ticket = deterministic and not tile.persistent
-    ticket = Region("ticket", (), "the CTA's place among those that have started", "i32")
     dq = Region(
         *("dq", (m * d, tile.dq_buffers), "dQ of a step; backward_dq, Note [dq_acc]", "f32"),
         alignment=1024,
     )
     return (
-        *([ticket] if own_ticket else []),
         Region("lse_log2", (m, ring), "LSE, in units of log2", "f32", alignment=1024),
         Region("delta", (m, do_ring), "rowsum(dO * O) - dLSE", "f32", alignment=128),
         operand("k", (n, d), of_keys, "the key tile"),

@@ -150,20 +150,40 @@ class QueryGradient:
                 ptx.increment_release(rows.dq_order + query_tile)
 
     @cute.jit
-    def open_turns(self, shared: Shared, work: Work, rows: Rows, rank: Int32):
+    def open_turns(self, shared: Shared, call: Call, shape: BackwardShape, rows: Rows, rank: Int32):
         """Order warp of a pair's CTA: opens the turns to add dQ; rank: of the two such warps."""
-        steps, walk = work.block_count(), backward_ranges.make_walk(work.visits)
-        for step in cutlass.range(steps * work.group, unroll=1):
-            member = step // steps
-            block = self.query_block(work, step - member * steps, walk)
-            head = work.kv_head * work.group + member
-            query_tile = rows.tile(work.batch, work.heads, head, block)
-            if step % ORDER_WARPS == rank:
-                with cute.arch.elect_one():
-                    self.await_turn(work, rows, block, query_tile)
-                    cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
-                    shared.barriers.dq_added.wait(step)
-                    ptx.increment_release(rows.dq_order + query_tile)
+        tiles_done, steps_done = Int32(0), Int32(0)
+        shared.barriers.kv_full.wait(tiles_done)
+        more = is_tile(words_of_tile(shared, tiles_done))
+        while more:
+            work = published(words_of_tile(shared, tiles_done), call, shape)
+            cute.arch.sync_warp()  # One lane releases the work for all.
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.first)
+            steps_done = self.open_turns_of(shared, work, rows, rank, steps_done)
+            tiles_done += 1
+            shared.barriers.kv_full.wait(tiles_done)
+            more = is_tile(words_of_tile(shared, tiles_done))
+
+    @cute.jit
+    def open_turns_of(
+        self, shared: Shared, work: Work, rows: Rows, rank: Int32, steps_done: Int32
+    ) -> Int32:
+        """Order warp: opens the turns of a tile; returns the steps that are done then."""
+        walk, step = backward_ranges.make_walk(work.visits), steps_done
+        for member in cutlass.range(work.group, unroll=1):
+            for index in cutlass.range(work.block_count(), unroll=1):
+                block = self.query_block(work, index, walk)
+                if step % ORDER_WARPS == rank:
+                    with cute.arch.elect_one():
+                        head = work.kv_head * work.group + member
+                        query_tile = rows.tile(work.batch, work.heads, head, block)
+                        self.await_turn(work, rows, block, query_tile)
+                        cute.arch.mbarrier_arrive(shared.barriers.dq_turn.at(step))
+                        shared.barriers.dq_added.wait(step)
+                        ptx.increment_release(rows.dq_order + query_tile)
+                step += 1
+        return step
 
     def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
         """Waits until the CTA may add to a query tile; Note [dq order]."""

@@ -1,10 +1,12 @@
-"""Hopper's main backward kernel for wide heads: a pair of CTAs computes dK, dV of one key tile.
+"""Hopper's main backward kernel for wide heads: a pair of CTAs computes dK, dV of key tiles.
 
-The products are those of backward.py. A CTA has half of the tile's keys, n = 64, and its two
-warpgroups have different products, since a warpgroup's registers hold one accumulator of 64 x 256:
+The products are those of backward.py, and a pair takes tile after tile, too. A CTA has half of a
+tile's keys, n = 64, and its two warpgroups have different products, since a warpgroup's registers
+hold one accumulator of 64 x 256:
 
-    load warp        loads K, V, and of the other CTA's keys the columns of its own dQ; then Q,
-                     lse_log2 and dO, delta of every step into two rings
+    load warp        takes tiles (backward_pair_load.py); loads K, V, and of the other CTA's keys
+                     the columns of its own dQ; then Q, lse_log2 and dO, delta of every step into
+                     two rings
     order warps      open the turns to add dQ where their order is fixed
     scores           warpgroup 0: S and P of every step, dV, and half of the CTA's dQ
     gradient         warpgroup 1: dP and dS of every step, dK, and the other half
@@ -27,22 +29,24 @@ keys of both, so each element of dQ is added to once a pair instead of twice:
 When dS of a step is in shared memory, one thread copies it to the other CTA, where `ds_full` counts
 the bytes, and announces as many from there at its own `ds_full`. When both warpgroups have used
 what came, their warps arrive at the sender's `ds_empty`. The sender waits for that before it writes
-the same buffer two steps later: the copy has then read it, and the other CTA's buffer is free. It
-waits for the last ones before it ends, so nothing comes for a CTA that is over. (FlashAttention-4
-exchanges dS in this way between two CTAs of Blackwell.)
+the same buffer two steps later: the copy has then read it, and the other CTA's buffer is free. The
+pair meets before it ends, so nothing comes for a CTA that is over. (FlashAttention-4 exchanges dS
+in this way between two CTAs of Blackwell.)
 
 Note [messages]: P goes from warpgroup 0 to warpgroup 1 thread by thread, since both have the same
 fragment of it; unrounded, because dS from the rounded P was outside our tolerance (fp16). One
 buffer is enough: warpgroup 0 writes P(i + 1) after it has met `ds_ready` of step i, before which
 warpgroup 1 has read P(i). Warpgroup 1 writes dS(i + 2) over dS(i) after `p_ready` of step i + 1,
-before which warpgroup 0's dQ(i) is complete. After the last step both meet once more in the same
-way: K and V have then been read, and dV and dK take their memory.
+before which warpgroup 0's dQ(i) is complete. After a tile's last step both meet once more in the
+same way: K and V have then been read, and dV and dK take their memory. The last step issues S and
+dP of no step, of which nothing is used: so a warpgroup releases that step's Q or dO at the end.
 
 Note [late dQ]: with BackwardTile.late_dq both warpgroups compute dQ of step i - 1 in step i. So
-neither waits for the other CTA's dS of the same step, and the next P is not held up. The first step
-then computes a dQ of no step, from memory that nobody writes at that time, and drops it: a branch
-around products would make ptxas put them one after another. P(i + 1) is written after `ds_ready` of
-step i all the same, and dS(i + 2) after `p_ready` of step i + 2, before which dQ(i) is complete.
+neither waits for the other CTA's dS of the same step, and the next P is not held up. A tile's first
+step then computes a dQ of no step, from memory that nobody writes at that time, and drops it: a
+branch around products would make ptxas put them one after another. P(i + 1) is written after
+`ds_ready` of step i all the same, and dS(i + 2) after `p_ready` of step i + 2, before which dQ(i)
+is complete.
 """
 
 import dataclasses
@@ -53,15 +57,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_jax.key import KernelKey
-from kernels.common import ptx, resources, tensors
-from kernels.common.backward_schedule import (
-    StartIndex,
-    Work,
-    assign,
-    by_table,
-    with_past_keys,
-)
-from kernels.common.bias import BiasInMemory
+from kernels.common import resources, tensors
+from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
 from kernels.common.schedule import synchronise
@@ -79,12 +76,18 @@ from kernels.interface import (
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_data import Step
-from kernels.sm90.backward_description import ORDER_WARPS, SCORE_BUFFERS
-from kernels.sm90.backward_pair_parts import PairParts
+from kernels.sm90.backward_description import ORDER_WARPS
+from kernels.sm90.backward_pair_load import PairLoad
+from kernels.sm90.backward_tiles import (
+    Call,
+    is_tile,
+    published,
+    words_of_tile,
+)
 from kernels.sm90.tiles import REGISTER_BUDGETS, WARPGROUP
 
 
-class PairBackward(PairParts):
+class PairBackward(PairLoad):
     """The kernel of one key; attributes are compile-time constants."""
 
     @cute.kernel
@@ -104,91 +107,66 @@ class PairBackward(PairParts):
             resources.prefetch(maps, self.description)
             with cute.arch.elect_one():
                 resources.initialise(self.description, shared.barriers)
-        second_warp = 1
-        if cutlass.const_expr(self.deterministic):
-            # The even CTA draws a ticket for the pair (backward_dq, Note [dq order]).
-            if (warp_index == second_warp) & (cute.arch.block_idx_in_cluster() == 0):
-                with cute.arch.elect_one():
-                    place = cute.make_tensor(shared.ticket, cute.make_layout(1))
-                    place[0] = ptx.take_ticket(buffers.dq_ticket)
         cute.arch.mbarrier_init_fence()
         synchronise(self.tile.ctas)
 
-        of_call = (self.shape, buffers.extents, sizes, scalars.window)
-        work = assign(*of_call, lambda: self.start(shared), ranges)
-        work = with_past_keys(work, self.shape.n)
-        if cutlass.const_expr(self.ranges):
-            work = by_table(work, ranges, sizes, self.shape)
-        if cutlass.const_expr(self.bias):
-            work = dataclasses.replace(work, bias=BiasInMemory(bias, sizes, buffers.extents))
+        cta, _, _ = cute.arch.block_idx()
+        rank = cta % 2
         rows = make_rows(buffers, sizes.query_length, self.tile.m)
+        window, group = scalars.window if self.band else None, sizes.heads // sizes.kv_heads
+        call = Call(buffers.extents, sizes, group, window, ranges, None, bias)
         registers, load = REGISTER_BUDGETS[self.tile.mma_warpgroups], self.description.role("load")
         if warp_index < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(registers.load)
             if warp_index == load.first_warp:
-                if work.block_count() > 0:
-                    self.load_keys(maps, shared, work)
-                self.load(maps, shared, work, rows)
+                self.load_tiles(maps, shared, call, rows, (buffers.dq_ticket, rank))
             if cutlass.const_expr(self.deterministic):
-                for rank in cutlass.range_constexpr(ORDER_WARPS):
-                    if warp_index == second_warp + rank:
-                        self.query_gradient.open_turns(shared, work, rows, rank)
+                first = self.description.role("order").first_warp
+                for order in cutlass.range_constexpr(ORDER_WARPS):
+                    if warp_index == first + order:
+                        self.query_gradient.open_turns(shared, call, self.shape, rows, order)
         else:
             cute.arch.setmaxregister_increase(registers.mma)
-            self.mma(maps, shared, work, rows, scalars, make_exponents(scalars, cap, bias))
-        if cutlass.const_expr(self.deterministic):
-            # The even CTA's memory outlasts the reads of its ticket.
-            synchronise(self.tile.ctas)
-
-    def start(self, shared: Shared) -> StartIndex:
-        """Returns the pair's place in the order of work, and the CTA's rank in it."""
-        cta, _, _ = cute.arch.block_idx()
-        rank = cta % 2
-        if self.deterministic:
-            return StartIndex(cute.arch.make_warp_uniform(ptx.load_of_even(shared.ticket)), rank)
-        return StartIndex(cta // 2, rank)
+            of_call = (maps, shared, call, rows, scalars)
+            exponents = make_exponents(scalars, cap, bias)
+            if warp_index < 2 * (WARPGROUP // 32):
+                self.mma_tiles(*of_call, exponents, rank, 0)
+            else:
+                self.mma_tiles(*of_call, exponents, rank, 1)
+        # The other CTA sends to this one's memory, and arrives there.
+        synchronise(self.tile.ctas)
 
     @cute.jit
-    def load_keys(self, maps: Maps, shared: Shared, work: Work):
-        """Loads K, V of the CTA's keys and its columns of the other's."""
-        tile, kv_full = self.tile, shared.barriers.kv_full.first
-        kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
-        part, own, other = (
-            self.head_dim // 2,
-            work.tile * 2 + work.rank,
-            work.tile * 2 + (work.rank ^ 1),
-        )
-        columns = self.head_dim + self.value_dim + part
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(kv_full, tile.n * columns * 2)
-        own_k = cute.local_tile(kv, (tile.n, self.head_dim), (own, 0))
-        own_v = cute.local_tile(kv, (tile.n, self.value_dim), (own, 0))
-        tensors.tma_load(maps.k, own_k, shared.k, kv_full)
-        tensors.tma_load(maps.v, own_v, shared.v, kv_full)
-        other_tile = cute.local_tile(kv, (tile.n, part), (other, work.rank))
-        tensors.tma_load(maps.other_k, other_tile, shared.other_k, kv_full)
-
-    @cute.jit
-    def mma(
+    def mma_tiles(
         self,
         maps: Maps,
         shared: Shared,
-        work: Work,
+        call: Call,
         rows: Rows,
         scalars: BackwardScalars,
         exponents: Exponents,
+        rank: Int32,
+        group: cutlass.Constexpr[int],
     ):
-        """MMA warpgroups: each has its products, and stores dV or dK."""
+        """MMA warpgroup: computes its products of the pair's tiles, and stores dV or dK."""
         thread, _, _ = cute.arch.thread_idx()
-        thread = thread - WARPGROUP
-        if work.steps() > 0:
-            shared.barriers.kv_full.wait(0)
-            if work.padded_keys:
-                self.clear_keys(shared, work, thread)
-        if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
-            self.scores(maps, shared, work, rows, exponents)
-        else:
-            self.gradient(maps, shared, work, rows, scalars)
+        barriers = shared.barriers
+        tiles_done, steps_done = Int32(0), Int32(0)
+        barriers.kv_full.wait(tiles_done)
+        more = is_tile(words_of_tile(shared, tiles_done))
+        while more:
+            work = published(words_of_tile(shared, tiles_done), call, self.shape, rank)
+            if work.padded_keys & (work.steps() > 0):
+                self.clear_keys(shared, work, thread - WARPGROUP)
+            if cutlass.const_expr(group == 0):
+                self.scores(maps, shared, work, rows, exponents, steps_done)
+            else:
+                self.gradient(maps, shared, work, rows, scalars, steps_done)
+            steps_done += work.steps()
+            tiles_done += 1
+            barriers.kv_full.wait(tiles_done)
+            more = is_tile(words_of_tile(shared, tiles_done))
+        cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def clear_keys(self, shared: Shared, work: Work, thread: Int32):
@@ -200,8 +178,19 @@ class PairBackward(PairParts):
         self.clear_padding(shared.k, shared.v, own, thread)
 
     @cute.jit
-    def scores(self, maps: Maps, shared: Shared, work: Work, rows: Rows, exponents: Exponents):
-        """Warpgroup 0: computes P of every step, dV, and half of the CTA's dQ."""
+    def scores(
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        rows: Rows,
+        exponents: Exponents,
+        done: Int32,
+    ):
+        """Warpgroup 0: computes P of a tile's steps, dV, and half of the CTA's dQ.
+
+        done: the number of steps before.
+        """
         tile, barriers, products = self.tile, shared.barriers, self.products()
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
@@ -212,72 +201,90 @@ class PairBackward(PairParts):
         dv.fill(0.0)
         own = dataclasses.replace(work, first_key=work.first_key + work.rank * tile.n)
         slices = products.scores.make_slices(tile.n, self.slices[0])
-        steps, before = work.steps(), (Int32(0), Int32(0))
-        if steps > 0:
+        blocks, before = work.block_count(), (Int32(0), Int32(0))
+        step, end = done, done + work.steps()
+        if blocks > 0:
             products.scores.load_slices(slices, shared.k, thread)
-            self.receive_queries(shared, work, Int32(0), thread)
-            self.issue_scores(scores, (slices, k), shared.q[None, None, 0])
+            self.receive_queries(shared, work, Int32(0), done, thread)
+            first = barriers.q_full.use(done).slot
+            self.issue_scores(scores, (slices, k), shared.q[None, None, first])
             warpgroup.wait_group(0)
-        for step in cutlass.range(steps, unroll=1):
-            place, (use, do_use) = self.place(shared, work, step, 0), self.uses(shared, step)
-            lse_log2 = self.statistics(shared.lse_log2, use.slot)
-            if cutlass.const_expr(self.soft_cap):
-                softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
-            self.add_bias(own, scores, place, exponents)
-            self.mask(own, scores, place)
-            if cutlass.const_expr(self.soft_cap):
-                slopes = cute.make_rmem_tensor(scores.shape, Float32)
-                for i in cutlass.range_constexpr(cute.size(scores)):
-                    slopes[i] = slope_of_cap(scores[i])
-                self.exponentiate(scores, lse_log2, exponents.scale_log2)
-                p = self.operand(grads_mma, scores)
-                for i in cutlass.range_constexpr(cute.size(scores)):
-                    scores[i] = scores[i] * slopes[i]
-                self.meet_if_late()
-                self.write_message(shared, scores, thread)
-            else:
-                self.exponentiate(scores, lse_log2, exponents.scale_log2)
-                self.meet_if_late()
-                self.write_message(shared, scores, thread)
-                p = self.operand(grads_mma, scores)
-            if self.padded(work, place.block):
-                resources.meet(self.padding)
-            resources.arrive(self.p_ready)
-            self.release_reads(barriers.q_empty.at(use))
-            barriers.do_full.wait(do_use)
-            self.issue_gradient(products.dv, dv, p, shared.dot[None, None, do_use.slot])
-            if step + 1 < steps:
-                self.receive_queries(shared, work, step + 1, thread)
-            # The last step computes its scores once more, which spares a branch.
-            following = barriers.q_full.use(cutlass.min(step + 1, steps - 1)).slot
-            self.issue_scores(scores, (slices, k), shared.q[None, None, following])
-            if cutlass.const_expr(tile.late_dq):
-                dq = self.issue_dq(shared, work, step - 1, 0)
-                warpgroup.wait_group(3)
-                self.release(barriers.do_empty.at(do_use))
-                warpgroup.wait_group(0)
-                if step > 0:
-                    self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(0)))
-                before = (place.member, place.block)
-            else:
-                warpgroup.wait_group(1)
-                self.release(barriers.do_empty.at(do_use))
-                resources.meet(self.ds_ready)
-                dq = self.issue_dq(shared, work, step, 0)
-                warpgroup.wait_group(0)
-                self.add_dq(shared, work, rows, dq, place)
+        for member in cutlass.range(work.group, unroll=1):
+            for index in cutlass.range(blocks, unroll=1):
+                place = self.place(shared, work, (member, index), step, 0)
+                use, do_use = self.uses(shared, step)
+                is_last, following = step + 1 == end, self.next_index(work, index)
+                lse_log2 = self.statistics(shared.lse_log2, use.slot)
+                if cutlass.const_expr(self.soft_cap):
+                    softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
+                self.add_bias(own, scores, place, exponents)
+                self.mask(own, scores, place)
+                if cutlass.const_expr(self.soft_cap):
+                    slopes = cute.make_rmem_tensor(scores.shape, Float32)
+                    for i in cutlass.range_constexpr(cute.size(scores)):
+                        slopes[i] = slope_of_cap(scores[i])
+                    self.exponentiate(scores, lse_log2, exponents.scale_log2)
+                    p = self.operand(grads_mma, scores)
+                    for i in cutlass.range_constexpr(cute.size(scores)):
+                        scores[i] = scores[i] * slopes[i]
+                    self.meet_if_late()
+                    self.write_message(shared, scores, thread)
+                else:
+                    self.exponentiate(scores, lse_log2, exponents.scale_log2)
+                    self.meet_if_late()
+                    self.write_message(shared, scores, thread)
+                    p = self.operand(grads_mma, scores)
+                if self.padded(work, place.block):
+                    resources.meet(self.padding)
+                resources.arrive(self.p_ready)
+                if not is_last:
+                    self.release_reads(barriers.q_empty.at(use))
+                barriers.do_full.wait(do_use)
+                self.issue_gradient(products.dv, dv, p, shared.dot[None, None, do_use.slot])
+                if not is_last:
+                    self.receive_queries(shared, work, following, step + 1, thread)
+                # The last step computes its scores once more, which spares a branch.
+                slot = barriers.q_full.use(cutlass.min(step + 1, end - 1)).slot
+                self.issue_scores(scores, (slices, k), shared.q[None, None, slot])
+                if cutlass.const_expr(tile.late_dq):
+                    dq = self.issue_dq(shared, work, step - 1, 0, step > done)
+                    warpgroup.wait_group(3)
+                    self.release(barriers.do_empty.at(do_use))
+                    warpgroup.wait_group(0)
+                    if step > done:
+                        self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(0)))
+                    before = (place.member, place.block)
+                else:
+                    warpgroup.wait_group(1)
+                    self.release(barriers.do_empty.at(do_use))
+                    resources.meet(self.ds_ready)
+                    dq = self.issue_dq(shared, work, step, 0)
+                    warpgroup.wait_group(0)
+                    self.add_dq(shared, work, rows, dq, place)
+                step += 1
+        if blocks > 0:
+            self.release_reads(barriers.q_empty.at(end - 1))
         self.meet_if_late()
         if cutlass.const_expr(tile.late_dq):
-            self.add_last_dq(shared, work, rows, Step(*before, steps - 1, Int32(0)), 0)
+            self.add_last_dq(shared, work, rows, Step(*before, end - 1, Int32(0)), 0)
         resources.arrive(self.p_ready)
         resources.meet(self.ds_ready)
-        self.store(dv, shared.v, maps.dv, work, products.dv, self.scores_meet)
+        self.store(dv, shared, (shared.v, maps.dv), work, products.dv, self.scores_meet)
 
     @cute.jit
     def gradient(
-        self, maps: Maps, shared: Shared, work: Work, rows: Rows, scalars: BackwardScalars
+        self,
+        maps: Maps,
+        shared: Shared,
+        work: Work,
+        rows: Rows,
+        scalars: BackwardScalars,
+        done: Int32,
     ):
-        """Warpgroup 1: computes dS of every step, dK, and half of the CTA's dQ."""
+        """Warpgroup 1: computes dS of a tile's steps, dK, and half of the CTA's dQ.
+
+        done: the number of steps before.
+        """
         tile, barriers, products = self.tile, shared.barriers, self.products()
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
@@ -287,67 +294,74 @@ class PairBackward(PairParts):
         dk = cute.make_rmem_tensor(grads_mma.partition_shape_C((tile.n, self.head_dim)), Float32)
         dk.fill(0.0)
         slices = products.scores.make_slices(tile.n, self.slices[1])
-        steps, before = work.steps(), (Int32(0), Int32(0))
+        blocks, before = work.block_count(), (Int32(0), Int32(0))
+        step, end = done, done + work.steps()
         if cutlass.const_expr(tile.late_dq):
             resources.arrive(self.ds_ready)  # of the step before the first one
-        if steps > 0:
+        if blocks > 0:
             products.scores.load_slices(slices, shared.v, thread)
-            self.receive_gradients(shared, work, Int32(0), thread)
-            self.issue_scores(dp, (slices, v), shared.do[None, None, 0])
+            self.receive_gradients(shared, work, Int32(0), done, thread)
+            first = barriers.do_full.use(done).slot
+            self.issue_scores(dp, (slices, v), shared.do[None, None, first])
             warpgroup.wait_group(0)
-        for step in cutlass.range(steps, unroll=1):
-            place, (use, do_use) = self.place(shared, work, step, 1), self.uses(shared, step)
-            delta = self.statistics(shared.delta, do_use.slot)
-            resources.meet(self.p_ready)
-            p = self.read_message(shared, thread, dp)
-            self.score_gradient(p, dp, delta)
-            self.release_reads(barriers.do_empty.at(do_use))
-            barriers.ds_empty.wait_free(step)
-            ds = self.write_ds(shared, dp, step, thread)
-            resources.meet(self.gradient_meet)
-            resources.arrive(self.ds_ready)
-            if thread // 32 == 0:
-                self.send(shared, step, work.rank)
-            barriers.q_full.wait(use)
-            self.issue_gradient(products.dk, dk, ds, shared.qt[None, None, use.slot])
-            if cutlass.const_expr(tile.late_dq):
-                dq = self.issue_dq(shared, work, step - 1, 1)
-            else:
-                dq = self.issue_own_dq(shared, work, step, 1)
-                warpgroup.wait_group(1)
-                self.release(barriers.q_empty.at(use))
-                self.issue_other_dq(shared, dq, step, 1)
-            if step + 1 < steps:
-                self.receive_gradients(shared, work, step + 1, thread)
-            following = barriers.do_full.use(cutlass.min(step + 1, steps - 1)).slot
-            self.issue_scores(dp, (slices, v), shared.do[None, None, following])
-            if cutlass.const_expr(tile.late_dq):
-                warpgroup.wait_group(3)
-                self.release(barriers.q_empty.at(use))
-                warpgroup.wait_group(1)
-                if step > 0:
-                    self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(1)))
-                before = (place.member, place.block)
-            else:
-                warpgroup.wait_group(1)
-                self.add_dq(shared, work, rows, dq, place)
-            warpgroup.wait_group(0)
+        for member in cutlass.range(work.group, unroll=1):
+            for index in cutlass.range(blocks, unroll=1):
+                place = self.place(shared, work, (member, index), step, 1)
+                use, do_use = self.uses(shared, step)
+                is_last, following = step + 1 == end, self.next_index(work, index)
+                delta = self.statistics(shared.delta, do_use.slot)
+                resources.meet(self.p_ready)
+                p = self.read_message(shared, thread, dp)
+                self.score_gradient(p, dp, delta)
+                if not is_last:
+                    self.release_reads(barriers.do_empty.at(do_use))
+                barriers.ds_empty.wait_free(step)
+                ds = self.write_ds(shared, dp, step, thread)
+                resources.meet(self.gradient_meet)
+                resources.arrive(self.ds_ready)
+                if thread // 32 == 0:
+                    self.send(shared, step, work.rank)
+                barriers.q_full.wait(use)
+                self.issue_gradient(products.dk, dk, ds, shared.qt[None, None, use.slot])
+                if cutlass.const_expr(tile.late_dq):
+                    dq = self.issue_dq(shared, work, step - 1, 1, step > done)
+                else:
+                    dq = self.issue_own_dq(shared, work, step, 1)
+                    warpgroup.wait_group(1)
+                    self.release(barriers.q_empty.at(use))
+                    self.issue_other_dq(shared, dq, step, 1)
+                if not is_last:
+                    self.receive_gradients(shared, work, following, step + 1, thread)
+                slot = barriers.do_full.use(cutlass.min(step + 1, end - 1)).slot
+                self.issue_scores(dp, (slices, v), shared.do[None, None, slot])
+                if cutlass.const_expr(tile.late_dq):
+                    warpgroup.wait_group(3)
+                    self.release(barriers.q_empty.at(use))
+                    warpgroup.wait_group(1)
+                    if step > done:
+                        self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(1)))
+                    before = (place.member, place.block)
+                else:
+                    warpgroup.wait_group(1)
+                    self.add_dq(shared, work, rows, dq, place)
+                warpgroup.wait_group(0)
+                step += 1
+        if blocks > 0:
+            self.release_reads(barriers.do_empty.at(end - 1))
         if cutlass.const_expr(tile.late_dq):
-            self.add_last_dq(shared, work, rows, Step(*before, steps - 1, Int32(1)), 1)
+            self.add_last_dq(shared, work, rows, Step(*before, end - 1, Int32(1)), 1)
         for element in cutlass.range_constexpr(cute.size(dk)):
             dk[element] = dk[element] * scalars.scale
         resources.meet(self.p_ready)
         resources.arrive(self.ds_ready)
-        self.store(dk, shared.k, maps.dk, work, products.dk, self.gradient_meet)
-        for last in range(SCORE_BUFFERS):
-            barriers.ds_empty.wait_free(steps + last)
+        self.store(dk, shared, (shared.k, maps.dk), work, products.dk, self.gradient_meet)
 
     @cute.jit
     def add_last_dq(
         self, shared: Shared, work: Work, rows: Rows, place: Step, group: cutlass.Constexpr[int]
     ):
         """Computes and adds what is left of dQ after the last step; Note [late dQ]."""
-        if place.index >= 0:
+        if work.steps() > 0:
             dq = self.issue_dq(shared, work, place.index, group)
             warpgroup.wait_group(0)
             self.add_dq(shared, work, rows, dq, place)
@@ -361,13 +375,14 @@ class PairBackward(PairParts):
     def store(
         self,
         acc: cute.Tensor,
-        staging: cute.Tensor,
-        result: cute.CopyAtom,
+        shared: Shared,
+        way: tuple[cute.Tensor, cute.CopyAtom],
         work: Work,
         product: cutlass.Constexpr[wgmma.Wgmma],
         meeting: cutlass.Constexpr[NamedBarrier],
     ):
-        """Stores dK or dV of the CTA's keys by way of the memory of K or V."""
+        """Stores dK or dV of the CTA's keys; way: by the memory of K or V, and its map."""
+        staging, result = way
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         values = cute.make_rmem_tensor(acc.shape, self.dtype)
@@ -377,13 +392,15 @@ class PairBackward(PairParts):
         cute.copy(atom, copy.retile(values), copy.partition_D(staging))
         cute.arch.fence_proxy("async.shared", space="cta")
         resources.meet(meeting)
-        if thread // 32 == 0:
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
             kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
             place = (work.tile * 2 + work.rank, 0)
             target = cute.local_tile(kv, (self.tile.n, product.n), place)
             tensors.tma_store(result, staging, target)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.first)
 
 
 def source(key: KernelKey) -> KernelSource:

@@ -13,6 +13,7 @@ from kernels.common import ptx, resources, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.resources import Shared
 from kernels.common.state import Rows
+from kernels.common.tensors import INT32
 from kernels.sm90 import wgmma
 from kernels.sm90.backward_data import Step
 from kernels.sm90.backward_description import SCORE_BUFFERS
@@ -56,21 +57,29 @@ class PairParts(BackwardParts):
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(rows))
         product.issue(acc, scores, b, accumulate=True)
 
-    def place(self, shared: Shared, work: Work, step: Int32, group: int) -> Step:
-        """Returns what a step is for a warpgroup."""
-        blocks = work.block_count()
-        member = step // blocks
-        block, hidden = self.visit(shared, work, step - member * blocks, step)
+    def place(
+        self, shared: Shared, work: Work, of_tile: tuple[Int32, Int32], step: Int32, group: int
+    ) -> Step:
+        """Returns what a step is for a warpgroup.
+
+        of_tile: (query head of the group, index of the block among those of a head).
+        """
+        member, index = of_tile
+        block, hidden = self.visit(shared, work, index, step)
         return Step(member, block, step, Int32(group), hidden, self.words_of(shared, step))
+
+    def next_index(self, work: Work, index: Int32) -> Int32:
+        """Returns the index of the next step's block among those of its head."""
+        return INT32.select(index + 1 < work.block_count(), index + 1, Int32(0))
 
     def padded(self, work: Work, block: Int32) -> cutlass.Boolean:
         """Whether a query block holds rows past the length that TMA reads."""
         return work.padded_queries & ((block + 1) * self.tile.m > work.band.query_length)
 
     @cute.jit
-    def receive_queries(self, shared: Shared, work: Work, step: Int32, thread: Int32):
+    def receive_queries(self, shared: Shared, work: Work, index: Int32, step: Int32, thread: Int32):
         """Warpgroup 0: waits for Q of a step, and writes 0 to rows past the length."""
-        use, block = shared.barriers.q_full.use(step), self.place(shared, work, step, 0).block
+        use, (block, _) = shared.barriers.q_full.use(step), self.visit(shared, work, index, step)
         shared.barriers.q_full.wait(use)
         if self.padded(work, block):
             first_row = work.band.query_length - block * self.tile.m
@@ -78,13 +87,16 @@ class PairParts(BackwardParts):
             resources.meet(self.scores_meet)
 
     @cute.jit
-    def receive_gradients(self, shared: Shared, work: Work, step: Int32, thread: Int32):
+    def receive_gradients(
+        self, shared: Shared, work: Work, index: Int32, step: Int32, thread: Int32
+    ):
         """Warpgroup 1: waits for dO of a step, and writes 0 to rows past the length.
 
         Warpgroup 0 waits for that before it publishes P of the step: so it has passed `padding` of
         one step before warpgroup 1 arrives there for another.
         """
-        use, block = shared.barriers.do_full.use(step), self.place(shared, work, step, 1).block
+        use = shared.barriers.do_full.use(step)
+        block, _ = self.visit(shared, work, index, step)
         shared.barriers.do_full.wait(use)
         if self.padded(work, block):
             first_row = work.band.query_length - block * self.tile.m
@@ -155,11 +167,19 @@ class PairParts(BackwardParts):
         return cute.make_tensor(rounded.iterator, cute.make_layout(shape))
 
     def issue_dq(
-        self, shared: Shared, work: Work, step: Int32, group: cutlass.Constexpr[int]
+        self,
+        shared: Shared,
+        work: Work,
+        step: Int32,
+        group: cutlass.Constexpr[int],
+        is_real: cutlass.Boolean | bool = True,
     ) -> cute.Tensor:
-        """Issues a warpgroup's columns of a step's dQ, from the keys of both CTAs."""
+        """Issues a warpgroup's columns of a step's dQ, from the keys of both CTAs.
+
+        is_real: not that of no step; Note [late dQ].
+        """
         dq = self.issue_own_dq(shared, work, step, group)
-        self.issue_other_dq(shared, dq, step, group)
+        self.issue_other_dq(shared, dq, step, group, is_real)
         return dq
 
     @cute.jit
@@ -180,7 +200,12 @@ class PairParts(BackwardParts):
 
     @cute.jit
     def issue_other_dq(
-        self, shared: Shared, dq: cute.Tensor, step: Int32, group: cutlass.Constexpr[int]
+        self,
+        shared: Shared,
+        dq: cute.Tensor,
+        step: Int32,
+        group: cutlass.Constexpr[int],
+        is_real: cutlass.Boolean | bool = True,
     ):
         """Issues what the other CTA's keys add to the same columns, when its dS has come."""
         product = self.products().dq
@@ -188,8 +213,9 @@ class PairParts(BackwardParts):
         mma_slice = mma.get_slice(group * WARPGROUP)
         if cutlass.const_expr(self.tile.late_dq):
             # Of no step, before the first one, the CTA's own memory: the other one writes into its.
-            other = Int32(SCORE_BUFFERS) + (step & 1)
-            ds = shared.dst[None, None, Int32(cutlass.select_(step < 0, Int32(1), other))]
+            own, is_real = step & 1, cutlass.Boolean(is_real)
+            buffer = cutlass.select_(is_real, own + SCORE_BUFFERS, own)
+            ds = shared.dst[None, None, Int32(buffer)]
         else:
             ds = shared.other_dst[None, None, step % SCORE_BUFFERS]
         ds = mma.make_fragment_A(mma_slice.partition_A(ds))

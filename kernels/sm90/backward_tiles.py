@@ -68,10 +68,10 @@ def take_ticket(counter: cute.Pointer) -> Int32:
     return cute.arch.make_warp_uniform(ticket)
 
 
-def assign_tile(index: Int32, call: Call, shape: BackwardShape) -> Work:
-    """Returns the work of the index-th tile; a whole warp calls it."""
+def assign_tile(index: Int32, call: Call, shape: BackwardShape, rank: Int32 | int = 0) -> Work:
+    """Returns the work of the index-th tile; a whole warp calls it; rank: of the CTA in a pair."""
     of_call = (shape, call.extents, call.sizes, call.window)
-    work = with_past_keys(assign(*of_call, lambda: StartIndex(index), call.ranges), shape.n)
+    work = with_past_keys(assign(*of_call, lambda: StartIndex(index, rank), call.ranges), shape.n)
     return work if call.ranges is None else by_table(work, call.ranges, call.sizes, shape)
 
 
@@ -115,14 +115,15 @@ def is_tile(words: cute.Tensor) -> cutlass.Boolean:
     return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
 
 
-def published(words: cute.Tensor, call: Call, shape: BackwardShape) -> Work:
-    """Reads a tile's work."""
+def published(words: cute.Tensor, call: Call, shape: BackwardShape, rank: Int32 | int = 0) -> Work:
+    """Reads a tile's work; rank: of the CTA in a pair."""
     values = [cute.arch.make_warp_uniform(words[i]) for i in range(cute.size(words))]
     tile, kv_head, batch, first_key = values[:4]
     band, blocks, padded_keys = from_mask_words(values[4:WORK_WORDS], call.window)
     padded_queries = band.query_length < call.sizes.query_length
     heads = (kv_head, call.group, call.sizes.heads)
-    work = Work(first_key, tile, *heads, batch, band, blocks, padded_keys, padded_queries)
+    of_keys = (blocks, padded_keys, padded_queries, rank)
+    work = Work(first_key, tile, *heads, batch, band, *of_keys)
     if call.bias is not None:
         work = dataclasses.replace(work, bias=BiasInMemory(call.bias, call.sizes, call.extents))
     if call.ranges is None:
