@@ -286,8 +286,7 @@ class Backward(BackwardParts):
         tile, d, (tiles_done, steps_done) = self.tile, self.head_dim, done
         thread, _, _ = cute.arch.thread_idx()
         thread = ptx.anew(thread) - WARPGROUP
-        for element in cutlass.range_constexpr(cute.size(grads.dk)):
-            grads.dk[element] = grads.dk[element] * scale
+        self.scale(grads.dk, scale)
         resources.meet(self.finished)
         next_dq = shared.barriers.dq_empty.use(steps_done)
         shared.barriers.dq_empty.wait_free(next_dq)

@@ -61,6 +61,7 @@ from kernels.common import resources, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.common.ring import Use
 from kernels.common.schedule import synchronise
 from kernels.common.softmax import slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
@@ -219,21 +220,9 @@ class PairBackward(PairLoad):
                     softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
                 self.add_bias(own, scores, place, exponents)
                 self.mask(own, scores, place)
-                if cutlass.const_expr(self.soft_cap):
-                    slopes = cute.make_rmem_tensor(scores.shape, Float32)
-                    for i in cutlass.range_constexpr(cute.size(scores)):
-                        slopes[i] = slope_of_cap(scores[i])
-                    self.exponentiate(scores, lse_log2, exponents.scale_log2)
-                    p = self.operand(grads_mma, scores)
-                    for i in cutlass.range_constexpr(cute.size(scores)):
-                        scores[i] = scores[i] * slopes[i]
-                    self.meet_if_late()
-                    self.write_message(shared, scores, thread)
-                else:
-                    self.exponentiate(scores, lse_log2, exponents.scale_log2)
-                    self.meet_if_late()
-                    self.write_message(shared, scores, thread)
-                    p = self.operand(grads_mma, scores)
+                p = self.send_probabilities(
+                    shared, scores, lse_log2, exponents.scale_log2, (grads_mma, thread)
+                )
                 if self.padded(work, place.block):
                     resources.meet(self.padding)
                 resources.arrive(self.p_ready)
@@ -270,6 +259,35 @@ class PairBackward(PairLoad):
         resources.arrive(self.p_ready)
         resources.meet(self.ds_ready)
         self.store(dv, shared, (shared.v, maps.dv), work, products.dv, self.scores_meet)
+
+    def send_probabilities(
+        self,
+        shared: Shared,
+        scores: cute.Tensor,
+        lse_log2: cute.Tensor,
+        scale_log2: Float32,
+        own: tuple[cute.TiledMma, Int32],
+    ) -> cute.Tensor:
+        """Warpgroup 0: makes P of scores, and sends what dS is a multiple of to warpgroup 1.
+
+        own: the product whose operand P is, and the thread. Returns P as that operand.
+        """
+        grads_mma, thread = own
+        if not self.soft_cap:
+            self.exponentiate(scores, lse_log2, scale_log2)
+            self.meet_if_late()
+            self.write_message(shared, scores, thread)
+            return self.operand(grads_mma, scores)
+        slopes = cute.make_rmem_tensor(scores.shape, Float32)
+        for i in range(cute.size(scores)):
+            slopes[i] = slope_of_cap(scores[i])
+        self.exponentiate(scores, lse_log2, scale_log2)
+        p = self.operand(grads_mma, scores)
+        for i in range(cute.size(scores)):
+            scores[i] = scores[i] * slopes[i]
+        self.meet_if_late()
+        self.write_message(shared, scores, thread)
+        return p
 
     @cute.jit
     def gradient(
@@ -326,10 +344,7 @@ class PairBackward(PairLoad):
                 if cutlass.const_expr(tile.late_dq):
                     dq = self.issue_dq(shared, work, step - 1, 1, step > done)
                 else:
-                    dq = self.issue_own_dq(shared, work, step, 1)
-                    warpgroup.wait_group(1)
-                    self.release(barriers.q_empty.at(use))
-                    self.issue_other_dq(shared, dq, step, 1)
+                    dq = self.issue_dq_after_dk(shared, work, step, use)
                 if not is_last:
                     self.receive_gradients(shared, work, following, step + 1, thread)
                 slot = barriers.do_full.use(cutlass.min(step + 1, end - 1)).slot
@@ -350,11 +365,18 @@ class PairBackward(PairLoad):
             self.release_reads(barriers.do_empty.at(end - 1))
         if cutlass.const_expr(tile.late_dq):
             self.add_last_dq(shared, work, rows, Step(*before, end - 1, Int32(1)), 1)
-        for element in cutlass.range_constexpr(cute.size(dk)):
-            dk[element] = dk[element] * scalars.scale
+        self.scale(dk, scalars.scale)
         resources.meet(self.p_ready)
         resources.arrive(self.ds_ready)
         self.store(dk, shared, (shared.k, maps.dk), work, products.dk, self.gradient_meet)
+
+    def issue_dq_after_dk(self, shared: Shared, work: Work, step: Int32, use: Use) -> cute.Tensor:
+        """Warpgroup 1: issues its half of a step's dQ, and releases Q when dK is complete."""
+        dq = self.issue_own_dq(shared, work, step, 1)
+        warpgroup.wait_group(1)
+        self.release(shared.barriers.q_empty.at(use))
+        self.issue_other_dq(shared, dq, step, 1)
+        return dq
 
     @cute.jit
     def add_last_dq(

@@ -227,6 +227,11 @@ class BackwardParts(BackwardHost):
         """Returns the statistics of a pair of columns of this thread's fragment, by shuffles."""
         return backward_mask.of_columns(statistics, pair)
 
+    def scale(self, values: cute.Tensor, factor: Float32):
+        """Multiplies a fragment by a factor."""
+        for element in range(cute.size(values)):
+            values[element] = values[element] * factor
+
     def exponentiate(self, scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
         """Replaces scores by P^T = exp2(scores * scale_log2 - lse_log2)."""
         for pair in range(cute.size(scores.shape[0][2])):

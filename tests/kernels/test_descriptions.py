@@ -167,7 +167,7 @@ def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -
     if key.kernel in backwards:
         main = describe(dataclasses.replace(key, kernel=Pass.BACKWARD))
         assert division.by_ticket == main.division.by_ticket
-        takes_tickets = main.ctas == 1
+        takes_tickets = True
     assert division.by_ticket == (key.arch == "sm_90a" and takes_tickets)
     assert division.persistent or not division.by_ticket or key.kernel is Pass.BACKWARD_PRE
 
