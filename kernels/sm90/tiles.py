@@ -300,10 +300,10 @@ class BackwardTile:
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA takes tile after tile, and dQ passes through its shared memory.
+        """Whether dQ passes through the shared memory of a CTA, which takes tile after tile.
 
         The MMA warps then wait neither for the L2 to take their registers nor for their turn. A
-        pair's shared memory has no room for it, and a pair has one tile.
+        pair takes tile after tile, too, but its shared memory has no room for dQ.
         """
         return self.ctas == 1
 

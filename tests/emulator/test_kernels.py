@@ -149,14 +149,15 @@ def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> 
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("head_dim", "ranges"), [(64, True), (96, False), (128, False)])
+@pytest.mark.parametrize(
+    ("head_dim", "ranges"), [(64, True), (96, False), (128, False), (192, True), (256, False)]
+)
 def test_tickets_deal_every_key_tile_once(
     head_dim: int, ranges: bool, deterministic: bool, seed: int
 ) -> None:
     """dK's and dV's bits depend neither on the number of CTAs nor on the order in which they start.
 
-    A CTA's first tile is that of its index; in a fixed order of dQ it takes a ticket for it, too.
-    Some key tiles are seen by no query.
+    Nor, with d = 192 and 256, on the number of pairs of CTAs. Some key tiles are seen by no query.
     """
     heads, tiles_of_head = 2, 4
     case = Case(
