@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure, shapes
+from benchmarks.peers import DETERMINISTIC, OURS
 from benchmarks.shapes import Case
 from benchmarks.timing import ORDERS, Call, Protocol, burst
 from fa4_jax import runtime
@@ -56,10 +57,10 @@ _current: list[Call] = []
 """In a folder's process: the call of the case that is timed."""
 
 
-def prepare(case: Case, direction: str) -> tuple[float, str]:
+def prepare(case: Case, direction: str, name: str) -> tuple[float, str]:
     """Compiles a case's call; returns the seconds of one call and the digest of its results."""
     _current.clear()  # The case before gives its memory back.
-    call = measure.our_pass(case, direction).call
+    call = measure.our_pass(case, direction, name).call
     digest = hashlib.sha256()
     for result in jax.tree.leaves(call()):
         digest.update(np.asarray(result).tobytes())
@@ -73,10 +74,10 @@ def timed(calls: int) -> float:
 
 
 def compare(
-    folders: Sequence[Submit], case: Case, direction: str, protocol: Protocol
+    folders: Sequence[Submit], case: Case, ways: tuple[str, str], protocol: Protocol
 ) -> list[Outcome]:
-    """Times a case with the kernels of each folder, in turns."""
-    first = [submit(prepare, case, direction) for submit in folders]
+    """Times a case with the kernels of each folder, in turns; ways: the direction and our name."""
+    first = [submit(prepare, case, *ways) for submit in folders]
     calls = [protocol.calls(seconds) for seconds, _ in first]
     bursts: list[list[float]] = [[] for _ in folders]
     for _ in range(protocol.loops):
@@ -121,18 +122,20 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     """Prints the table and returns its lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=pathlib.Path, help="manifests and kernels")
-    parser.add_argument("--only", default="grid-*", metavar="GLOB", help="names of cases")
+    parser.add_argument("--only", nargs="+", default=["grid-*"], metavar="GLOB", help="cases")
     parser.add_argument("--direction", choices=measure.DIRECTIONS, default="forward")
+    parser.add_argument("--deterministic", action="store_true", help="dQ in a fixed order")
     parser.add_argument("--loops", type=int, default=7, help="bursts of each folder")
     parser.add_argument("--quick", action="store_true", help="tiny cases: their times mean nothing")
     options = parser.parse_args(argv)
     cases = [
         case
         for case in (shapes.QUICK if options.quick else shapes.ALL)
-        if fnmatch.fnmatchcase(case.id, options.only)
+        if any(fnmatch.fnmatchcase(case.id, glob) for glob in options.only)
     ]
     if not cases:
         raise ValueError(f"--only {options.only!r}: no case has such a name")
+    ways = (options.direction, DETERMINISTIC if options.deterministic else OURS)
     protocol = Protocol(1, 0.002) if options.quick else Protocol(options.loops)
     pools = [start(folder) for folder in options.folders]
     submits: list[Submit] = [
@@ -143,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     table = Table("case", f"{before}, us", *(f"{x} over it" for x in others), box=MARKDOWN)
     rows = []
     for case in cases:
-        rows.append(row(case, compare(submits, case, options.direction, protocol)))
+        rows.append(row(case, compare(submits, case, ways, protocol)))
         print(*rows[-1], flush=True)
         table.add_row(*rows[-1])
     for pool in pools:

@@ -219,11 +219,11 @@ def _record(outcome: Timing | Exception, operations: int, chained: int) -> dict[
     }
 
 
-def our_pass(case: Case, direction: str) -> Pass:
-    """Returns our own forward or backward of a case, compiled."""
+def our_pass(case: Case, direction: str, name: str = OURS) -> Pass:
+    """Returns the forward or backward of one of our contenders in a case, compiled."""
     present, _ = contenders(case, jax.default_backend())
-    passes = _PREPARE[direction]([c for c in present if c.name == OURS], make_inputs(case))
-    outcome = passes[OURS]
+    passes = _PREPARE[direction]([c for c in present if c.name == name], make_inputs(case))
+    outcome = passes[name]
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 
 from fa4_jax.dtypes import wide
 from fa4_jax.key import Pass
-from fa4_jax.manifest import evaluate_size
+from fa4_jax.manifest import Launch, evaluate_size
 from fa4_jax.operands import Operands
 from fa4_jax.plan import Plan, given_shapes
 from fa4_jax.problem import Problem
 
 Array = jax.Array
 
-ENOUGH_BLOCKS = 2048
-"""Thread blocks, about 16 on each multiprocessor, beyond which more were not faster."""
+ENOUGH_BLOCKS = {1: 4096, 2: 2048}
+"""Thread blocks, about 32 and 16 on each multiprocessor, beyond which more were not faster; by how
+many share a key tile."""
 
 HALF_EMPTY_BLOCKS = 256
 """Thread blocks, about two a multiprocessor, that a call with lengths and no band should have. No
@@ -89,7 +90,7 @@ def _parts(plan: Plan) -> int:
         return 1  # Symbolic dimensions: the number of thread blocks is not known.
     blocks = _thread_blocks(plan)
     divisors = [r for r in range(1, problem.group + 1) if problem.group % r == 0]
-    wanted = ENOUGH_BLOCKS if problem.band else HALF_EMPTY_BLOCKS
+    wanted = ENOUGH_BLOCKS[_main(plan).cluster[0]] if problem.band else HALF_EMPTY_BLOCKS
     enough = next((r for r in divisors if r * blocks >= wanted), problem.group)
     affordable = [r for r in divisors if r <= enough and _pays(problem, r, blocks)]
     return max(affordable, default=1)
@@ -101,8 +102,13 @@ def _pays(problem: Problem, parts: int, blocks: int) -> bool:
     return COST_KEYS * parts / (problem.group * seen) <= LOSS_BLOCKS / blocks / 2
 
 
-def _thread_blocks(plan: Plan) -> int:
+def _main(plan: Plan) -> Launch:
     (launch,) = (x.launch for x in plan.backward if x.key.kernel is Pass.BACKWARD)
+    return launch
+
+
+def _thread_blocks(plan: Plan) -> int:
+    launch = _main(plan)
     shapes = given_shapes(plan.problem)
     # A grid that may split its last tiles has room for their parts (tail.py).
     parts = launch.grid[0][0].multiple if "tail_acc" in launch.operands else 1

@@ -65,15 +65,24 @@ can hold 128 and 192.
 """
 
 
-def short_suits(rows: int, short: int, tall: int) -> bool:
+WARPGROUP_ROWS = 64
+"""Rows of a warpgroup's product on Hopper."""
+
+
+def short_suits(rows: int, short: int, tall: int, lone_share: float = 1.0) -> bool:
     """Returns whether a dense call is faster with tiles of `short` query rows than of `tall` ones.
 
     A short tile takes 1.1 times as long for a row, but the last one may have fewer empty rows.
 
     Args:
       rows: query rows of the call.
+      lone_share: the time of a last tall tile in which one warpgroup alone has rows, over a full
+        one's.
     """
-    return 1.1 * (-(-rows // short) * short) < -(-rows // tall) * tall
+    full, last = divmod(rows, tall)
+    has_lone_last = 0 < last <= WARPGROUP_ROWS < rows
+    tiles = full + (lone_share if has_lone_last else int(last > 0))
+    return 1.1 * (-(-rows // short) * short) < tiles * tall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +120,10 @@ DENSE_TILES = {("sm_90a", 128): (192, 128)}
 
 Dense calls of few rows take the kernel with a band, which limits nothing: docs/hopper-power.md.
 """
+
+LONE_SHARE = 0.67
+"""Of `short_suits`: at 1024 rows and keys of d = 128 the last of six tiles took about so much of a
+full one's time (H200, 2026-11-30), since warpgroups without rows compute nothing."""
 
 
 NARROW_TILES = {("sm_90a", 64): 384}

@@ -290,6 +290,8 @@ def backward(plan: Plan, operands: Operands, cotangents: Cotangents) -> Gradient
         "do": cotangents.output_bar,
         "dlse": cotangents.lse_bar,
     }
+    # What the kernel before the main one counts, if the order is fixed.
+    buffers |= _varying({"dq_order": jnp.zeros((0, 0, 0), jnp.int32)}, operands)
     main = plan.backward[1]
     if (shape := split.plan.tail_shape) is not None:
         buffers |= _varying({"tail": jnp.zeros(shape, jnp.int32)}, operands)

@@ -18,6 +18,7 @@ from fa4_jax.key import (
     HEAD_DIM_TILES,
     HESSIAN_HEAD_DIMS,
     HESSIAN_PASSES,
+    LONE_SHARE,
     NARROW_TILES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
@@ -251,7 +252,9 @@ def _has_few_rows(problem: Problem, arch: str, tile: int) -> bool:
     """Whether a dense forward takes the tile of a band (`DENSE_TILES`)."""
     tall, short = DENSE_TILES.get((arch, tile), (0, 0))
     rows = problem.query_length
-    return tall > 0 and isinstance(rows, int) and short_suits(rows, short, tall)
+    if tall == 0 or not isinstance(rows, int):
+        return False
+    return short_suits(rows, short, tall, LONE_SHARE)
 
 
 def _takes_narrow_tile(problem: Problem, arch: str, tile: int) -> bool:

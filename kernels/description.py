@@ -259,6 +259,8 @@ class Division:
       splits_tail: the last key tiles of a dense backward are split among CTAs.
       cleared_bytes: of Q, dO and dQ of the heads whose dQ Hopper's kernel before the main backward
         clears, while the main one clears the others (sm90/backward_clear.py); 0: it clears all.
+      stores_first: where dQ is added in a fixed order, a query tile's first key tile stores it; so
+        nobody clears it, and the kernel after the main one asks `dq_order` whether one has come.
     """
 
     rows: int
@@ -269,6 +271,7 @@ class Division:
     programmatic: bool = False
     splits_tail: bool = False
     cleared_bytes: int = 0
+    stores_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

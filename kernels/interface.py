@@ -466,6 +466,14 @@ class PostBuffers:
     dq: Pointer
 
 
+@dataclasses.dataclass(frozen=True)
+class PostOrder:
+    """How often dQ was added to each query tile, if that is in order; orders: B then, else 0."""
+
+    orders: Annotated[Any, Dim(0, "dq_order")]
+    dq_order: Pointer
+
+
 def params(parameters: Any, of: str = "", prefix: str = "") -> tuple[Param, ...]:
     """Lists the parameters of a dataclass of this module, in order.
 

@@ -145,7 +145,7 @@ def operands(key: KernelKey, problem: Problem, sizes: Sizes) -> dict[str, np.nda
         [launch(one, describe(one)) for one in keys]
         for keys in kernel_keys(problem, key.arch, design=design)
     )
-    own = {"tail": tail.shape(backward, shapes)}
+    own = {"tail": tail.shape(backward, shapes), "dq_order": (0, 0, 0)}
     arrays |= {name: np.zeros(shape, np.int32) for name, shape in own.items() if shape is not None}
     for name, (result, shape) in new_buffers(problem, forward + backward, own).items():
         arrays[name] = np.zeros(shape, DTYPES[result.dtype])

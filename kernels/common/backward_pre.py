@@ -3,7 +3,7 @@
     delta = rowsum(dO * O) - dLSE,  lse_log2 = LSE * log2(e),  dq_acc = 0 (and counters = 0).
 
 With `Division.cleared_bytes` it clears dq_acc of the first heads alone, and the main kernel that of
-the others.
+the others. With `stores_first` it clears none of it.
 
 Rows that saw no key or lie past the query length get lse_log2 = +inf, so that their P is 0. Of the
 latter O and dO are not read, and a tile of them alone has no dQ: the kernel after the main one does
@@ -92,6 +92,8 @@ class Preprocess(PreHost):
             if (thread == 0) & (tile == 0):
                 count = cute.make_tensor(buffers.dq_cleared + head_and_batch, cute.make_layout(1))
                 count[0] = Int32(0)
+        if cutlass.const_expr(self.description.division.stores_first):
+            clears = False
         if clears:
             for chunk in cutlass.range_constexpr(tile_size // (4 * THREADS)):
                 cute.autovec_copy(zeros, accumulators[None, thread, chunk])

@@ -32,6 +32,7 @@ from kernels.interface import (
     LogitBuffers,
     PageBuffers,
     PostBuffers,
+    PostOrder,
     PostScalars,
     PreBuffers,
     RangeBuffers,
@@ -323,13 +324,15 @@ class PostHost:
         buffers: PostBuffers,
         shape: RowShape,
         scalars: PostScalars,
+        order: PostOrder,
         stream: cuda.CUstream,
     ):
         shapes = {"dq": (shape.batch, shape.query_length, shape.heads, shape.head_dim)}
         maps = tensor_maps(self.description, self.dtype, all_pointers(buffers), shapes)
         tiles = cute.ceil_div(shape.query_length, self.description.division.rows)
         sizes = RowSizes(shape.query_length, shape.heads)
-        self.kernel(maps, buffers.extents, buffers.dq_acc, sizes, scalars).launch(
+        more = (order,) if self.description.division.stores_first else ()
+        self.kernel(maps, buffers.extents, buffers.dq_acc, sizes, scalars, *more).launch(
             grid=[tiles * shape.heads * shape.batch, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
@@ -376,7 +379,7 @@ def pre_source(host: PreHost, key: KernelKey) -> KernelSource:
 def post_source(host: PostHost, key: KernelKey) -> KernelSource:
     """Returns what the compiler needs of a kernel after the main one."""
     tile = {"m": host.description.division.rows}
-    takes = (PostBuffers, RowShape, PostScalars)
+    takes = (PostBuffers, RowShape, PostScalars, PostOrder)
     return make_source(host, key, takes, tile, of="q")
 
 

@@ -248,14 +248,16 @@ def _names(params: tuple[Param, ...], operand: str) -> tuple[str, ...]:
 
 
 def _backward_post(key: KernelKey, description: Description) -> Launch:
+    order = interface.params(interface.PostOrder) if description.division.stores_first else ()
     return Launch(
-        operands=("q", "extents", "dq_acc"),
+        operands=("q", "extents", "dq_acc", *_names(order, "dq_order")),
         results=(Result("dq", key.dtype, _dims("q", (0, 1, 2, 3))),),
         params=(
             *_maps(description),
             *_pointers("extents", "dq_acc"),
             *interface.params(interface.RowSizes, "q"),
             *interface.params(interface.PostScalars),
+            *order,
         ),
         grid=(_tiles("q", description.division.rows), _ONE, _ONE),
         block=(description.threads, 1, 1),

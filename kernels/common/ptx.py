@@ -71,6 +71,14 @@ def bulk_reduce_add(target: cute.Pointer, shared: cute.Pointer, num_bytes: int):
     )
 
 
+def bulk_store(target: cute.Pointer, shared: cute.Pointer, num_bytes: int):
+    """cp.async.bulk: copies contiguous bytes of shared memory to global memory; as above."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target, shared.toint().to(Int32), Int32(num_bytes)],
+    )
+
+
 def load_acquire(source: cute.Pointer) -> Int32:
     """ld.acquire.gpu: loads an i32.
 

@@ -56,6 +56,8 @@ class ForwardShape:
       kv_row_bytes: of a key's row of K and of V together.
       l2_bytes: share of the L2 that K and V of the heads in flight may fill under a band.
       band: whether the mask is a band; a dense kernel ignores the window.
+      shorter_last: whether the last tile of a head may take less time than the others, which take
+        the same, so that each CTA should have as many of them.
     """
 
     m: int
@@ -63,6 +65,7 @@ class ForwardShape:
     kv_row_bytes: int
     l2_bytes: int
     band: bool
+    shorter_last: bool = False
 
 
 def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[Int32, Int32]:
@@ -78,6 +81,17 @@ def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[
     section = cutlass.min(section, heads - first_head)
     tile = in_section // section
     return tile, first_head + in_section - tile * section
+
+
+def rotated(tile: Int32, head: Int32, tiles: Int32) -> Int32:
+    """Returns another tile of a head for each, so that last tiles fall into all CTAs.
+
+    Where the number of CTAs is a multiple of a head's tiles, a CTA's tiles have two places in their
+    heads, one in even rounds and one in odd ones (`Schedule`). Both move on with two rounds.
+    """
+    ctas, _, _ = cute.arch.grid_dim()
+    moved = tile + head * tiles // (2 * ctas)
+    return moved - moved // tiles * tiles
 
 
 def ordered_tile(

@@ -93,7 +93,8 @@ def pre(key: KernelKey) -> Description:
 def post(head_dim: int, value_dim: int) -> Description:
     """Describes the kernel after the main one."""
     tile = BACKWARD_TILES[head_dim, value_dim]
-    return ends_description.post(Division(tile.m), WARPGROUP_ROWS, head_dim, tile.post_span_bytes)
+    division = Division(tile.m, stores_first=tile.persistent)
+    return ends_description.post(division, WARPGROUP_ROWS, head_dim, tile.post_span_bytes)
 
 
 def clears(key: KernelKey) -> bool:
@@ -115,6 +116,7 @@ def _division(key: KernelKey) -> Division:
         by_ticket=True,
         splits_tail=_splits_tail(key),
         cleared_bytes=tile.cleared_bytes(key.deterministic),
+        stores_first=key.deterministic and tile.persistent,
     )
 
 
@@ -168,11 +170,11 @@ def _named_barriers(tile: BackwardTile) -> tuple[NamedBarrier, ...]:
 def _named_barriers_of_pair() -> tuple[NamedBarrier, ...]:
     both = ("scores", "gradient")
     meanings = {
-        "p_ready": (both, "P of a step can be read; then: scores has read K, V"),
-        "ds_ready": (both, "dS is in shared memory, P has been read; then: gradient has read K, V"),
+        "p_ready": (both, "P of a step can be read; then: scores has read Q"),
+        "ds_ready": (both, "dS is in shared memory, P has been read; then: gradient has read dO"),
         "padding": (both, "keys past the length, or rows of dO, are cleared"),
-        "scores_meet": (("scores",), "rows of Q are cleared; then: dV is in V's memory"),
-        "gradient_meet": (("gradient",), "dS is in shared memory; then: dK is in K's memory"),
+        "scores_meet": (("scores",), "rows of Q are cleared; then: dV is in dO's memory"),
+        "gradient_meet": (("gradient",), "dS is in shared memory; then: dK is in Q's memory"),
     }
     return tuple(
         NamedBarrier(name, number, len(roles) * WARPGROUP, roles, meaning)
@@ -209,10 +211,10 @@ def _of_keys(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:
     if not tile.persistent:
         order = [("order", warps("order"))] if deterministic else []
         readers = (*users, *(role for role, _ in order))
-        stored = (*(one(role) for role in users), *(signal for _, signal in order))
+        read = (*(warps(role) for role in users), *(signal for _, signal in order))
         return (
             Barrier("kv_full", loaded, readers, "key tile"),
-            Barrier("kv_empty", stored, ("load",), "key tile"),
+            Barrier("kv_empty", read, ("load",), "key tile"),
             Barrier("ticket_full", loaded, ("load",), "key tile: its ticket has come", 2),
             Barrier("ticket_empty", (one("load"),), ("load",), "key tile: the odd CTA has it", 2),
         )
@@ -312,6 +314,7 @@ def _maps(tile: BackwardTile, head_dim: int, value_dim: int) -> tuple[TensorMap,
         TensorMap("v", "v", tile.n, dv, span),
         *([other_k] if tile.ctas > 1 else []),
         TensorMap("do", "do", tile.m, dv, span),
-        TensorMap("dk", "dk", WARPGROUP_ROWS, d, of_keys, store=True),
+        # A pair stages dK where Q was.
+        TensorMap("dk", "dk", WARPGROUP_ROWS, d, span if tile.ctas > 1 else of_keys, store=True),
         TensorMap("dv", "dv", WARPGROUP_ROWS, dv, span, store=True),
     )

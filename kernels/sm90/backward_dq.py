@@ -29,10 +29,11 @@ then finds no room on the GPU.
 Two spare warps wait and increment, each for every other step, so that the products hide the
 latency: a turn, from the wait to the release, takes about as long as a step, and one warp alone
 held up the others (docs/hopper.md). Where dQ is staged, these reduce warps add it, too, and release
-the counter when the addition is complete. In a pair the order warps open `dq_turn` for the MMA
-warps and release the counter once all of them have arrived on `dq_added`. Their additions happen
-before their arrivals, and these before the order warp's release; by cumulativity the next CTA,
-which acquires the counter, adds after them.
+the counter when the addition is complete. A query tile's first one is a store: so nobody clears its
+accumulators, and the kernel after this one asks the counter whether any key tile has visited it. In
+a pair the order warps open `dq_turn` for the MMA warps and release the counter once all of them
+have arrived on `dq_added`. Their additions happen before their arrivals, and these before the order
+warp's release; by cumulativity the next CTA, which acquires the counter, adds after them.
 """
 
 import dataclasses
@@ -137,10 +138,16 @@ class QueryGradient:
         query_tile = rows.tile(work.batch, work.heads, head, block)
         staging = shared.dq[None, use.slot].iterator
         with cute.arch.elect_one():
+            target = rows.dq_acc + query_tile * size
             if cutlass.const_expr(self.deterministic):
-                self.await_turn(work, rows, block, query_tile)
+                earlier = self.await_turn(work, rows, block, query_tile)
                 cute.arch.fence_proxy("async.global")
-            ptx.bulk_reduce_add(rows.dq_acc + query_tile * size, staging, size * 4)
+                if earlier == 0:
+                    ptx.bulk_store(target, staging, size * 4)
+                else:
+                    ptx.bulk_reduce_add(target, staging, size * 4)
+            else:
+                ptx.bulk_reduce_add(target, staging, size * 4)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.mbarrier_arrive(shared.barriers.dq_empty.at(use))
@@ -185,12 +192,16 @@ class QueryGradient:
                 step += 1
         return step
 
-    def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32):
-        """Waits until the CTA may add to a query tile; Note [dq order]."""
+    def await_turn(self, work: Work, rows: Rows, block: Int32, query_tile: Int32) -> Int32:
+        """Waits until the CTA may add to a query tile; Note [dq order].
+
+        Returns how many additions came before, of CTAs.
+        """
         earlier = earlier_tiles(work, block, self.band, (self.tile.m, self.tile.keys))
         if self.tile.ctas > 1:
             earlier = earlier * self.tile.ctas
         await_count(rows.dq_order + query_tile, earlier)
+        return earlier
 
     @cute.jit
     def add(self, shared: Shared, work: Work, rows: Rows, dq: cute.Tensor, place: Step):

@@ -6,7 +6,7 @@ It computes dQ = scale * dq_acc, from accumulator layout (backward.py, Note [dq_
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from fa4_jax.key import KernelKey
@@ -15,7 +15,7 @@ from kernels.common.backward_pre import batch_length, query_tile
 from kernels.common.ends_description import THREADS
 from kernels.common.hosts import PostHost
 from kernels.common.resources import Maps
-from kernels.interface import PostScalars, RowSizes
+from kernels.interface import PostOrder, PostScalars, RowSizes
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import backward_description
 from kernels.sm90.backward_data import query_gradient_product
@@ -40,6 +40,7 @@ class Postprocess(PostHost):
         dq_acc: cute.Pointer,
         sizes: RowSizes,
         scalars: PostScalars,
+        order: PostOrder | None = None,
     ):
         rows, d = self.tile.m, self.head_dim
         query_length, heads = sizes.query_length, sizes.heads
@@ -57,7 +58,10 @@ class Postprocess(PostHost):
         )
         registers = cute.make_tensor(acc.iterator, cute.make_layout((4, chunks)))
         acc.fill(0.0)
-        if tile * rows < batch_length(extents, batch):
+        has_values = tile * rows < batch_length(extents, batch)
+        if cutlass.const_expr(order is not None):
+            has_values = has_values & self.was_added(order, tile_index)
+        if has_values:
             for chunk in cutlass.range_constexpr(chunks):
                 cute.autovec_copy(source[None, thread, chunk], registers[None, chunk])
         values = cute.make_rmem_tensor(acc.shape, self.dtype)
@@ -77,6 +81,14 @@ class Postprocess(PostHost):
                 )
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def was_added(self, order: PostOrder, tile_index: Int64) -> Boolean:
+        """Whether a query tile has dQ: without an order always, with one if anybody has added."""
+        added = Int32(1)
+        if order.orders > 0:
+            added = cute.make_tensor(order.dq_order + tile_index, cute.make_layout(1))[0]
+        return added > 0
 
 
 def pre_source(key: KernelKey) -> KernelSource:

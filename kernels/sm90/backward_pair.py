@@ -38,8 +38,10 @@ fragment of it; unrounded, because dS from the rounded P was outside our toleran
 buffer is enough: warpgroup 0 writes P(i + 1) after it has met `ds_ready` of step i, before which
 warpgroup 1 has read P(i). Warpgroup 1 writes dS(i + 2) over dS(i) after `p_ready` of step i + 1,
 before which warpgroup 0's dQ(i) is complete. After a tile's last step both meet once more in the
-same way: K and V have then been read, and dV and dK take their memory. The last step issues S and
-dP of no step, of which nothing is used: so a warpgroup releases that step's Q or dO at the end.
+same way: that step's Q and dO have then been read, and dK and dV take their memory, while K and V
+of the next tile come already. So their slots are released when the stores have read them. A tile
+without steps has that of the next step, and then the load warp waits. The last step issues S and dP
+of no step, of which nothing is used.
 
 Note [late dQ]: with BackwardTile.late_dq both warpgroups compute dQ of step i - 1 in step i. So
 neither waits for the other CTA's dS of the same step, and the next P is not held up. A tile's first
@@ -61,11 +63,10 @@ from kernels.common import resources, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
-from kernels.common.ring import Use
+from kernels.common.ring import Ring, Use
 from kernels.common.schedule import synchronise
 from kernels.common.softmax import slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
-from kernels.description import NamedBarrier
 from kernels.interface import (
     BackwardScalars,
     BiasBuffers,
@@ -238,14 +239,14 @@ class PairBackward(PairLoad):
                 if cutlass.const_expr(tile.late_dq):
                     dq = self.issue_dq(shared, work, step - 1, 0, step > done)
                     warpgroup.wait_group(3)
-                    self.release(barriers.do_empty.at(do_use))
+                    self.release_early(barriers.do_empty, do_use, is_last)
                     warpgroup.wait_group(0)
                     if step > done:
                         self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(0)))
                     before = (place.member, place.block)
                 else:
                     warpgroup.wait_group(1)
-                    self.release(barriers.do_empty.at(do_use))
+                    self.release_early(barriers.do_empty, do_use, is_last)
                     resources.meet(self.ds_ready)
                     dq = self.issue_dq(shared, work, step, 0)
                     warpgroup.wait_group(0)
@@ -258,7 +259,7 @@ class PairBackward(PairLoad):
             self.add_last_dq(shared, work, rows, Step(*before, end - 1, Int32(0)), 0)
         resources.arrive(self.p_ready)
         resources.meet(self.ds_ready)
-        self.store(dv, shared, (shared.v, maps.dv), work, products.dv, self.scores_meet)
+        self.store(dv, shared, maps.dv, work, end, 0)
 
     def send_probabilities(
         self,
@@ -299,10 +300,7 @@ class PairBackward(PairLoad):
         scalars: BackwardScalars,
         done: Int32,
     ):
-        """Warpgroup 1: computes dS of a tile's steps, dK, and half of the CTA's dQ.
-
-        done: the number of steps before.
-        """
+        """Warpgroup 1: computes dS of a tile's steps, dK, half of dQ; done: the steps before it."""
         tile, barriers, products = self.tile, shared.barriers, self.products()
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
@@ -344,14 +342,17 @@ class PairBackward(PairLoad):
                 if cutlass.const_expr(tile.late_dq):
                     dq = self.issue_dq(shared, work, step - 1, 1, step > done)
                 else:
-                    dq = self.issue_dq_after_dk(shared, work, step, use)
+                    dq = self.issue_own_dq(shared, work, step, 1)
+                    warpgroup.wait_group(1)
+                    self.release_early(barriers.q_empty, use, is_last)
+                    self.issue_other_dq(shared, dq, step, 1)
                 if not is_last:
                     self.receive_gradients(shared, work, following, step + 1, thread)
                 slot = barriers.do_full.use(cutlass.min(step + 1, end - 1)).slot
                 self.issue_scores(dp, (slices, v), shared.do[None, None, slot])
                 if cutlass.const_expr(tile.late_dq):
                     warpgroup.wait_group(3)
-                    self.release(barriers.q_empty.at(use))
+                    self.release_early(barriers.q_empty, use, is_last)
                     warpgroup.wait_group(1)
                     if step > done:
                         self.add_dq(shared, work, rows, dq, Step(*before, step - 1, Int32(1)))
@@ -368,15 +369,13 @@ class PairBackward(PairLoad):
         self.scale(dk, scalars.scale)
         resources.meet(self.p_ready)
         resources.arrive(self.ds_ready)
-        self.store(dk, shared, (shared.k, maps.dk), work, products.dk, self.gradient_meet)
+        self.store(dk, shared, maps.dk, work, end, 1)
 
-    def issue_dq_after_dk(self, shared: Shared, work: Work, step: Int32, use: Use) -> cute.Tensor:
-        """Warpgroup 1: issues its half of a step's dQ, and releases Q when dK is complete."""
-        dq = self.issue_own_dq(shared, work, step, 1)
-        warpgroup.wait_group(1)
-        self.release(shared.barriers.q_empty.at(use))
-        self.issue_other_dq(shared, dq, step, 1)
-        return dq
+    @cute.jit
+    def release_early(self, empty: Ring, use: Use, is_last: cutlass.Boolean):
+        """Releases Q or dO of a step, but not the last, in whose place gradients are staged."""
+        if not is_last:
+            self.release(empty.at(use))
 
     @cute.jit
     def add_last_dq(
@@ -398,15 +397,28 @@ class PairBackward(PairLoad):
         self,
         acc: cute.Tensor,
         shared: Shared,
-        way: tuple[cute.Tensor, cute.CopyAtom],
+        result: cute.CopyAtom,
         work: Work,
-        product: cutlass.Constexpr[wgmma.Wgmma],
-        meeting: cutlass.Constexpr[NamedBarrier],
+        end: Int32,
+        group: cutlass.Constexpr[int],
     ):
-        """Stores dK or dV of the CTA's keys; way: by the memory of K or V, and its map."""
-        staging, result = way
+        """Stores dV or dK of the CTA's keys through the memory of the last step's dO or Q.
+
+        end: the number of steps with this tile's.
+        """
+        of_group = ((self.scores_meet, "do", self.products().dv),)
+        of_group = (*of_group, (self.gradient_meet, "q", self.products().dk))[group]
+        meeting, rows, product = of_group
+        ring, empty = getattr(shared, rows), getattr(shared.barriers, f"{rows}_empty")
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
+        steps = work.steps()
+        use = empty.use(cutlass.select_(steps > 0, end - 1, end))
+        if steps > 0:
+            self.release(shared.barriers.kv_empty.first)
+        else:
+            resources.meet(meeting)  # The store of the tile before has read its slot.
+        staging = ring[None, None, use.slot]
         values = cute.make_rmem_tensor(acc.shape, self.dtype)
         wgmma.round_fragment(acc, values)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
@@ -421,8 +433,10 @@ class PairBackward(PairLoad):
             tensors.tma_store(result, staging, target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.barriers.kv_empty.first)
+        if steps > 0:
+            self.release(empty.at(use))
+        else:
+            self.release(shared.barriers.kv_empty.first)
 
 
 def source(key: KernelKey) -> KernelSource:

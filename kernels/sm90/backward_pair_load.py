@@ -7,7 +7,7 @@ what the tile is. The odd CTA says when it has read the ticket, so that the plac
     ticket_full   (odd CTA) the ticket of a tile has come
     ticket_empty  (even CTA) the odd CTA has read it
     kv_full       a tile's words, K and V are there, or the word that none is left
-    kv_empty      dK and dV, which took the place of V and K, have been read from there
+    kv_empty      they have been read, so the next tile's may come
 """
 
 import cutlass

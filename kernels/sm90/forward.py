@@ -28,7 +28,8 @@ have as many turns in a tile.
 
 Note [own blocks]: rows of a tall tile's three warpgroups see different blocks under a diagonal, or
 where documents meet. The load warp stores which ones each warpgroup sees, too (forward_groups.py).
-A warpgroup waits for the others at either end, releases them and takes its turns, no more.
+A warpgroup waits for the others at either end, releases them and takes its turns, no more. Without
+a band a warpgroup of such a tile does so with all blocks if its rows lie past the last one.
 
 Note [work]: the load warp finds out which rows, head and blocks a tile has, and stores them to
 `work` before it arrives on `q_full`; all warps have read them when they release Q. So the MMA
@@ -86,7 +87,7 @@ from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
-from kernels.sm90.tiles import WARPGROUP, forward_tile, leaves_out
+from kernels.sm90.tiles import WARPGROUP, WARPGROUP_ROWS, forward_tile, leaves_out, leaves_past_rows
 
 
 class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
@@ -109,7 +110,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         epilogue = self.description.named_barrier("epilogue")
         self.padding = self.description.named_barrier("padding") if key.band else None
         self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
-        self.leaves_out = leaves_out(key)
+        self.leaves_out, self.leaves_past_rows = leaves_out(key), leaves_past_rows(key)
         self.by_ticket = self.description.division.by_ticket
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -117,6 +118,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
             kv_row_bytes=(key.head_dim + key.value_dim) * 2,
             l2_bytes=self.tile.l2_bytes,
             band=key.band,
+            shorter_last=self.leaves_past_rows,
         )
 
     @cute.kernel
@@ -259,6 +261,11 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin
         seen, seen_count, first_use = work.blocks, count, blocks_done
+        if cutlass.const_expr(self.leaves_past_rows):
+            has_rows = work.first_row + group * WARPGROUP_ROWS < work.band.query_length
+            seen_count = Int32(cutlass.select_(has_rows, count, Int32(0)))
+            for block in cutlass.range(end - 1, begin + seen_count - 1, -1, unroll=1):
+                self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
         if cutlass.const_expr(self.leaves_out):
             seen = work.seen_blocks()
             seen_count, first_use = seen.end - seen.begin, blocks_done + end - seen.end

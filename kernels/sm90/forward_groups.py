@@ -1,8 +1,9 @@
 """The key blocks of a tile that the 64 rows of one MMA warpgroup of the Hopper forward see.
 
 A tile's blocks are loaded for all of its warpgroups, but under a diagonal, or where documents meet,
-some rows see none of the first or the last of them. A warpgroup leaves such blocks out: it waits
-for them, releases them and takes its turns, but computes nothing. The load warp finds out which.
+some rows see none of the first or the last of them, and rows past the last one see nothing at all.
+A warpgroup leaves such blocks out: it waits for them, releases them and takes its turns, but
+computes nothing. Under a band the load warp finds out which.
 """
 
 import cutlass
@@ -69,10 +70,11 @@ class OwnBlocks(Turns):
         use = barriers.k_full.use(place.ring_end - block)
         barriers.k_full.wait(use)
         barriers.v_full.wait(use)
-        if work.padded_keys & (block == work.blocks.end - 1):
-            thread, _, _ = cute.arch.thread_idx()
-            past = work.band.key_length - block * self.tile.n
-            clear_padding(shared.v[None, None, use.slot], thread - WARPGROUP, past, self.padding)
+        if cutlass.const_expr(self.padding is not None):
+            if work.padded_keys & (block == work.blocks.end - 1):
+                thread, _, _ = cute.arch.thread_idx()
+                v, past = shared.v[None, None, use.slot], work.band.key_length - block * self.tile.n
+                clear_padding(v, thread - WARPGROUP, past, self.padding)
         cute.arch.sync_warp()
         self.release(barriers.k_empty.at(use))
         self.release(barriers.v_empty.at(use))

@@ -20,6 +20,7 @@ from kernels.common.schedule import (
     mask_words,
     nth_tile,
     ordered_tile,
+    rotated,
 )
 from kernels.interface import RangeBuffers, Sizes, Window
 from kernels.sm90.forward_description import WORK_WORDS
@@ -70,6 +71,8 @@ def assign(
     tiles = (sizes.query_length + shape.m - 1) // shape.m
     tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
     tile = tiles - 1 - tile if shape.band and ranges is None else tile
+    if shape.shorter_last:
+        tile = rotated(tile, head_and_batch, tiles)
     batch_index = head_and_batch // sizes.heads
     if ranges is not None:
         tile = _tile_at(tile, tiles, ranges, batch_index)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from fa4_jax.key import WARPGROUP_ROWS as WARPGROUP_ROWS
 from fa4_jax.key import KernelKey
 
 WARPGROUP = 128  # threads
-WARPGROUP_ROWS = 64  # rows of a warpgroup's product
 L2_BUDGET_BYTES = 40 * 1024 * 1024
 """Share of the L2 that K and V of the heads in flight may fill (H100, H200: 50 MB)."""
 
@@ -145,6 +145,11 @@ def forward_tile(key: KernelKey) -> ForwardTile:
 def leaves_out(key: KernelKey) -> bool:
     """Whether a warpgroup of a forward leaves out the blocks that its own rows do not see."""
     return key.band and forward_tile(key).mma_warpgroups > 2
+
+
+def leaves_past_rows(key: KernelKey) -> bool:
+    """Whether a warpgroup of a dense forward leaves out all blocks if it has no row of the call."""
+    return not key.band and (key.head_dim, key.value_dim) in DENSE_FORWARD_TILES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -251,7 +251,8 @@ def _tail(case: Case, backward: tuple[KernelKey, ...]) -> dict[str, np.ndarray]:
     if not backward:
         return {}
     shape = tail.shape([kernel(key).launch for key in backward], given_shapes(case.problem))
-    return {} if shape is None else {"tail": np.zeros(shape, np.int32)}
+    unordered = {"dq_order": np.zeros((0, 0, 0), np.int32)}
+    return unordered if shape is None else {**unordered, "tail": np.zeros(shape, np.int32)}
 
 
 def nothing_more() -> dict[str, np.ndarray]:

@@ -225,6 +225,7 @@ def buffer_shapes(key: KernelKey, problem: Problem) -> dict[str, Array]:
     parts = splits.shape(1 + p.key_length % 40, row_blocks, p.heads if p.batch % 2 else 0)
     tail = p.key_length % 7, p.key_length % 7 * p.batch, 0
     arrays |= {"parts": Array("i32", parts), "tail": Array("i32", tail)}
+    arrays |= {"dq_order": Array("i32", (p.batch % 2, p.heads, 1))}
     arrays |= {"page_table": Array("i32", (p.batch, 1 + p.key_length % 9))}
     of_bias = (1, p.heads, *((p.query_length, p.key_length) if p.batch % 2 else (1, 900)))
     if p.key_length > 1000:

@@ -40,6 +40,7 @@ from tests.emulator import mutation_cases
 TOOLS = ("memcheck", "synccheck")
 _KERNELS_OF_PROCESS = 2
 _MOST_SECONDS = 120
+_MOST_CHARACTERS = 3000
 _TRIES = 5
 _FORWARDS = (Pass.FORWARD, Pass.FORWARD_SPLIT)
 _OF_BACKWARD = (Pass.BACKWARD, Pass.BIAS_GRADIENT)
@@ -61,6 +62,15 @@ class Report:
     errors: int | None
     text: str
     seconds: float = 0.0
+
+    def first_lines(self) -> str:
+        """Returns how the tool's own lines begin, without the callers on the host.
+
+        What it says first is what went wrong; a launch that fails then makes the runtime complain
+        at length.
+        """
+        lines = (x for x in self.text.splitlines() if x.startswith("=====") and "Host" not in x)
+        return "\n".join(lines)[:_MOST_CHARACTERS]
 
 
 def checked_keys(only: str = "*") -> list[KernelKey]:
@@ -169,7 +179,8 @@ def main() -> int:
             console.print(f"{report.seconds:.0f} s, {report.errors} errors, ended: {ended}")
             if report.errors or report.errors is None:
                 reported += 1
-                console.print(f"{', '.join(names)}: {report.errors} errors\n{report.text[-3000:]}")
+                said = f"{report.first_lines()}\n...\n{report.text[-_MOST_CHARACTERS:]}"
+                console.print(f"{', '.join(names)}: {report.errors} errors\n{said}")
     console.print(f"{len(wanted) - len(missing)} of {len(wanted)} kernels' calls came to their end")
     if missing:
         console.print(f"not: {', '.join(sorted(missing))}")

@@ -30,11 +30,11 @@ def make(batch: int, heads: tuple[int, int], length: int, head_dim: int = 128, *
     ("plan", "parts"),
     [
         # Calls whose splits were timed: docs/hopper.md.
-        (make(4, (16, 1), 8192), 8),
-        (make(2, (32, 8), 8192), 2),
+        (make(4, (16, 1), 8192), 16),
+        (make(2, (32, 8), 8192), 4),
         (make(8, (32, 8), 2048), 1),
-        (make(1, (32, 8), 32768), 1),
-        (make(2, (64, 8), 8192, 64), 2),
+        (make(1, (32, 8), 32768), 2),
+        (make(2, (64, 8), 8192, 64), 4),
         (make(2, (16, 2), 8192, 256), 4),
         (make(1, (64, 8), 4096), 8),
         (make(8, (32, 8), 2048, deterministic=True), 4),

@@ -41,6 +41,13 @@ def test_what_the_tool_says_is_read(text: str, ended: set[str], errors: int | No
     assert report.ended == ended and report.errors == errors
 
 
+def test_a_report_begins_with_what_the_tool_says_first():
+    long = "\n".join(
+        ["========= Barrier error", "=========  Host Frame f", *["E1130 failed"] * 999]
+    )
+    assert sanitize.parse(long).first_lines() == "========= Barrier error"
+
+
 @pytest.mark.parametrize(
     ("text", "status"), [(CLEAN, 0), (DIRTY, 1), ("ended a\nended b\n", 1), ("", 1)]
 )
