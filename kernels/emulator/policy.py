@@ -34,8 +34,10 @@ class Policy:
       unordered_commits: tcgen05.commits of a thread arrive in any order, since PTX gives none;
         otherwise they arrive in the order of their issue.
       tensor_lanes: tcgen05.wait concerns each lane's own loads and stores; otherwise it is a
-        barrier of the warp, too, so that one lane may release what all did. Only kernels of others
-        need one of these five to be False.
+        barrier of the warp, too, so that one lane may release what all did.
+      one_place: warps that wait in one phase of a named barrier do so by one instruction, as
+        compute-sanitizer's synccheck asks; PTX does not. Only kernels of others need one of these
+        six to be False.
       most_steps: a launch that takes more steps counts as stuck in a loop.
     """
 
@@ -51,4 +53,5 @@ class Policy:
     clean_exits: bool = True
     unordered_commits: bool = True
     tensor_lanes: bool = True
+    one_place: bool = True
     most_steps: int = 20_000_000

@@ -172,14 +172,17 @@ def _named_barriers_of_pair() -> tuple[NamedBarrier, ...]:
     meanings = {
         "p_ready": (both, "P of a step can be read; then: scores has read Q"),
         "ds_ready": (both, "dS is in shared memory, P has been read; then: gradient has read dO"),
-        "padding": (both, "keys past the length, or rows of dO, are cleared"),
+        "padding": (both, "rows of dO are cleared"),
         "scores_meet": (("scores",), "rows of Q are cleared; then: dV is in dO's memory"),
         "gradient_meet": (("gradient",), "dS is in shared memory; then: dK is in Q's memory"),
     }
-    return tuple(
+    named = [
         NamedBarrier(name, number, len(roles) * WARPGROUP, roles, meaning)
         for number, (name, (roles, meaning)) in enumerate(meanings.items(), 1)
-    )
+    ]
+    cleared = "keys past the length are cleared; one for each warpgroup, which waits there"
+    keys = NamedBarrier("keys_cleared", len(named) + 1, 2 * WARPGROUP, both, cleared, count=2)
+    return (*named, keys)
 
 
 def _barriers(tile: BackwardTile, deterministic: bool) -> tuple[Barrier, ...]:

@@ -159,7 +159,7 @@ class PairBackward(PairLoad):
         while more:
             work = published(words_of_tile(shared, tiles_done), call, self.shape, rank)
             if work.padded_keys & (work.steps() > 0):
-                self.clear_keys(shared, work, thread - WARPGROUP)
+                self.clear_keys(shared, work, thread - WARPGROUP, group)
             if cutlass.const_expr(group == 0):
                 self.scores(maps, shared, work, rows, exponents, steps_done)
             else:
@@ -171,13 +171,19 @@ class PairBackward(PairLoad):
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def clear_keys(self, shared: Shared, work: Work, thread: Int32):
-        """Writes 0 to keys past the length, which may hold anything, of all tiles of keys."""
+    def clear_keys(self, shared: Shared, work: Work, thread: Int32, group: cutlass.Constexpr[int]):
+        """Writes 0 to keys past the length, which may hold anything, of all tiles of keys.
+
+        Each warpgroup has a barrier at which it waits for the other one, since they do so at two
+        places of the text (`Policy.one_place` of the emulator).
+        """
         rows = work.band.key_length - work.first_key
         own = cutlass.max(rows - work.rank * self.tile.n, 0)
         other = cutlass.max(rows - (work.rank ^ 1) * self.tile.n, 0)
         tensors.zero_vectors(shared.other_k, other, thread, 2 * WARPGROUP)
-        self.clear_padding(shared.k, shared.v, own, thread)
+        self.clear_past(shared.k, shared.v, own, thread)
+        resources.arrive(self.keys_cleared, 1 - group)
+        resources.meet(self.keys_cleared, group)
 
     @cute.jit
     def scores(

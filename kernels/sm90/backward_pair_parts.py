@@ -32,6 +32,7 @@ class PairParts(BackwardParts):
         named = self.description.named_barrier
         self.p_ready, self.ds_ready = named("p_ready"), named("ds_ready")
         self.scores_meet, self.gradient_meet = named("scores_meet"), named("gradient_meet")
+        self.keys_cleared = named("keys_cleared")
 
     def issue_scores(
         self,

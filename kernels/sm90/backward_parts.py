@@ -105,12 +105,16 @@ class BackwardParts(BackwardHost):
 
     @cute.jit
     def clear_padding(self, a: cute.Tensor, b: cute.Tensor, first_row: Int32, thread: Int32):
+        """Writes 0 to the rows past the length of both tiles; the MMA warps meet afterwards."""
+        self.clear_past(a, b, first_row, thread)
+        resources.meet(self.padding)
+
+    def clear_past(self, a: cute.Tensor, b: cute.Tensor, first_row: Int32, thread: Int32):
         """Writes 0 to the rows past the length, which may hold anything, of both tiles."""
         threads = self.tile.mma_warpgroups * WARPGROUP
         tensors.zero_vectors(a, first_row, thread, threads)
         tensors.zero_vectors(b, first_row, thread, threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        resources.meet(self.padding)
 
     def products(self) -> Products:
         """Returns the products, made anew: see `Wgmma.tiled`."""

@@ -58,6 +58,7 @@ from kernels.common.bias import BiasInMemory
 from kernels.common.hosts import ForwardHost, forward_source
 from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
+from kernels.common.ring import Use
 from kernels.common.schedule import ForwardShape, Schedule
 from kernels.common.softmax import fmax, rescale_factor
 from kernels.common.state import Scales, make_scales
@@ -264,13 +265,15 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         if cutlass.const_expr(self.leaves_past_rows):
             has_rows = work.first_row + group * WARPGROUP_ROWS < work.band.query_length
             seen_count = Int32(cutlass.select_(has_rows, count, Int32(0)))
-            for block in cutlass.range(end - 1, begin + seen_count - 1, -1, unroll=1):
-                self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
+            ring_end, past = blocks_done + end - 1, begin + seen_count
+            self.leave_out(shared, work, Place(group, ring_end), (end, past))
         if cutlass.const_expr(self.leaves_out):
+            # All warpgroups meet, at one place of the text: some may leave this block out.
+            if work.padded_keys & (count > 0):
+                self.clear_values(shared, work, shared.barriers.v_full.use(blocks_done), end - 1)
             seen = work.seen_blocks()
             seen_count, first_use = seen.end - seen.begin, blocks_done + end - seen.end
-            for block in cutlass.range(end - 1, seen.end - 1, -1, unroll=1):
-                self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
+            self.leave_out(shared, work, Place(group, blocks_done + end - 1), (end, seen.end))
         if seen_count > 0:
             own = Scores(work, scales, self.tile_bias(head.bias, work))
             self.first_block(shared, work, mma, rows, own, seen, group, first_use)
@@ -296,8 +299,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         else:
             self.release(shared.barriers.q_empty.at(tiles_done))
         if cutlass.const_expr(self.leaves_out):
-            for block in cutlass.range(seen.begin - 1, begin - 1, -1, unroll=1):
-                self.leave_out(shared, work, Place(group, blocks_done + end - 1), block)
+            self.leave_out(shared, work, Place(group, blocks_done + end - 1), (seen.begin, begin))
         output = self.output.divide(work, mma.acc, rows, head, scales.scale_log2)
         if cutlass.const_expr(tile.own_output):
             self.output.store(maps, shared.o, work, output)
@@ -368,16 +370,16 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
             hide(mma.scores, rows, end - 1, visit, self.tile.n)
         self.softmax_block(mma.scores, rows, own.scales, bases)
         wgmma.round_fragment(mma.scores, mma.probabilities)
-        if cutlass.const_expr(self.padding is not None):
-            padded = work.padded_keys
-            if cutlass.const_expr(self.leaves_out):
-                padded = padded & (end == work.blocks.end)
-            if padded:
-                thread, _, _ = cute.arch.thread_idx()
-                shared.barriers.v_full.wait(use)
-                v, thread = shared.v[None, None, use.slot], thread - WARPGROUP
-                block = end - 1 if visit is None else visit[0]
-                clear_padding(v, thread, work.band.key_length - block * self.tile.n, self.padding)
+        if cutlass.const_expr(self.padding is not None and not self.leaves_out):
+            if work.padded_keys:
+                self.clear_values(shared, work, use, end - 1 if visit is None else visit[0])
+
+    def clear_values(self, shared: Shared, work: Work, use: Use, block: Int32):
+        """Waits for V of a tile's first block, and writes 0 to keys past the length; all meet."""
+        thread, _, _ = cute.arch.thread_idx()
+        shared.barriers.v_full.wait(use)
+        v, thread = shared.v[None, None, use.slot], thread - WARPGROUP
+        clear_padding(v, thread, work.band.key_length - block * self.tile.n, self.padding)
 
     @cute.jit
     def step(

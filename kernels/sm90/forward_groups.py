@@ -13,12 +13,10 @@ from cutlass import Int32
 from fa4_jax import bands
 from kernels.common import ptx, row_ranges, tensors
 from kernels.common.resources import Shared
-from kernels.description import NamedBarrier
 from kernels.sm90.forward_data import Place, TileRanges
 from kernels.sm90.forward_description import GROUP_WORDS
-from kernels.sm90.forward_mask import clear_padding
 from kernels.sm90.forward_schedule import Work
-from kernels.sm90.tiles import WARPGROUP, WARPGROUP_ROWS, ForwardTile
+from kernels.sm90.tiles import WARPGROUP_ROWS, ForwardTile
 from kernels.sm90.turns import Turns
 
 _NO_KEY = 2**30  # no key is as far as this
@@ -61,20 +59,21 @@ class OwnBlocks(Turns):
     """What a warpgroup does with blocks that its rows do not see; `forward`, Note [own blocks]."""
 
     tile: ForwardTile
-    padding: NamedBarrier | None
 
     @cute.jit
-    def leave_out(self, shared: Shared, work: Work, place: Place, block: Int32):
-        """Passes a block that none of the warpgroup's rows sees."""
+    def leave_out(self, shared: Shared, work: Work, place: Place, blocks: tuple[Int32, Int32]):
+        """Passes blocks, down from (above - 1) to the other one, of which its rows see nothing."""
+        above, down_to = blocks
+        for block in cutlass.range(above - 1, down_to - 1, -1, unroll=1):
+            self.leave_block_out(shared, work, place, block)
+
+    @cute.jit
+    def leave_block_out(self, shared: Shared, work: Work, place: Place, block: Int32):
+        """Passes one such block."""
         barriers = shared.barriers
         use = barriers.k_full.use(place.ring_end - block)
         barriers.k_full.wait(use)
         barriers.v_full.wait(use)
-        if cutlass.const_expr(self.padding is not None):
-            if work.padded_keys & (block == work.blocks.end - 1):
-                thread, _, _ = cute.arch.thread_idx()
-                v, past = shared.v[None, None, use.slot], work.band.key_length - block * self.tile.n
-                clear_padding(v, thread - WARPGROUP, past, self.padding)
         cute.arch.sync_warp()
         self.release(barriers.k_empty.at(use))
         self.release(barriers.v_empty.at(use))

@@ -442,6 +442,32 @@ ROWS = (
     ),
     Litmus("warps arrive twice", "participants", "bar.arrive 1, 192; bar.arrive 1, 192;"),
     Litmus(
+        "warps meet at two places",
+        "participants",
+        """
+        setp.gt.u32 %p1, %r1, 31;
+        @%p1 bra SECOND;
+        bar.sync 1;
+        bra DONE;
+        SECOND:
+        bar.sync 1;
+        DONE:
+        """,
+    ),
+    Litmus(
+        "some warps arrive at one place, the others wait at another",
+        None,
+        """
+        setp.gt.u32 %p1, %r1, 31;
+        @%p1 bra SECOND;
+        bar.arrive 1, 64;
+        bra DONE;
+        SECOND:
+        bar.sync 1, 64;
+        DONE:
+        """,
+    ),
+    Litmus(
         "shuffle in a divergent warp",
         "convergence",
         "setp.eq.u32 %p1, %r1, 7; @%p1 bra SKIP; shfl.sync.idx.b32 %r5, %r1, 0, 31, -1; SKIP:",

@@ -47,7 +47,11 @@ def _named(instruction: Instruction, symbols: dict[str, int]) -> Effect:
         barrier = cta.named.setdefault(number, NamedBarrier(number))
         clocks = cta.clocks
         joined = barrier.arrive(
-            warp.index, count, waits, None if clocks is None else clocks.release(threads)
+            warp.index,
+            count,
+            waits,
+            None if clocks is None else clocks.release(threads),
+            instruction.line if waits and cta.machine.policy.one_place else None,
         )
         warp.note(Met(barrier, joined, waits))
         if not waits:

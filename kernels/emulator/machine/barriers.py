@@ -157,14 +157,23 @@ class NamedBarrier:
         self.number, self.generation = number, 0
         self.threads = 0
         self.arrived: list[int] = []
+        self._waited_at: int | None = None
         self._given: Knowledge | None = None
         self.published: dict[int, Knowledge | None] = {}
 
-    def arrive(self, warp: int, threads: int, waits: bool, knowledge: Knowledge | None) -> int:
+    def arrive(
+        self,
+        warp: int,
+        threads: int,
+        waits: bool,
+        knowledge: Knowledge | None,
+        line: int | None = None,
+    ) -> int:
         """A warp arrives on a barrier of `count` threads; returns the generation that it joins.
 
-        A warp that has arrived may come again to wait, which counts once more (seen on an H200). To
-        arrive twice counts there, too, but is an error here: the warp has run ahead.
+        Warps that give a line wait at the same one (`Policy.one_place`). A warp that has arrived
+        may come again to wait, which counts once more (seen on an H200). To arrive twice counts
+        there, too, but is an error here: the warp has run ahead.
         """
         if self.arrived and threads != self.threads:
             raise Fault(
@@ -177,6 +186,12 @@ class NamedBarrier:
                 "participants",
                 f"barrier {self.number}: warp {warp} arrives twice before it completes",
             )
+        if line is not None and self._waited_at not in (None, line):
+            raise Fault(
+                "participants",
+                f"barrier {self.number}: warps wait at lines {self._waited_at} and {line}",
+            )
+        self._waited_at = self._waited_at if line is None else line
         self.threads = threads
         self.arrived.append(warp)
         if knowledge is not None:
@@ -185,6 +200,7 @@ class NamedBarrier:
         if len(self.arrived) * 32 == threads:
             self.published = {joined: self._given}
             self.generation, self.arrived, self._given = joined + 1, [], None
+            self._waited_at = None
         return joined
 
     def describe(self) -> str:

@@ -40,7 +40,7 @@ from tests.emulator.interop.run import Problem, Run
 
 WAIVERS = (
     *("clean_exits", "tensor_fences", "tensor_load_waits", "unordered_commits"),
-    "tensor_lanes",
+    *("tensor_lanes", "one_place"),
 )
 """Rules that these kernels break and hardware forgives: fields of `Policy`."""
 
