@@ -186,12 +186,15 @@ def _dense_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     """Cases of Hopper's dense forwards, which get no lengths.
 
     The first has seven tiles of one block, the second at least three tiles of five, so that both
-    slots of a ring are used by turns. The rows fill a tall tile, where there are two tiles.
+    slots of a ring are used by turns. The rows fill a tall tile, where there are two tiles. Where
+    warpgroups leave out what lies past the last row, every third tile of one more has one at work.
     """
     rows = describe(key).division.rows
+    lone = {"batch": 2, "heads": (1, 1), "query_length": 2 * rows + 40, "key_length": 4 * 128 + 9}
     return (
         Case(**common, batch=7, heads=(1, 1), query_length=rows - 20, key_length=98),
         Case(**common, batch=1, heads=(1, 1), query_length=552, key_length=4 * 128 + 9),
+        *([Case(**common, **lone)] if sm90_tiles.leaves_past_rows(key) else []),
     )
 
 
