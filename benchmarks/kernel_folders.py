@@ -128,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     parser.add_argument("--loops", type=int, default=7, help="bursts of each folder")
     parser.add_argument("--quick", action="store_true", help="tiny cases: their times mean nothing")
     options = parser.parse_args(argv)
+    if options.deterministic and options.direction == "forward":
+        raise ValueError("--deterministic: a forward has no dQ; take --direction backward")
     cases = [
         case
         for case in (shapes.QUICK if options.quick else shapes.ALL)

@@ -34,8 +34,18 @@ def test_each_folder_has_its_own_process(tmp_path: pathlib.Path):
             assert pool.submit(os.getenv, runtime.KERNELS_VARIABLE).result() == str(folder)
 
 
+def test_several_globs_and_the_deterministic_backward(tmp_path: pathlib.Path):
+    (tmp_path / "manifest.json").write_text('{"kernels": []}')
+    globs = ["grid-d64-causal-*", "grid-d64-dense-*"]
+    options = ["--direction", "backward", "--deterministic", "--quick", "--only", *globs]
+    rows = kernel_folders.main([str(tmp_path), *options])
+    assert {name.split("-")[2] for name, _ in rows} == {"causal", "dense"}
+
+
 def test_what_it_refuses(tmp_path: pathlib.Path):
     with pytest.raises(ValueError, match=r"holds no manifest\.json"):
         kernel_folders.start(tmp_path)
+    with pytest.raises(ValueError, match="take --direction backward"):
+        kernel_folders.main([str(tmp_path), "--deterministic"])
     with pytest.raises(ValueError, match="'nothing'"):
         kernel_folders.main([str(tmp_path), "--only", "nothing"])
