@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 
-import numpy as np
 import pytest
 
 from fa4_jax.conformance.cases import Case
-from fa4_jax.conformance.compare import compare
-from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
+from fa4_jax.conformance.oracle import make_inputs
 from kernels.emulator import Policy
 from tests.emulator import attention
+from tests.emulator.gradients import check_gradients
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the PTX comes from CuTe-DSL, which is not here", allow_module_level=True)
@@ -59,11 +58,4 @@ CASES = (
 def test_gradients(case: Case) -> None:
     inputs = make_inputs(case, 0)
     launch = dataclasses.replace(attention.attention(case, inputs), multiprocessors=3)
-    with np.errstate(all="ignore"):
-        exact, judges = oracle(case, inputs), [ordinary(case, inputs, x) for x in REFERENCE_SHIFTS]
-    for seed, policy in enumerate(POLICIES):
-        results = launch.run(policy, seed)
-        for name in ("dq", "dk", "dv"):
-            usual = [x[name] for x in judges]
-            verdict = compare(name, case.dtype, results[name], exact[name], usual, False)
-            assert verdict.failure is None, verdict
+    check_gradients(launch, case, inputs, POLICIES)
