@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import multiprocessing
 import os
+import pathlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import util
 
 import numpy as np
 
-from fa4_jax import api, catalogue, launches, splits, tail
+from fa4_jax import api, catalogue, launches, manifest, splits, tail
 from fa4_jax.conformance import biases, runner
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import HESSIAN_PRODUCTS, STORAGE, Inputs
@@ -54,9 +55,24 @@ bias in another form, or ranges where a forward with a soft cap alone has none; 
 here."""
 
 
+_read: dict[KernelKey, Ptx] = {}
+
+
+def read_ptx(folder: pathlib.Path) -> None:
+    """Has `ptx` return the texts that `kernels.build --ptx` has written to a folder.
+
+    A machine without the compiler can run them. Called before any text is asked for.
+    """
+    for key, record in manifest.load(folder / "manifest.json").cubins.items():
+        text = (folder / record.file).read_text()
+        _read[key] = Ptx(text, record.symbol, record.launch, record.tile)
+
+
 @functools.cache
 def ptx(key: KernelKey) -> Ptx:
-    """The PTX of a kernel, from the build or from the one process that may import cutlass."""
+    """The PTX of a kernel: that read, the build's, or of the one process that imports cutlass."""
+    if (read := _read.get(key)) is not None:
+        return read
     if (built := cache.find(key)) is not None:
         return Ptx(built.ptx, built.cubin.symbol, built.cubin.launch, built.cubin.tile)
     return _compiler(key.arch).submit(compile.compile_ptx, key).result()

@@ -6,10 +6,12 @@ The command runs the conformance cases of at most 700 query rows and keys as the
 backward. A kernel that fewer than --least of them reach gets smaller cases, with its storage type,
 head dim, numerics and order of summation. --covering runs the small problems of mutation_score
 instead, one a seed, which reach every synchronising instruction of a kernel. A backward runs after
-one ordinary forward, which has runs of its own. The order is seed by seed, so that --minutes cuts
-off the last seeds of every case. Each outcome is added to --record at once, and a second run goes
-on from there: it counts runs of the same kernel text under the same emulator. --note prints what a
-record says and runs nothing.
+one ordinary forward, which has runs of its own. A process runs up to four seeds of one problem one
+after another, which share that forward and the oracle. The order is by their first seed, so that
+--minutes cuts off the last seeds of every case. Outcomes are added to --record at once, and a
+second run goes on from there: it counts runs of the same kernel text under the same emulator.
+--note prints what a record says and runs nothing. With --ptx the texts are those of a folder that
+`kernels.build --ptx` wrote, so that the many cores of a machine without the compiler can help.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import pathlib
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import numpy as np
 from rich.console import Console
@@ -56,6 +58,7 @@ from tests.emulator.split_launches import in_parts, launch_in_pages
 MOST_ROWS = 700
 MOST_SCORES = 200_000  # of all heads, of a case for a kernel that few cases reach
 PROCESSES = 2
+_TOGETHER = 4  # runs of a problem that a process does, so that --minutes is met in time
 QUANTITIES = {
     Pass.FORWARD: ("output", "lse"),
     Pass.FORWARD_SPLIT: ("output", "lse"),
@@ -327,6 +330,35 @@ def perform(run: Run) -> Outcome:
     )
 
 
+def perform_all(runs: Sequence[Run]) -> list[Outcome]:
+    """Runs some cases one after another."""
+    return [perform(run) for run in runs]
+
+
+def by_problem(runs: Iterable[Run]) -> list[tuple[Run, ...]]:
+    """Runs of the same problem together, at most _TOGETHER, in the order of their first ones."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.problem].append(run)
+    parts = [
+        tuple(group[first : first + _TOGETHER])
+        for group in groups.values()
+        for first in range(0, len(group), _TOGETHER)
+    ]
+    return sorted(parts, key=lambda part: part[0].seed)
+
+
+def load_texts(runs: Iterable[Run]) -> None:
+    """Has this process compile what the runs need: the others inherit the texts."""
+    for case, main_key in {(run.case, run.key) for run in runs}:
+        gradients = main_key.kernel in (Pass.BACKWARD, *HESSIAN_PASSES)
+        design = designs.design_of(main_key)
+        inputs = inputs_of(case, 0, main_key.kernel)
+        for key in attention.attention(case, inputs, gradients, main_key.arch, design).keys:
+            attention.ptx(key)
+    attention.close()
+
+
 @functools.cache
 def _digest(key: KernelKey) -> str:
     return hashlib.sha256(attention.ptx(key).text.encode()).hexdigest()[:12]
@@ -389,6 +421,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default="*", metavar="GLOB", help="kernel/case")
     parser.add_argument("--minutes", type=float, default=1e9, help="no run starts after these")
     parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--ptx", type=pathlib.Path, metavar="FOLDER", help="of the kernels' texts")
     default = pathlib.Path("build/conformance.jsonl")
     parser.add_argument("--record", type=pathlib.Path, default=default, metavar="FILE.jsonl")
     parser.add_argument("--note", action="store_true")
@@ -408,13 +441,10 @@ def main() -> int:
         for run in (Run(case, key, seed) for case, key in listed or covering(seed))
         if fnmatch.fnmatchcase(run.name, options.only)
     ]
-    for case, main_key in {(run.case, run.key) for run in chosen}:
-        gradients = main_key.kernel in (Pass.BACKWARD, *HESSIAN_PASSES)
-        design = designs.design_of(main_key)
-        inputs = inputs_of(case, 0, main_key.kernel)
-        for key in attention.attention(case, inputs, gradients, main_key.arch, design).keys:
-            attention.ptx(key)  # The processes inherit the texts.
-    attention.close()
+    if options.ptx:
+        attention.read_ptx(options.ptx)
+    else:
+        load_texts(chosen)
     known = {(o.run, o.seed, o.text, o.emulator) for o in recorded(options.record)}
     digest = _emulator()
     left = [run for run in chosen if (run.name, run.seed, _digest(run.key), digest) not in known]
@@ -422,15 +452,15 @@ def main() -> int:
     failures, end = 0, time.monotonic() + 60 * options.minutes
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.processes, context) as pool, options.record.open("a") as file:
-        together = 4 * options.processes
-        for first in track(range(0, len(left), together), "runs", console=console):
-            if time.monotonic() > end:
-                break
-            for outcome in pool.map(perform, left[first : first + together]):
+        waiting = [pool.submit(perform_all, runs) for runs in by_problem(left)]
+        for done in track(as_completed(waiting), "runs", len(waiting), console=console):
+            for outcome in () if done.cancelled() else done.result():
                 print(json.dumps(dataclasses.asdict(outcome)), file=file, flush=True)
                 failures += bool(outcome.failure)
                 if outcome.failure:
                     console.print(f"{outcome.run}: {outcome.failure}")
+            if time.monotonic() > end:
+                pool.shutdown(wait=False, cancel_futures=True)
     print(note(recorded(options.record)))
     return failures
 
