@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fa4_jax import catalogue, designs, splits
+from fa4_jax.conformance.case import Case
 from fa4_jax.conformance.oracle import make_inputs, with_tangents
 from fa4_jax.key import (
     HESSIAN_PASSES,
@@ -83,27 +84,29 @@ _SEEDS = (5, 6)
 """Two seeds, which starve different warps; in Hopper's banded forward, two of warpgroup 0."""
 
 
+def problem(key: KernelKey, case: Case) -> Attention:
+    """The launch of a kernel with one of `mutation_cases.cases`, on what those before it left."""
+    inputs = attention.reversed_keys(case, make_inputs(case, 0))
+    if key.kernel in OF_DERIVATIVES:
+        inputs = with_tangents(case, inputs, 0)
+    backward = key.kernel not in (*FORWARDS, Pass.TANGENT)
+    launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))
+    launch = launch_in_pages(launch, case) if key.paged else launch
+    launch = launch.only(key.kernel)
+    assert launch.keys == (key,), launch.keys
+    if key.kernel is Pass.FORWARD_SPLIT:
+        # One part, whose results are compared; two have the same synchronisation.
+        parts = splits.shape(1, *launch.arrays["parts"].shape[1:3])
+        arrays = launch.arrays | {"parts": np.zeros(parts, np.int32)}
+        launch = dataclasses.replace(launch, arrays=arrays)
+    # CTAs of a backward wait for each other's additions to dQ; those of a forward do not meet.
+    ctas = 2 if key.kernel is Pass.BACKWARD else 1
+    return dataclasses.replace(launch, multiprocessors=ctas)
+
+
 def problems(key: KernelKey) -> list[Attention]:
-    """The launches of a kernel that its mutations are put through, on what those before it left."""
-    made = []
-    for case in mutation_cases.cases(key):
-        inputs = attention.reversed_keys(case, make_inputs(case, 0))
-        if key.kernel in OF_DERIVATIVES:
-            inputs = with_tangents(case, inputs, 0)
-        backward = key.kernel not in (*FORWARDS, Pass.TANGENT)
-        launch = attention.attention(case, inputs, backward, key.arch, designs.design_of(key))
-        launch = launch_in_pages(launch, case) if key.paged else launch
-        launch = launch.only(key.kernel)
-        assert launch.keys == (key,), launch.keys
-        if key.kernel is Pass.FORWARD_SPLIT:
-            # One part, whose results are compared; two have the same synchronisation.
-            parts = splits.shape(1, *launch.arrays["parts"].shape[1:3])
-            arrays = launch.arrays | {"parts": np.zeros(parts, np.int32)}
-            launch = dataclasses.replace(launch, arrays=arrays)
-        # CTAs of a backward wait for each other's additions to dQ; those of a forward do not meet.
-        ctas = 2 if key.kernel is Pass.BACKWARD else 1
-        made.append(dataclasses.replace(launch, multiprocessors=ctas))
-    return made
+    """The launches of a kernel that its mutations are put through."""
+    return [problem(key, case) for case in mutation_cases.cases(key)]
 
 
 def trials(key: KernelKey) -> list[Trial]:

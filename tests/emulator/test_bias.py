@@ -21,7 +21,7 @@ from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, Inputs, make_inputs, or
 from fa4_jax.key import KernelKey, Pass
 from kernels.emulator import Policy
 from tests import sampling
-from tests.emulator import attention, emulated_gpu, mutation_score, mutations
+from tests.emulator import attention, emulated_gpu, mutation_cases, mutation_score, mutations
 from tests.emulator.kernel_conformance import ADVERSARIES, Problem, targets, verdicts
 from tests.emulator.processes import HOW, Gpu
 
@@ -58,16 +58,28 @@ def test_the_cases_reach_every_kernel() -> None:
 OF_GRADIENTS = [key for key in KERNELS if key.kernel is Pass.BIAS_GRADIENT]
 
 
+PROBLEMS = [(key, case) for key in sorted(OF_GRADIENTS) for case in mutation_cases.cases(key)]
+
+
 @pytest.mark.parametrize(
-    "key",
-    sampling.only(sorted(OF_GRADIENTS), lambda key: key.dtype == "bf16" and key.head_dim == 64),
+    ("key", "case"),
+    [
+        pytest.param(
+            *pair,
+            marks=[]
+            if pair[0].dtype == "bf16" and pair[0].head_dim == 64
+            else pytest.mark.every_case,
+            id=f"{pair[0].name}-{pair[1].id}",
+        )
+        for pair in PROBLEMS
+    ],
 )
-def test_gradients_have_the_same_bits_in_any_order(key: KernelKey) -> None:
-    for launch in mutation_score.problems(key):
-        first, *others = (launch.run(policy, 3)["dbias"] for policy in ADVERSARIES)
-        assert np.abs(first.astype(np.float32)).max() > 0
-        for other in others:
-            np.testing.assert_array_equal(other, first)
+def test_gradients_have_the_same_bits_in_any_order(key: KernelKey, case: Case) -> None:
+    launch = mutation_score.problem(key, case)
+    first, *others = (launch.run(policy, 3)["dbias"] for policy in ADVERSARIES)
+    assert np.abs(first.astype(np.float32)).max() > 0
+    for other in others:
+        np.testing.assert_array_equal(other, first)
 
 
 # What each kernel has around its copies: starts, waits, and lanes that meet before and after they
@@ -90,7 +102,7 @@ def test_what_orders_copies_of_a_dense_bias_is_missed(name: str) -> None:
     lines = list(enumerate(text.split("\n"), 1))
     copies = [n for n, line in lines if "cp.async.cg" in line]
     waits = [n for n, line in lines if "cp.async.wait_group" in line]
-    launch = mutation_score.problems(key)[problem]
+    launch = mutation_score.problem(key, mutation_cases.cases(key)[problem])
     trial = mutations.Trial(launch, launch.run(Policy()), mutation_score.policies(key)[0], 0)
     found = {}
     for change in mutations.mutations(text, counts=False):

@@ -15,7 +15,7 @@ from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.key import HESSIAN_PASSES, KernelKey
 from tests import sampling
-from tests.emulator import emulated_tangents, mutation_score
+from tests.emulator import emulated_tangents, mutation_cases, mutation_score
 from tests.emulator.kernel_conformance import ADVERSARIES, Problem, quantities, targets, verdicts
 from tests.emulator.processes import HOW, Gpu
 
@@ -49,7 +49,7 @@ def test_the_cases_reach_every_kernel() -> None:
 @pytest.mark.parametrize("key", sampling.only(KERNELS, _first))
 def test_ctas_start_in_any_order(key: KernelKey) -> None:
     """Bit by bit the same results, whatever CTA starts first and however few there are."""
-    launch = mutation_score.problems(key)[1]
+    launch = mutation_score.problem(key, mutation_cases.cases(key)[1])
     first, *others = (launch.run(policy, 3) for policy in ADVERSARIES)
     for other in others:
         for name, array in first.items():

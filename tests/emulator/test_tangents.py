@@ -16,7 +16,7 @@ from fa4_jax import catalogue
 from fa4_jax.conformance.cases import Case
 from fa4_jax.key import KernelKey, Pass
 from tests import sampling
-from tests.emulator import emulated_tangents, mutation_score
+from tests.emulator import emulated_tangents, mutation_cases, mutation_score
 from tests.emulator.kernel_conformance import ADVERSARIES, Problem, targets, verdicts
 from tests.emulator.processes import HOW, Gpu
 
@@ -51,7 +51,7 @@ def test_the_cases_reach_every_kernel() -> None:
 @pytest.mark.parametrize("key", sampling.only(KERNELS, _first_and_last))
 def test_ctas_start_in_any_order(key: KernelKey) -> None:
     """Bit by bit the same results, whatever CTA starts first and however few there are."""
-    launch = mutation_score.problems(key)[1]
+    launch = mutation_score.problem(key, mutation_cases.cases(key)[1])
     first, *others = (
         dataclasses.replace(launch, multiprocessors=ctas).run(policy, 3)
         for ctas, policy in zip((1, 2, 3), ADVERSARIES, strict=True)
