@@ -29,11 +29,11 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import CASES, Case
@@ -452,15 +452,19 @@ def main() -> int:
     failures, end = 0, time.monotonic() + 60 * options.minutes
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.processes, context) as pool, options.record.open("a") as file:
-        waiting = [pool.submit(perform_all, runs) for runs in by_problem(left)]
-        for done in track(as_completed(waiting), "runs", len(waiting), console=console):
-            for outcome in () if done.cancelled() else done.result():
-                print(json.dumps(dataclasses.asdict(outcome)), file=file, flush=True)
-                failures += bool(outcome.failure)
-                if outcome.failure:
-                    console.print(f"{outcome.run}: {outcome.failure}")
-            if time.monotonic() > end:
-                pool.shutdown(wait=False, cancel_futures=True)
+        waiting = {pool.submit(perform_all, runs) for runs in by_problem(left)}
+        with Progress(console=console) as progress:
+            task = progress.add_task("runs", total=len(left))
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for outcome in itertools.chain.from_iterable(x.result() for x in done):
+                    print(json.dumps(dataclasses.asdict(outcome)), file=file, flush=True)
+                    progress.advance(task)
+                    failures += bool(outcome.failure)
+                    if outcome.failure:
+                        console.print(f"{outcome.run}: {outcome.failure}")
+                if time.monotonic() > end:  # What runs already is waited for.
+                    waiting = {x for x in waiting if not x.cancel()}
     print(note(recorded(options.record)))
     return failures
 
