@@ -36,7 +36,7 @@ def make_inputs(case: Case) -> Inputs:
     @jax.jit
     def draw(seed: jax.Array) -> Inputs:
         parts = jax.random.split(seed, 4)
-        query = jax.random.normal(parts[0], (*rows, case.head_dim), case.dtype)
+        query = jax.random.normal(parts[0], (*rows, case.head_dim), case.dtype) * case.deviation
         key = jax.random.normal(parts[1], (*keys, case.head_dim), case.dtype)
         value = jax.random.normal(parts[2], (*keys, case.output_dim), case.dtype)
         cotangent = jax.random.normal(parts[3], (*rows, case.output_dim), case.dtype)

@@ -179,6 +179,8 @@ def mask(case: Record) -> str:
         words.append(f"{len(lengths)} documents of {lengths[0]} to {lengths[-1]} tokens")
     if case.get("soft_cap") is not None:
         words.append(f"soft cap {case['soft_cap']:g}")
+    if case.get("deviation", 1) != 1:
+        words.append(f"scores with a deviation of {case['deviation']}")
     if case.get("sinks"):
         words.append("sinks")
     return ", ".join(words)

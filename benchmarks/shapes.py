@@ -36,6 +36,7 @@ class Case:
       documents: lengths of the documents that fill each row of the batch, one after the other.
       sinks: each query head has a sink.
       soft_cap: of the scores.
+      deviation: what normal queries are multiplied with, so about the scores' standard deviation.
       chained: calls of a program, each with the output before as its query, where one call is
         shorter than the host's time for it. Where it is not 1 the forward alone is timed.
     """
@@ -55,6 +56,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    deviation: int = 1
     chained: int = 1
 
     @property
@@ -80,6 +82,8 @@ class Case:
             parts.append(f"{sum(map(len, self.documents))}docs")
         if self.soft_cap is not None:
             parts.append(f"cap{self.soft_cap:g}")
+        if self.deviation != 1:
+            parts.append(f"deviation{self.deviation}")
         if self.sinks:
             parts.append("sinks")
         return "-".join(parts)
@@ -232,6 +236,15 @@ LAYERS = (
             self_attention("layers", head_dim, 8192, is_causal, "bfloat16"), soft_cap=cap
         )
         for head_dim, is_causal, cap in itertools.product((64, 128, 256), (False, True), (50.0,))
+    ),
+    # The time of a soft cap depends on the scores: some above an eighth of it, above half of it.
+    *(
+        dataclasses.replace(
+            self_attention("layers", head_dim, 8192, True, "bfloat16"),
+            soft_cap=50.0,
+            deviation=deviation,
+        )
+        for head_dim, deviation in itertools.product((64, 128, 256), (3, 10))
     ),
     *(
         dataclasses.replace(self_attention("layers", head_dim, 8192, True, "bfloat16"), sinks=True)

@@ -182,6 +182,8 @@ def _scores() -> list[Case]:
         sized(soft_cap=50.0, is_causal=True, head_dim=256),
         sized(soft_cap=2.0, magnitude=3.0, head_dim=128, poison=True, key_lengths=(391, 100)),
         sized(soft_cap=5.0, window=(70, 10), dtype="fp16", deterministic=True),
+        sized(soft_cap=64.0, magnitude=1.3, head_dim=128, dtype="fp16", deterministic=True),
+        sized(soft_cap=1000.0, magnitude=4.0, dtype="fp16"),
         sized(sinks=True, window=(127, 0), heads=(8, 1), query_offset=134),
         sized(sinks=True, key_lengths=(0, 391), query_lengths=(200, 257), head_dim=128),
         sized(sinks=True, masks=("ranges",), numerics="exact", deterministic=True),

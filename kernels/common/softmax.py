@@ -3,6 +3,8 @@
 Exponents are in units of log2, so that exp is one exp2.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -47,12 +49,53 @@ def near_coefficients() -> list[float]:
     return factors[::-1]
 
 
-def near_tanh(y: Float32) -> Float32:
-    """Returns tanh(y / TANH_UNIT) where that is near 0, without the special-function unit."""
-    square, (factor, *others) = y * y, near_coefficients()
+def odd_polynomial(y: Float32, factors: list[Any]) -> Float32:
+    """Returns the sum of factors times y, y^3, y^5 ..., last one first."""
+    square, (factor, *others) = y * y, factors
     for coefficient in others:
         factor = factor * square + coefficient
     return factor * y
+
+
+def near_tanh(y: Float32) -> Float32:
+    """Returns tanh(y / TANH_UNIT) up to 1/2, without the special-function unit."""
+    return odd_polynomial(y, near_coefficients())
+
+
+MOST_NEAR = TANH_UNIT / 8
+"""Up to here, an eighth of the cap, two coefficients are enough."""
+
+NEAR_COEFFICIENTS = [-0.33074716 / TANH_UNIT**3, 0.99998993 / TANH_UNIT]
+"""Factors of y^3 and y whose sum is tanh(y / TANH_UNIT) up to MOST_NEAR; error at most 2.5e-7.
+
+Least maximum of the absolute error, which a score has times the cap.
+"""
+
+NEAR_SLOPE = -0.99143987 / TANH_UNIT**2
+"""1 + NEAR_SLOPE y^2 is 1 - tanh(y / TANH_UNIT)^2 up to MOST_NEAR; error at most 2.8e-5."""
+
+MOST_NEAR_LOG2 = 64 * LOG2_E
+"""The largest cap, in units of log2, for which that error is small in a score: 1.6e-5."""
+
+
+def factors_of_products(
+    coefficients: list[float], before_cap: Float32, scale: Float32 | float = 1.0
+) -> list[Float32]:
+    """Returns the factors of a product's powers for those of y = before_cap times the product.
+
+    coefficients: of `odd_polynomial`, whose result is then multiplied with scale.
+    """
+    power, factors = before_cap * scale, []
+    for coefficient in reversed(coefficients):
+        factors.append(power * coefficient)
+        power = power * before_cap * before_cap
+    return factors[::-1]
+
+
+def has_powers(before_cap: Float32) -> Boolean:
+    """Whether powers of it up to the seventh are normal numbers, which may be factors."""
+    magnitude = cute.math.absf(before_cap)
+    return (magnitude >= 2.0**-17) & (magnitude <= 2.0**17)
 
 
 def tanh(y: Float32) -> Float32:

@@ -43,12 +43,14 @@ class Scales:
       before_cap: of a product, of which `softmax.tanh` makes the score, in units of the soft cap;
         None or 0 where there is no cap.
       before_bias: of a product, to which a bias is then added; None where there is none.
+      near_limit: up to which |product| times before_cap a block needs no maximum.
     """
 
     scale_log2: Float32
     lag_limit: Float32
     before_cap: Float32 | None = None
     before_bias: Float32 | None = None
+    near_limit: Float32 | None = None
 
 
 def soft_cap_of(buffers: LogitBuffers | CapBuffer) -> Float32:

@@ -60,8 +60,7 @@ from kernels.common.pages import whole_sizes
 from kernels.common.resources import Maps, Shared
 from kernels.common.ring import Use
 from kernels.common.schedule import ForwardShape, Schedule
-from kernels.common.softmax import fmax, rescale_factor
-from kernels.common.state import Scales, make_scales
+from kernels.common.state import Scales
 from kernels.interface import (
     BiasBuffers,
     ForwardScalars,
@@ -72,7 +71,7 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import forward_bias, softmax, wgmma
-from kernels.sm90.forward_bias import BiasedScores, Form, lacking, move_reference
+from kernels.sm90.forward_bias import BiasedScores, Form
 from kernels.sm90.forward_data import (
     Operands,
     Place,
@@ -86,12 +85,13 @@ from kernels.sm90.forward_description import of_key
 from kernels.sm90.forward_groups import OwnBlocks, seen_by
 from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
-from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, soft_cap_of
+from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, scales_of
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
+from kernels.sm90.forward_softmax import RowSoftmax
 from kernels.sm90.tiles import WARPGROUP, WARPGROUP_ROWS, forward_tile, leaves_out, leaves_past_rows
 
 
-class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
+class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -178,7 +178,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         ranges: RangeBuffers | None,
     ):
         """MMA warpgroup: computes all tiles of this CTA."""
-        scales = make_scales(scalars, soft_cap_of(results))
+        scales = scales_of(results, scalars, self.dtype)
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform((thread - WARPGROUP) // WARPGROUP)
         last = self.tile.mma_warpgroups - 1
@@ -412,78 +412,20 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores):
         if cutlass.const_expr(masked):
             visit = visit_of(shared, rows, use.slot, block + 1)
         self.release(shared.barriers.k_empty.at(use))
-        if cutlass.const_expr(self.soft_cap):
-            softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
-        self.add_bias(mma.scores, own, block, form, words)
-        bases = self.bases(own, block, form)
-        if cutlass.const_expr(masked):
-            hide(mma.scores, rows, block, visit, self.tile.n)
-        factors = self.softmax_block(mma.scores, rows, own.scales, bases)
+        if cutlass.const_expr(self.soft_cap and not masked):
+            factors = self.capped_softmax(mma.scores, rows, own.scales)
+        else:
+            if cutlass.const_expr(self.soft_cap):
+                softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
+            self.add_bias(mma.scores, own, block, form, words)
+            bases = self.bases(own, block, form)
+            if cutlass.const_expr(masked):
+                hide(mma.scores, rows, block, visit, self.tile.n)
+            factors = self.softmax_block(mma.scores, rows, own.scales, bases)
         warpgroup.wait_group(0)
         self.release(shared.barriers.v_empty.at(last))
         self.rescale(mma.acc, factors)
         wgmma.round_fragment(mma.scores, mma.probabilities)
-
-    def softmax_block(
-        self,
-        scores: cute.Tensor,
-        rows: Rows,
-        scales: Scales,
-        bases: list[Float32] | None = None,
-    ) -> list[Float32]:
-        """Replaces scores by P, updates row references and sums, returns rescale factors.
-
-        bases: what the scores lack of each row, or None; forward_bias.
-        """
-        if not self.tile.skips_rescaling:
-            return self.softmax_side_by_side(scores, rows, scales, bases)
-        factors = []
-        for row in range(softmax.ROWS):
-            old = lacking(rows.reference, bases, row)
-            new, maximum = softmax.new_reference(scores, row, old, scales.lag_limit)
-            if rows.maximum is not None:
-                rows.maximum[row] = fmax(rows.maximum[row], maximum)
-            factor = rescale_factor(old, new, scales.scale_log2)
-            total = softmax.exponentiate_row(scores, row, new, scales.scale_log2)
-            move_reference(rows.reference, bases, row, (old, new))
-            rows.row_sum[row] = rows.row_sum[row] * factor + total
-            factors.append(factor)
-        return factors
-
-    def softmax_side_by_side(
-        self,
-        scores: cute.Tensor,
-        rows: Rows,
-        scales: Scales,
-        bases: list[Float32] | None,
-    ) -> list[Float32]:
-        """Does what `softmax_block` does, with both rows side by side.
-
-        The compiler then issues the multiplications of `rescale` among the exponentials, which the
-        special-function unit takes eight cycles each for. Row by row, or with the factors after
-        the exponentials, they come after all of them.
-        """
-        old = [lacking(rows.reference, bases, row) for row in range(softmax.ROWS)]
-        new, maxima = softmax.new_references(scores, old, scales.lag_limit)
-        factors = []
-        for row in range(softmax.ROWS):
-            if rows.maximum is not None:
-                rows.maximum[row] = fmax(rows.maximum[row], maxima[row])
-            move_reference(rows.reference, bases, row, (old[row], new[row]))
-            factors.append(rescale_factor(old[row], new[row], scales.scale_log2))
-            rows.row_sum[row] = rows.row_sum[row] * factors[row]
-        softmax.exponentiate_rows(scores, new, scales.scale_log2, rows.row_sum)
-        return factors
-
-    @cute.jit
-    def rescale(self, acc: cute.Tensor, factors: list[Float32]):
-        """Multiplies acc by each row's factor; ForwardTile.skips_rescaling."""
-        if cutlass.const_expr(self.tile.skips_rescaling):
-            moved = (factors[0] != 1.0) | (factors[1] != 1.0)
-            if cute.arch.vote_any_sync(moved):
-                softmax.scale_rows(acc, factors)
-        else:
-            softmax.scale_rows(acc, factors)
 
 
 def source(key: KernelKey) -> KernelSource:

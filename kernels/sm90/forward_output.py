@@ -13,14 +13,30 @@ from cutlass.cute.nvgpu import warp
 
 from kernels.common import ptx, resources, tensors
 from kernels.common.resources import Maps
-from kernels.common.softmax import LN_2, LOG2_E, fmax, select, with_sink
+from kernels.common.softmax import (
+    LN_2,
+    LOG2_E,
+    TANH_UNIT,
+    fmax,
+    has_powers,
+    select,
+    with_sink,
+)
+from kernels.common.state import Scales, make_scales, soft_cap_of
 from kernels.description import NamedBarrier
-from kernels.interface import LogitBuffers, Sizes
+from kernels.interface import ForwardScalars, LogitBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
 from kernels.sm90.forward_bias import CallBias
 from kernels.sm90.forward_data import Rows
 from kernels.sm90.forward_schedule import Work
 from kernels.sm90.tiles import WARPGROUP, ForwardTile
+
+MOST_EXPONENTS = {cutlass.Float16: 12.0, cutlass.BFloat16: 40.0}
+"""How far from 0 exponents of P may be that has no maximum, in units of log2, by storage type.
+
+Float16 has normal numbers from 2^-14 to 2^16. Sums of bfloat16's times V stay below 2^127 for V up
+to 1e20.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +67,21 @@ class HeadResults:
     bias: CallBias | None = None
 
 
-def soft_cap_of(results: RowResults) -> Float32 | None:
-    """Returns the call's soft cap, or None."""
-    if results.logits is None or results.logits.soft_cap is None:
-        return None
-    return cute.make_tensor(results.logits.soft_cap, cute.make_layout(1))[0]
+def scales_of(results: RowResults, scalars: ForwardScalars, dtype: type) -> Scales:
+    """Returns the scales of a call, which has a soft cap where the kernel reads one.
+
+    dtype: the storage type.
+    """
+    logits = results.logits
+    if logits is None or logits.soft_cap is None:
+        return make_scales(scalars)
+    scales = make_scales(scalars, soft_cap_of(logits))
+    # Scores without a maximum: where one is wanted, none may be.
+    limit = select(logits.max_heads > 0, Float32(-1.0), Float32(MOST_EXPONENTS[dtype]))
+    limit = limit * TANH_UNIT / scales.scale_log2
+    limit = select(limit < TANH_UNIT / 2, limit, Float32(TANH_UNIT / 2))
+    limit = select(has_powers(scales.before_cap), limit, Float32(-1.0))
+    return dataclasses.replace(scales, near_limit=limit)
 
 
 def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:

@@ -6,6 +6,7 @@ pairs of adjacent columns every 8 columns:
 Scores are kept unscaled; exponents are in units of log2, so that exp is one exp2.
 """
 
+import functools
 import itertools
 
 import cutlass
@@ -14,14 +15,21 @@ from cutlass import Float32, Int32, Uint32
 
 from kernels.common.row_ranges import Tags, bits_below
 from kernels.common.softmax import (
+    TANH_UNIT,
     are_near,
     exp2,
+    factors_of_products,
     finite_reference,
     fmax,
+    has_powers,
+    near_coefficients,
     near_tanh,
+    odd_polynomial,
     select,
     tanh,
 )
+
+CHAINS = 4  # instructions of a maximum at a time, each of which waits for the one before it
 
 ROWS = 2  # rows of an accumulator fragment per thread
 
@@ -43,6 +51,30 @@ def quad_reduce(value: Float32, op) -> Float32:
     """Reduces over the four threads that share a row."""
     value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
     return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+def largest_magnitude(products: cute.Tensor, before_cap: Float32) -> Float32:
+    """Returns the largest |product| of a thread's fragment, times |before_cap|; NaN if one is."""
+    largest = [Float32(0.0)] * CHAINS
+    for i in range(cute.size(products)):
+        largest[i % CHAINS] = fmax(largest[i % CHAINS], cute.math.absf(products[i]))
+    return functools.reduce(fmax, largest) * cute.math.absf(before_cap)
+
+
+@cute.jit
+def cap_below(products: cute.Tensor, before_cap: Float32, largest: Float32):
+    """Replaces products by their scores in units of the soft cap.
+
+    largest: `largest_magnitude` of the products. Where none of the warp is above half a cap, a
+      polynomial of the products themselves is enough.
+    """
+    if cute.arch.vote_all_sync(largest <= TANH_UNIT / 2) & has_powers(before_cap):
+        factors = factors_of_products(near_coefficients(), before_cap)
+        for i in cutlass.range_constexpr(cute.size(products)):
+            products[i] = odd_polynomial(products[i], factors)
+    else:
+        for i in cutlass.range_constexpr(cute.size(products)):
+            products[i] = tanh(products[i] * before_cap)
 
 
 @cute.jit
@@ -178,3 +210,15 @@ def scale_rows(acc: cute.Tensor, factors: list[Float32]):
         for pair, column in fragment_columns(acc):
             index = fragment_index(pair, row, column)
             acc[index] = acc[index] * factors[row]
+
+
+def exponentiate_products(
+    products: cute.Tensor, row: int, factors: list[Float32], shift: Float32
+) -> Float32:
+    """Does what `exponentiate_row` does, of products of which a polynomial gives the exponents."""
+    total = [Float32(0.0), Float32(0.0)]
+    for pair, column in fragment_columns(products):
+        index = fragment_index(pair, row, column)
+        products[index] = exp2(odd_polynomial(products[index], factors) - shift)
+        total[column] = total[column] + products[index]
+    return total[0] + total[1]

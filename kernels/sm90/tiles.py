@@ -139,7 +139,11 @@ def forward_tile(key: KernelKey) -> ForwardTile:
     dims = (key.head_dim, key.value_dim)
     if not key.band and dims in DENSE_FORWARD_TILES:
         return DENSE_FORWARD_TILES[dims]
-    return FORWARD_TILES[key.head_dim, key.value_dim, key.short]
+    tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
+    if key.soft_cap and key.value_dim >= 128:
+        # Capped scores take so many instructions that they no longer hide these multiplications.
+        return dataclasses.replace(tile, skips_rescaling=True)
+    return tile
 
 
 def leaves_out(key: KernelKey) -> bool:

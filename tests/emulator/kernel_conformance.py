@@ -418,7 +418,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--covering", action="store_true", help="the problems of mutation_score, not the cases"
     )
-    parser.add_argument("--only", default="*", metavar="GLOB", help="kernel/case")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="kernel/case")
     parser.add_argument("--minutes", type=float, default=1e9, help="no run starts after these")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--ptx", type=pathlib.Path, metavar="FOLDER", help="of the kernels' texts")
@@ -439,7 +439,7 @@ def main() -> int:
         run
         for seed in range(options.first_seed, options.seeds)
         for run in (Run(case, key, seed) for case, key in listed or covering(seed))
-        if fnmatch.fnmatchcase(run.name, options.only)
+        if any(fnmatch.fnmatchcase(run.name, glob) for glob in options.only)
     ]
     if options.ptx:
         attention.read_ptx(options.ptx)

@@ -46,7 +46,9 @@ def cases(key: KernelKey) -> tuple[Case, ...]:
         numerics = "fast" if key.polynomial_exp2 else "exact"
         return _paged_cases(key, common | {"growing": True, "numerics": numerics})
     if key.kernel == Pass.FORWARD:
-        return _forward_cases(key, common | {"growing": True, "numerics": "exact"})
+        common |= {"growing": True, "numerics": "exact"}
+        near = [_near_case(common)] if key.soft_cap else []
+        return *_forward_cases(key, common), *near
     return _backward_cases(key, common | {"deterministic": key.deterministic})
 
 
@@ -129,6 +131,21 @@ def _forward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         wide,
         *(dataclasses.replace(wide, masks=masks) for masks in others),
         *([_sloping_case(common), pairs] if key.bias and key.pairwise_bias else []),
+    )
+
+
+def _near_case(common: dict[str, Any]) -> Case:
+    """A case whose growing scores are below half of the cap in the first blocks alone.
+
+    Where a largest score is wanted all have maxima.
+    """
+    return Case(
+        **{**common, "masks": (), "soft_cap": 40.0, "max_logit": False},
+        batch=1,
+        heads=(1, 1),
+        query_length=300,
+        key_length=700,
+        query_offset=400,
     )
 
 
@@ -312,7 +329,8 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
     one visits the last query block first, so that only a second head has it later. Hopper's rings
     have enough rounds that a barrier of eight which asks for seven gets out of step, also where two
     CTAs have half of the queries each. With a bias one more case has a dense one of an odd number
-    of keys, of which every step of both heads copies pairs.
+    of keys, of which every step of both heads copies pairs. With a soft cap one has steps of near
+    scores, steps of others, and no mask.
     """
     rows, few = (64, 20) if key.head_dim > 128 else (128, 40 if key.pair else 98)
     ctas = 2 if key.pair else 1  # of 128 keys, that share a key tile
@@ -330,8 +348,17 @@ def _backward_cases(key: KernelKey, common: dict[str, Any]) -> tuple[Case, ...]:
         key_length=261,
         query_offset=61,
     )
+    near = Case(  # Some steps have scores above an eighth of the cap.
+        **{**common, "masks": (), "soft_cap": 60.0, "magnitude": 1.3},
+        batch=1,
+        heads=(1, 1),
+        query_length=3 * rows,
+        key_length=256 * ctas,
+        query_offset=256 * ctas,
+    )
     return (
         *([pairs] if key.bias and key.pairwise_bias else []),
+        *([near] if key.soft_cap and key.kernel == Pass.BACKWARD else []),
         Case(
             **common,
             batch=4,
