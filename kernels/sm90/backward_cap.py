@@ -75,12 +75,11 @@ class CappedScores(BackwardParts):
           statistics: lse_log2 and delta.
         """
         (values, dp), (lse_log2, delta) = scores, statistics
-        cubic, first = factors_of_products(
-            NEAR_COEFFICIENTS, exponents.before_cap, exponents.scale_log2
-        )
+        before_cap = exponents.before_cap
+        cubic, first = factors_of_products(NEAR_COEFFICIENTS, before_cap, exponents.scale_log2)
         first = select(near, first, fmax(exponents.scale_log2, Float32(LEAST_CAP_LOG2)))
         cubic = select(near, cubic, Float32(0.0))
-        of_product = exponents.before_cap * exponents.before_cap * NEAR_SLOPE
+        (of_product,) = factors_of_products([NEAR_SLOPE], before_cap, before_cap)
         minus_square = select(near, of_product, Float32(-1.0))
         for pair in range(cute.size(values.shape[0][2])):
             shifts, deltas = self.of_columns(lse_log2, pair), self.of_columns(delta, pair)
