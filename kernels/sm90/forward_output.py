@@ -32,10 +32,10 @@ from kernels.sm90.forward_schedule import Work
 from kernels.sm90.tiles import WARPGROUP, ForwardTile
 
 MOST_EXPONENTS = {cutlass.Float16: 12.0, cutlass.BFloat16: 40.0}
-"""How far from 0 exponents of P may be that has no maximum, in units of log2, by storage type.
+"""How far from 0 the exponents of P may be where rows have no maximum, by storage type.
 
-Float16 has normal numbers from 2^-14 to 2^16. Sums of bfloat16's times V stay below 2^127 for V up
-to 1e20.
+They are in units of log2. Float16 has normal numbers from 2^-14 to 2^16. With bfloat16 the sums of
+P times V stay below 2^127 for V up to 1e20 and a million keys.
 """
 
 
@@ -76,7 +76,7 @@ def scales_of(results: RowResults, scalars: ForwardScalars, dtype: type) -> Scal
     if logits is None or logits.soft_cap is None:
         return make_scales(scalars)
     scales = make_scales(scalars, soft_cap_of(logits))
-    # Scores without a maximum: where one is wanted, none may be.
+    # A call that wants its largest scores needs the maximum of every block.
     limit = select(logits.max_heads > 0, Float32(-1.0), Float32(MOST_EXPONENTS[dtype]))
     limit = limit * TANH_UNIT / scales.scale_log2
     limit = select(limit < TANH_UNIT / 2, limit, Float32(TANH_UNIT / 2))

@@ -141,7 +141,7 @@ def forward_tile(key: KernelKey) -> ForwardTile:
         return DENSE_FORWARD_TILES[dims]
     tile = FORWARD_TILES[key.head_dim, key.value_dim, key.short]
     if key.soft_cap and key.value_dim >= 128:
-        # Capped scores take so many instructions that they no longer hide these multiplications.
+        # The softmax of capped scores leaves no idle cycles for the output's multiplications.
         return dataclasses.replace(tile, skips_rescaling=True)
     return tile
 
@@ -320,11 +320,6 @@ class BackwardTile:
     def split_rows(self) -> bool:
         """True: a warpgroup owns 64 query rows of dQ; False: half of its columns."""
         return self.m == 128
-
-    @property
-    def cap_at_once(self) -> int:
-        """Scores of a thread that a soft cap asks about together: all, where registers allow."""
-        return 16 if self.ctas == 1 else 32
 
     def slices(self, ranges: bool, soft_cap: bool, bias: bool) -> tuple[int, int]:
         """The slices of K and of V that registers of a kernel hold."""
