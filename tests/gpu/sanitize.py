@@ -9,7 +9,7 @@ starting one takes seconds. Each process has its own cores: without, the compile
 keep each other from coming to an end. The tool itself crashes now and then, whatever the kernel;
 such a process is started again. The command prints what is reported, process by process,
 and returns 1 if anything is, or if a kernel's calls do not come to their end. Kernels that read
-pages have no such calls; tests/gpu/test_decode.py runs them.
+pages get calls of `decode`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import os
 import queue
 import re
@@ -32,8 +33,11 @@ from rich.progress import track
 from fa4_jax import catalogue
 from fa4_jax.conformance.case import Case
 from fa4_jax.conformance.oracle import make_inputs
+from fa4_jax.conformance.paged import PagedCase, make_cache, run_paged_case
 from fa4_jax.conformance.runner import compute, run_hessian, run_tangents
 from fa4_jax.key import HESSIAN_PASSES, KernelKey, Pass
+from fa4_jax.paged.arguments import DecodeCall, canonicalise
+from fa4_jax.paged.kernel import of_pages
 from fa4_jax.plan import hessian_keys, kernel_keys, tangent_key
 from tests.emulator import mutation_cases
 
@@ -78,13 +82,32 @@ def checked_keys(only: str = "*") -> list[KernelKey]:
     return [
         key
         for key in catalogue.keys("sm_90a")
-        if key.kernel in _PASSES and not key.paged and fnmatch.fnmatchcase(key.name, only)
+        if key.kernel in _PASSES and fnmatch.fnmatchcase(key.name, only)
     ]
 
 
-def kernels(key: KernelKey, case: Case) -> tuple[KernelKey, ...]:
+def cases(key: KernelKey) -> tuple[Case | PagedCase, ...]:
+    """Returns the cases whose calls launch a kernel.
+
+    With pages, of 64 keys and of 16, which are copied in other boxes, entries have no block of 64
+    keys, a part of one, two, and more than any ring has slots; two tiles of rows, or two rows.
+    """
+    if not key.paged:
+        return mutation_cases.cases(key)
+    rows, lengths = 2 if key.kernel is Pass.FORWARD_SPLIT else 200, (1100, 0, 40, 128)
+    case = functools.partial(
+        PagedCase, key.dtype, key.head_dim, key.value_dim, rows=rows, lengths=lengths
+    )
+    return case(page=64, table_pages=18, window=500), case(page=16, table_pages=70)
+
+
+def kernels(key: KernelKey, case: Case | PagedCase) -> tuple[KernelKey, ...]:
     """Returns the main kernels that the call of a key with a case launches on Hopper."""
-    problem = case.problem
+    if isinstance(case, PagedCase):
+        cache = make_cache(case, 0)
+        problem = of_pages(canonicalise(DecodeCall(*cache.arrays, **cache.options))[1])
+    else:
+        problem = case.problem
     forward, backward = kernel_keys(problem, key.arch)
     if key.kernel is Pass.TANGENT:
         return *forward, tangent_key(problem, key.arch)
@@ -93,9 +116,11 @@ def kernels(key: KernelKey, case: Case) -> tuple[KernelKey, ...]:
     return forward if key.kernel in _FORWARDS else forward + backward
 
 
-def run(key: KernelKey, case: Case) -> None:
+def run(key: KernelKey, case: Case | PagedCase) -> None:
     """Makes the call of a key with a case."""
-    if key.kernel is Pass.TANGENT:
+    if isinstance(case, PagedCase):
+        run_paged_case(case, 0, "kernel")
+    elif key.kernel is Pass.TANGENT:
         run_tangents(case, 0, "kernel")
     elif key.kernel in HESSIAN_PASSES:
         run_hessian(case, 0, "kernel")
@@ -151,7 +176,7 @@ def main() -> int:
     if options.run:
         for key in checked_keys():
             if key.name in options.run:
-                for case in mutation_cases.cases(key):
+                for case in cases(key):
                     run(key, case)
                 print("ended", key.name, flush=True)
         return 0

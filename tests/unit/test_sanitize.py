@@ -10,7 +10,6 @@ import pytest
 
 from fa4_jax import catalogue
 from fa4_jax.key import Pass
-from tests.emulator import mutation_cases
 from tests.gpu import sanitize
 
 AROUND = {Pass.FORWARD_JOIN, Pass.BACKWARD_PRE, Pass.BACKWARD_POST}
@@ -22,11 +21,11 @@ DIRTY = "ended a\n========= Invalid __shared__ read\n========= ERROR SUMMARY: 1 
 
 def test_every_kernel_has_a_call_that_launches_it():
     keys = sanitize.checked_keys()
-    calls = [(key, case) for key in keys for case in mutation_cases.cases(key)]
+    calls = [(key, case) for key in keys for case in sanitize.cases(key)]
     found = [sanitize.kernels(*call) for call in calls]
     assert [(k.name, c.id) for (k, c), of in zip(calls, found, strict=True) if k not in of] == []
     others = set(catalogue.keys("sm_90a")) - set(keys)
-    assert [key.name for key in others if key.kernel not in AROUND and not key.paged] == []
+    assert [key.name for key in others if key.kernel not in AROUND] == []
     launched = {other for of in found for other in of}
     around = {key for key in others if key.kernel in AROUND}
     assert around <= launched
