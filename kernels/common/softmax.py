@@ -62,22 +62,6 @@ def near_tanh(y: Float32) -> Float32:
     return odd_polynomial(y, near_coefficients())
 
 
-MOST_NEAR = TANH_UNIT / 8
-"""Up to here, an eighth of the cap, two coefficients are enough."""
-
-NEAR_COEFFICIENTS = [-0.33074716 / TANH_UNIT**3, 0.99998993 / TANH_UNIT]
-"""Factors of y^3 and y whose sum is tanh(y / TANH_UNIT) up to MOST_NEAR; error at most 2.5e-7.
-
-Least maximum of the absolute error, which a score has times the cap.
-"""
-
-NEAR_SLOPE = -0.99143987 / TANH_UNIT**2
-"""1 + NEAR_SLOPE y^2 is 1 - tanh(y / TANH_UNIT)^2 up to MOST_NEAR; error at most 2.8e-5."""
-
-MOST_NEAR_LOG2 = 64 * LOG2_E
-"""The largest cap, in units of log2, for which that error is small in a score: 1.6e-5."""
-
-
 def factors_of_products(
     coefficients: list[float], before_cap: Float32, scale: Float32 | float = 1.0
 ) -> list[Float32]:

@@ -44,6 +44,7 @@ from kernels.common import ptx, resources, tensors
 from kernels.common.backward_schedule import Work
 from kernels.common.hosts import backward_source
 from kernels.common.resources import Maps, Shared
+from kernels.common.softmax import exp2, slope_of_cap
 from kernels.common.state import Exponents, Rows, make_exponents, make_rows
 from kernels.interface import (
     BackwardScalars,
@@ -55,12 +56,11 @@ from kernels.interface import (
     TailBuffers,
 )
 from kernels.kernel_source import KernelSource
-from kernels.sm90 import wgmma
-from kernels.sm90.backward_cap import CappedScores
+from kernels.sm90 import softmax, wgmma
 from kernels.sm90.backward_clear import clear_tiles
 from kernels.sm90.backward_data import KeyGradients, KeySlices, Step
 from kernels.sm90.backward_description import dv_places
-from kernels.sm90.backward_mask import hides
+from kernels.sm90.backward_parts import BackwardParts
 from kernels.sm90.backward_tail import (
     make_tickets,
     publish_part,
@@ -84,7 +84,7 @@ from kernels.sm90.backward_tiles import (
 from kernels.sm90.tiles import WARPGROUP
 
 
-class Backward(CappedScores):
+class Backward(BackwardParts):
     """The kernel of one key; attributes are compile-time constants."""
 
     def __init__(self, key: KernelKey):
@@ -357,17 +357,15 @@ class Backward(CappedScores):
         if cutlass.const_expr(tile.delta_after_scores):
             delta = self.statistics(shared.delta, slot)
         if cutlass.const_expr(self.soft_cap):
-            near = self.cap(scores, exponents, hides(work, place))
+            softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
         self.add_bias(work, scores, place, exponents, shared)
         self.mask(work, scores, place)
-        if cutlass.const_expr(self.soft_cap):
-            self.hide_finitely(scores, hides(work, place))
-        else:
+        if cutlass.const_expr(not self.soft_cap):
             self.exponentiate(scores, lse_log2, exponents.scale_log2)
         warpgroup.wait_group(0)
         staging = shared.ds[None, None, buffer]
         if cutlass.const_expr(self.soft_cap):
-            self.capped_gradient((scores, dp), (lse_log2, delta), exponents, near)
+            self.capped_gradient(scores, dp, (lse_log2, delta), exponents.scale_log2)
         if cutlass.const_expr(tile.first_slices > 0):
             ds = self.gradient_by_parts((scores, dp), delta, staging, (grads.dv, dot), thread)
         else:
@@ -469,6 +467,29 @@ class Backward(CappedScores):
             products.dv.issue_more(dv, p, dot, first, end)
         warpgroup.commit_group()
         return ds
+
+    def capped_gradient(
+        self,
+        scores: cute.Tensor,
+        dp: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor],
+        scale_log2: Float32,
+    ):
+        """Replaces dp by dS^T, and capped scores by P^T.
+
+        Both at once, after dP is there, so that no registers hold the slopes of the cap.
+        statistics: lse_log2 and delta.
+        """
+        lse_log2, delta = statistics
+        for pair in range(cute.size(scores.shape[0][2])):
+            shifts, values = self.of_columns(lse_log2, pair), self.of_columns(delta, pair)
+            for row in range(softmax.ROWS):
+                for column in range(2):
+                    index = softmax.fragment_index(pair, row, column)
+                    t = scores[index]
+                    scores[index] = exp2(t * scale_log2 - shifts[column])
+                    slope = scores[index] * slope_of_cap(t)
+                    dp[index] = slope * (dp[index] - values[column])
 
 
 def source(key: KernelKey) -> KernelSource:

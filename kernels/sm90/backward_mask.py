@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from fa4_jax import bands
 from kernels.common import backward_ranges, ptx, row_ranges, tensors
@@ -44,21 +44,12 @@ def first_query() -> Int32:
     return thread % 4 * 2
 
 
-def hides(work: Work, place: Step) -> Boolean:
-    """Whether `mask_band` or `mask_ranges` may hide a pair of the block."""
-    return _meets_edge(work, place) | (place.hidden != backward_ranges.NOTHING)
-
-
-def _meets_edge(work: Work, place: Step) -> Boolean:
-    block = place.block
-    edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
-    return edge | work.padded_keys
-
-
 @cute.jit
 def mask_band(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constexpr[int]):
     """Sets scores of pairs outside the band to -inf, in blocks of m queries that hold any."""
-    if _meets_edge(work, place):
+    block = place.block
+    edge = (block < work.blocks.full_begin) | (block >= work.blocks.full_end)
+    if edge | work.padded_keys:
         work = of_tile(work, place)
         key = first_key(work)
         low = cute.make_rmem_tensor((softmax.ROWS,), Int32)
@@ -68,7 +59,7 @@ def mask_band(work: Work, scores: cute.Tensor, place: Step, m: cutlass.Constexpr
             first, last = bands.row_limits(work.band.transposed(), index, tensors.INT32)
             low[row] = first
             high[row] = Int32(cutlass.select_(index < work.band.key_length, last, Int32(0)))
-        softmax.mask_band(scores, place.block * m + first_query(), low, high)
+        softmax.mask_band(scores, block * m + first_query(), low, high)
 
 
 @cute.jit

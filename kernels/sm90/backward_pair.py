@@ -224,7 +224,7 @@ class PairBackward(PairLoad):
                 is_last, following = step + 1 == end, self.next_index(work, index)
                 lse_log2 = self.statistics(shared.lse_log2, use.slot)
                 if cutlass.const_expr(self.soft_cap):
-                    softmax.cap(scores, exponents.before_cap)
+                    softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
                 self.add_bias(own, scores, place, exponents)
                 self.mask(own, scores, place)
                 p = self.send_probabilities(

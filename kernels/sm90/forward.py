@@ -363,7 +363,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
         visit = visit_of(shared, rows, use.slot, end)
         self.release(shared.barriers.k_empty.at(use))
         if cutlass.const_expr(self.soft_cap):
-            softmax.cap(mma.scores, own.scales.before_cap)
+            softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
         self.add_bias(mma.scores, own, end - 1)
         bases = self.bases(own, end - 1)
         if (end > seen.full_end) | (end <= seen.full_begin):
@@ -416,7 +416,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
             factors = self.capped_softmax(mma.scores, rows, own.scales)
         else:
             if cutlass.const_expr(self.soft_cap):
-                softmax.cap(mma.scores, own.scales.before_cap)
+                softmax.cap(mma.scores, own.scales.before_cap, cute.size(mma.scores))
             self.add_bias(mma.scores, own, block, form, words)
             bases = self.bases(own, block, form)
             if cutlass.const_expr(masked):

@@ -78,19 +78,21 @@ def cap_below(products: cute.Tensor, before_cap: Float32, largest: Float32):
 
 
 @cute.jit
-def cap(acc: cute.Tensor, before_cap: Float32):
+def cap(acc: cute.Tensor, before_cap: Float32, at_once: cutlass.Constexpr[int]):
     """Replaces products by their scores in units of the soft cap; `state.Scales.before_cap`.
 
     Where all scores of a warp are at most half a cap, a polynomial alone is enough.
+    at_once: how many scores of a thread are asked for that together; it divides them.
     """
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        acc[i] = acc[i] * before_cap
-    if are_near([acc[i] for i in range(cute.size(acc))]):
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = near_tanh(acc[i])
-    else:
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = tanh(acc[i])
+    for first in cutlass.range_constexpr(0, cute.size(acc), at_once):
+        for i in cutlass.range_constexpr(first, first + at_once):
+            acc[i] = acc[i] * before_cap
+        if are_near([acc[i] for i in range(first, first + at_once)]):
+            for i in cutlass.range_constexpr(first, first + at_once):
+                acc[i] = near_tanh(acc[i])
+        else:
+            for i in cutlass.range_constexpr(first, first + at_once):
+                acc[i] = tanh(acc[i])
 
 
 def mask_band(acc: cute.Tensor, first_column: Int32, low: cute.Tensor, high: cute.Tensor):

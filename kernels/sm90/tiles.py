@@ -321,6 +321,11 @@ class BackwardTile:
         """True: a warpgroup owns 64 query rows of dQ; False: half of its columns."""
         return self.m == 128
 
+    @property
+    def cap_at_once(self) -> int:
+        """Scores of a thread that a soft cap asks about together: all, where registers allow."""
+        return 16 if self.ctas == 1 else 32
+
     def slices(self, ranges: bool, soft_cap: bool, bias: bool) -> tuple[int, int]:
         """The slices of K and of V that registers of a kernel hold."""
         if bias and self.biased_v_slices is not None:
