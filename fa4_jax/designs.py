@@ -1,7 +1,9 @@
-"""Which design runs where a pass has two: one CTA a tile, or a pair of CTAs that share operands.
+"""Which design runs where a pass has two: one CTA a tile, or a pair of CTAs that share operands;
+and on Hopper, tall or short tiles of query rows.
 
-Both are built. The table below chooses by the timing model's estimates, since no Blackwell GPU was
-available: `python -m benchmarks.day_one` times both on one, and prints the line to change.
+Both are built. Between one CTA and a pair the table below chooses by the timing model's estimates,
+since no Blackwell GPU was available: `python -m benchmarks.day_one` times both on one, and prints
+the line to change. Between tiles `fa4_jax.tile_choice` chooses by shapes.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import contextvars
 import os
 from collections.abc import Generator
 
-from fa4_jax.key import KernelKey, Pass
+from fa4_jax.key import DENSE_TILES, SHORT_TILES, KernelKey, Pass
 
 SINGLE, PAIR = "single", "pair"
 DESIGNS = (SINGLE, PAIR)
+TALL, SHORT = "tall", "short"
+TILES = (TALL, SHORT)
 
 CHOSEN: dict[tuple[str, Pass, int, int], str] = {
     # (arch, pass, head_dim, value_dim) of tiles with both designs
@@ -39,11 +43,16 @@ def has_both(arch: str, kernel: Pass, head_dims: tuple[int, int]) -> bool:
 def is_pair(arch: str, kernel: Pass, head_dims: tuple[int, int], design: str | None) -> bool:
     """`KernelKey.pair` of a call: of the design that is asked for, or else of the chosen one."""
     chosen = CHOSEN.get((arch, kernel, *head_dims))
-    return chosen is not None and (design or chosen) == PAIR
+    return chosen is not None and (design if design in DESIGNS else chosen) == PAIR
 
 
 def design_of(key: KernelKey) -> str:
     """The design to ask for where a call shall run a kernel."""
+    tiles = (key.arch, key.head_dim)
+    if key.kernel is Pass.FORWARD and (tiles in SHORT_TILES or tiles in DENSE_TILES):
+        # Calls whose rows see few keys get the narrow tile, if nothing else is asked for.
+        is_tall = not (key.short if tiles in SHORT_TILES else key.band)
+        return SINGLE if key.narrow else TALL if is_tall else SHORT
     return PAIR if key.pair else SINGLE
 
 
@@ -51,11 +60,12 @@ def asked() -> str | None:
     """The design that `asking` or the environment names for the calls traced now, or None.
 
     Raises:
-      ValueError: the environment names none of DESIGNS.
+      ValueError: the environment names none of DESIGNS and TILES.
     """
     design = _asked.get() or os.environ.get(VARIABLE) or None
-    if design not in (None, *DESIGNS):
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(DESIGNS)}, not {design!r}")
+    if design not in (None, *DESIGNS, *TILES):
+        names = ", ".join((*DESIGNS, *TILES))
+        raise ValueError(f"{VARIABLE} must be one of {names}, not {design!r}")
     return design
 
 
@@ -68,8 +78,9 @@ def asking(design: str) -> Generator[None]:
     Raises:
       ValueError: there is no such design.
     """
-    if design not in DESIGNS:
-        raise ValueError(f"design must be one of {', '.join(DESIGNS)}, not {design!r}")
+    if design not in (*DESIGNS, *TILES):
+        names = ", ".join((*DESIGNS, *TILES))
+        raise ValueError(f"design must be one of {names}, not {design!r}")
     token = _asked.set(design)
     try:
         yield

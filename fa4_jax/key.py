@@ -69,61 +69,35 @@ WARPGROUP_ROWS = 64
 """Rows of a warpgroup's product on Hopper."""
 
 
-def short_suits(rows: int, short: int, tall: int, lone_share: float = 1.0) -> bool:
-    """Returns whether a dense call is faster with tiles of `short` query rows than of `tall` ones.
-
-    A short tile takes 1.1 times as long for a row, but the last one may have fewer empty rows.
-
-    Args:
-      rows: query rows of the call.
-      lone_share: the time of a last tall tile in which one warpgroup alone has rows, over a full
-        one's.
-    """
-    full, last = divmod(rows, tall)
-    has_lone_last = 0 < last <= WARPGROUP_ROWS < rows
-    tiles = full + (lone_share if has_lone_last else int(last > 0))
-    return 1.1 * (-(-rows // short) * short) < tiles * tall
-
-
 @dataclasses.dataclass(frozen=True)
 class ShortTile:
-    """A second tile of a forward, with fewer query rows: docs/hopper.md.
+    """A second tile of a forward, with fewer query rows; `fa4_jax.tile_choice` says when it runs.
 
     It wastes less of the blocks at both ends of a band. Soft caps and masks of pairs always take
     it: three warpgroups have no registers for them.
 
     Attributes:
       rows, tall_rows: query rows of this tile and of the other one.
-      most_keys: how many keys a row of a band may see in the mean where it runs.
       takes_ranges: whether all calls whose rows have ranges of keys take it, for the same reason.
     """
 
     rows: int
     tall_rows: int
-    most_keys: int
-    takes_ranges: bool
-
-    def suits(self, rows: int) -> bool:
-        """Returns whether this tile is the faster one for a dense call of `rows` query rows."""
-        return short_suits(rows, self.rows, self.tall_rows)
+    takes_ranges: bool = False
 
 
 SHORT_TILES = {
-    ("sm_90a", 64): ShortTile(128, 192, most_keys=600, takes_ranges=False),
-    ("sm_90a", 96): ShortTile(128, 192, most_keys=1100, takes_ranges=True),
+    ("sm_90a", 64): ShortTile(128, 192),
+    ("sm_90a", 96): ShortTile(128, 192, takes_ranges=True),
 }
 """By (arch, head_dim)."""
 
 
-DENSE_TILES = {("sm_90a", 128): (192, 128)}
-"""(arch, head_dim) whose dense forwards have a taller tile: its query rows, and those of a band's.
+DENSE_TILES = {("sm_90a", 128): ShortTile(128, 192)}
+"""(arch, head_dim) whose dense forwards have a taller tile than those of a band, and both.
 
-Dense calls of few rows take the kernel with a band, which limits nothing: docs/hopper-power.md.
+The short one is that of the kernel with a band, which then limits nothing: docs/hopper-power.md.
 """
-
-LONE_SHARE = 0.67
-"""Of `short_suits`: at 1024 rows and keys of d = 128 the last of six tiles took about so much of a
-full one's time (H200, 2026-11-30), since warpgroups without rows compute nothing."""
 
 
 NARROW_TILES = {("sm_90a", 64): 384}

@@ -10,16 +10,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fa4_jax import designs, splits, tail
+from fa4_jax import designs, splits, tail, tile_choice
 from fa4_jax.key import (
     CAPPED_APART,
-    DENSE_TILES,
     DTYPES,
     HEAD_DIM_TILES,
     HESSIAN_HEAD_DIMS,
     HESSIAN_PASSES,
-    LONE_SHARE,
-    NARROW_TILES,
     PAGE_KEYS,
     POLYNOMIAL_EXP2_TILES,
     SHORT_TILES,
@@ -28,7 +25,6 @@ from fa4_jax.key import (
     KernelKey,
     Pass,
     head_dim_tile,
-    short_suits,
     value_dim_tile,
 )
 from fa4_jax.manifest import Launch, Manifest, Result, evaluate_size
@@ -178,15 +174,17 @@ def kernel_keys(
         return (key(Pass.FORWARD, band=True, paged=True, **flags),), backward
     if paged or splits.takes(problem):
         return (key(Pass.FORWARD_SPLIT, paged=paged), key(Pass.FORWARD_JOIN)), backward
-    short = _takes_short_tile(problem, arch, tile)
+    has_ranges = bool(in_memory(problem, Pass.FORWARD))
+    short = tile_choice.takes_short(problem, (arch, tile), has_ranges, design)
     polynomial = has_polynomial and problem.numerics == "fast"
     polynomial &= not fast_exp2 and problem.bias is None
-    narrow = _takes_narrow_tile(problem, arch, tile)
+    narrow = design not in designs.TILES and tile_choice.takes_narrow(problem, (arch, tile))
     tiles = {"short": short and not narrow, "narrow": narrow}
     flags = {**limits(Pass.FORWARD), "polynomial_exp2": polynomial, **tiles}
     if arch in TICKETS_WITH_BANDS:
         # Lengths make the tiles of a dense call unequal, too. Short tiles are built with a band.
-        flags["band"] |= problem.has_lengths or short or _has_few_rows(problem, arch, tile)
+        flags["band"] |= problem.has_lengths or short
+        flags["band"] |= tile_choice.takes_tile_of_band(problem, (arch, tile), design)
     return (key(Pass.FORWARD, value_tile(Pass.FORWARD), **flags),), backward
 
 
@@ -230,49 +228,6 @@ def no_hessian(problem: Problem, arch: str) -> str | None:
     return (
         f"head dims {problem.head_dims} on {arch}: no kernel computes their Hessian-vector products"
     )
-
-
-def _takes_short_tile(problem: Problem, arch: str, tile: int) -> bool:
-    """Whether a forward takes the tile of fewer query rows, `KernelKey.short`."""
-    short = SHORT_TILES.get((arch, tile))
-    if short is None:
-        return False
-    reads = bool(in_memory(problem, Pass.FORWARD))
-    if problem.has_soft_cap or problem.has_mask or (reads and short.takes_ranges):
-        return True
-    if problem.bias is not None:
-        return True
-    if problem.band or reads:
-        return _mean_keys(problem) <= short.most_keys
-    rows = problem.query_length
-    return isinstance(rows, int) and short.suits(rows)  # Of symbolic lengths nothing is known.
-
-
-def _has_few_rows(problem: Problem, arch: str, tile: int) -> bool:
-    """Whether a dense forward takes the tile of a band (`DENSE_TILES`)."""
-    tall, short = DENSE_TILES.get((arch, tile), (0, 0))
-    rows = problem.query_length
-    if tall == 0 or not isinstance(rows, int):
-        return False
-    return short_suits(rows, short, tall, LONE_SHARE)
-
-
-def _takes_narrow_tile(problem: Problem, arch: str, tile: int) -> bool:
-    """Whether a forward takes the tile of `KernelKey.narrow`."""
-    most_keys = NARROW_TILES.get((arch, tile))
-    if most_keys is None or not problem.band or problem.bias is not None:
-        return False
-    return not (problem.has_soft_cap or problem.has_mask) and _mean_keys(problem) <= most_keys
-
-
-def _mean_keys(problem: Problem) -> int:
-    """About how many keys a row sees in the mean, or more: of symbolic lengths nothing is known."""
-    seen = sum(problem.window) + 1
-    rows, keys = problem.query_length, problem.key_length
-    if not (problem.band and isinstance(rows, int) and isinstance(keys, int)):
-        return seen
-    # In a square under a causal mask the first row sees one key, the last one all.
-    return min(seen, keys // 2 if rows == keys and problem.window[1] == 0 else keys)
 
 
 def scalars(problem: Problem) -> dict[str, float]:

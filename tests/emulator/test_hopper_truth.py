@@ -11,7 +11,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from fa4_jax import plan
+from fa4_jax import tile_choice
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import STORAGE, make_inputs
 from kernels.emulator import Policy
@@ -53,7 +53,7 @@ def test_gives_what_hardware_gave(
     case: Case, recorded: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What was recorded ran on blocks of 128 keys.
-    monkeypatch.setattr(plan, "NARROW_TILES", {})
+    monkeypatch.setattr(tile_choice, "NARROW_TILES", {})
     inputs = make_inputs(case, truth.SEED)
     assert truth.digest(inputs) == str(recorded[f"{case.id}/inputs"])
     results = attention(case, inputs).run(Policy("in_order", "early", races=False))

@@ -9,10 +9,11 @@ import itertools
 import numpy as np
 import pytest
 
+from fa4_jax import designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.compare import compare
 from fa4_jax.conformance.oracle import REFERENCE_SHIFTS, make_inputs, oracle, ordinary
-from fa4_jax.key import NARROW_TILES, SHORT_TILES, KernelKey, Pass
+from fa4_jax.key import KernelKey, Pass
 from kernels.descriptions import describe
 from kernels.emulator import EmulationError, Policy, launch
 from kernels.emulator.driver import arguments
@@ -128,14 +129,13 @@ def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> 
         batch=1,
         heads=(heads, 1),
         query_length=length,
-        # The first rows see no key. Many keys: a tall tile; few: the narrow one of d = 64.
-        key_length=10
-        + (NARROW_TILES["sm_90a", 64] if short else SHORT_TILES["sm_90a", 96].most_keys),
+        key_length=394,  # The first rows see no key.
         head_dim=head_dim,
         is_causal=True,
         query_offset=-rows,
     )
-    launches = attention(case, make_inputs(case, seed), gradients=False)
+    inputs, design = make_inputs(case, seed), designs.design_of(key)
+    launches = attention(case, inputs, gradients=False, design=design)
     assert launches.keys[0] == key
     code, first = ptx(launches.keys[0]), dict[str, np.ndarray]()
     for number, policy in enumerate(POLICIES):

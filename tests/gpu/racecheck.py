@@ -25,7 +25,7 @@ from collections import Counter
 
 from rich.console import Console
 
-from fa4_jax import catalogue
+from fa4_jax import catalogue, designs
 from fa4_jax.conformance.cases import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.conformance.runner import compute, run_tangents
@@ -168,7 +168,7 @@ def case_of(key: KernelKey) -> Case:
 
 def kernels(key: KernelKey) -> tuple[KernelKey, ...]:
     """Returns the kernels of the case of a key, itself among them."""
-    forward, backward = kernel_keys(case_of(key).problem, key.arch)
+    forward, backward = kernel_keys(case_of(key).problem, key.arch, design=designs.design_of(key))
     if key.kernel is Pass.FORWARD:
         return forward
     return (*forward, key) if key.kernel is Pass.TANGENT else forward + backward
@@ -182,6 +182,16 @@ def keys() -> list[KernelKey]:
         for key in catalogue.keys("sm_90a")
         if key.kernel in of_rows and key.dtype == "bf16" and not key.paged
     ]
+
+
+def run(key: KernelKey) -> None:
+    """Makes the call of a key."""
+    with designs.asking(designs.design_of(key)):
+        if key.kernel is Pass.TANGENT:
+            run_tangents(case_of(key), 0, "kernel")
+        else:
+            gradients = key.kernel is Pass.BACKWARD
+            compute(case_of(key), make_inputs(case_of(key), 0), "kernel", gradients)
 
 
 @functools.cache
@@ -240,11 +250,7 @@ def main() -> int:
         key = next(key for key in keys() if key.name == options.run)
         # racecheck prints what it found in a launch when another one follows, not at the end.
         for _ in range(2):
-            if key.kernel is Pass.TANGENT:
-                run_tangents(case_of(key), 0, "kernel")
-            else:
-                gradients = key.kernel is Pass.BACKWARD
-                compute(case_of(key), make_inputs(case_of(key), 0), "kernel", gradients)
+            run(key)
         return 0
     if shutil.which(_SANITIZER[0]) is None:
         raise SystemExit(f"{_SANITIZER[0]} is not on the path")

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from rich.console import Console
 from rich.progress import track
 
-from fa4_jax import catalogue
+from fa4_jax import catalogue, designs
 from fa4_jax.conformance.case import Case
 from fa4_jax.conformance.oracle import make_inputs
 from fa4_jax.conformance.paged import PagedCase, make_cache, run_paged_case
@@ -108,7 +108,7 @@ def kernels(key: KernelKey, case: Case | PagedCase) -> tuple[KernelKey, ...]:
         problem = of_pages(canonicalise(DecodeCall(*cache.arrays, **cache.options))[1])
     else:
         problem = case.problem
-    forward, backward = kernel_keys(problem, key.arch)
+    forward, backward = kernel_keys(problem, key.arch, design=designs.design_of(key))
     if key.kernel is Pass.TANGENT:
         return *forward, tangent_key(problem, key.arch)
     if key.kernel in HESSIAN_PASSES:
@@ -118,6 +118,11 @@ def kernels(key: KernelKey, case: Case | PagedCase) -> tuple[KernelKey, ...]:
 
 def run(key: KernelKey, case: Case | PagedCase) -> None:
     """Makes the call of a key with a case."""
+    with designs.asking(designs.design_of(key)):
+        _run(key, case)
+
+
+def _run(key: KernelKey, case: Case | PagedCase) -> None:
     if isinstance(case, PagedCase):
         run_paged_case(case, 0, "kernel")
     elif key.kernel is Pass.TANGENT:

@@ -62,11 +62,13 @@ def test_asking_and_the_environment(monkeypatch: pytest.MonkeyPatch):
         assert designs.asked() == "single"
     monkeypatch.setenv(designs.VARIABLE, "triple")
     with pytest.raises(
-        ValueError, match="FA4_JAX_DESIGN must be one of single, pair, not 'triple'"
+        ValueError, match="FA4_JAX_DESIGN must be one of single, pair, tall, short, not 'triple'"
     ):
         supports(OPERAND, OPERAND, OPERAND)
     with (
-        pytest.raises(ValueError, match="design must be one of single, pair, not 'triple'"),
+        pytest.raises(
+            ValueError, match="design must be one of single, pair, tall, short, not 'triple'"
+        ),
         designs.asking("triple"),
     ):
         pass
