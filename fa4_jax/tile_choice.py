@@ -25,9 +25,9 @@ LONE_SHARE = 0.5
 a full one: warpgroups without rows compute nothing."""
 
 LEAST_TILES = 33
-"""A launch of fewer tall tiles is chosen by the sum of the work, as if they ran one by one: its
-kernel takes less time than the host needs to launch it, and problems as small as those of tests
-then run on both tiles."""
+"""A launch of fewer tall tiles is chosen by the sum of the work, as if they ran one by one. Calls
+with 24 took 10 to 22 us, and neither tile was the faster one in all of them; and problems as small
+as those of tests then run on both."""
 
 _BLOCK_KEYS = 128
 """A tile's time is that of the blocks of keys that its rows see."""
