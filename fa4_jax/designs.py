@@ -19,6 +19,7 @@ SINGLE, PAIR = "single", "pair"
 DESIGNS = (SINGLE, PAIR)
 TALL, SHORT = "tall", "short"
 TILES = (TALL, SHORT)
+_NAMES = (*DESIGNS, *TILES)
 
 CHOSEN: dict[tuple[str, Pass, int, int], str] = {
     # (arch, pass, head_dim, value_dim) of tiles with both designs
@@ -63,9 +64,8 @@ def asked() -> str | None:
       ValueError: the environment names none of DESIGNS and TILES.
     """
     design = _asked.get() or os.environ.get(VARIABLE) or None
-    if design not in (None, *DESIGNS, *TILES):
-        names = ", ".join((*DESIGNS, *TILES))
-        raise ValueError(f"{VARIABLE} must be one of {names}, not {design!r}")
+    if design not in (None, *_NAMES):
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(_NAMES)}, not {design!r}")
     return design
 
 
@@ -78,9 +78,8 @@ def asking(design: str) -> Generator[None]:
     Raises:
       ValueError: there is no such design.
     """
-    if design not in (*DESIGNS, *TILES):
-        names = ", ".join((*DESIGNS, *TILES))
-        raise ValueError(f"design must be one of {names}, not {design!r}")
+    if design not in _NAMES:
+        raise ValueError(f"design must be one of {', '.join(_NAMES)}, not {design!r}")
     token = _asked.set(design)
     try:
         yield

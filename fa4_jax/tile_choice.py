@@ -18,11 +18,12 @@ from fa4_jax.key import DENSE_TILES, NARROW_TILES, SHORT_TILES, WARPGROUP_ROWS, 
 from fa4_jax.problem import Problem
 
 TIME_SHARES = {("sm_90a", 64): 0.77, ("sm_90a", 96): 0.73, ("sm_90a", 128): 0.69}
-"""By (arch, head_dim): the time of a short tile over that of a tall one on an H200."""
+"""By (arch, head_dim): the time of a short tile over that of a tall one, as it fits whole calls on
+an H200; tiles alone were not timed."""
 
 LONE_SHARE = 0.5
 """The time of a last tall tile of `DENSE_TILES` in which one warpgroup alone has rows, over that of
-a full one: warpgroups without rows compute nothing."""
+a full one, as it fits whole calls (docs/hopper-power.md); warpgroups without rows do nothing."""
 
 LEAST_TILES = 33
 """A launch of fewer tall tiles is chosen by the sum of the work, as if they ran one by one. Calls
@@ -116,12 +117,15 @@ def _band_end(problem: Problem, rows: int, multiprocessors: int) -> float:
 def _dense_end(problem: Problem, rows: int, multiprocessors: int) -> float:
     """When the last tile ends, in tiles, where each multiprocessor has as many, or one less.
 
-    A head's last tall tile may take less time.
+    A head's last tall tile takes less time if it has rows for one warpgroup alone. The kernel of
+    the short tile leaves nothing out.
     """
     tiles = -(-problem.query_length // rows)
     rounds = -(-_heads(problem) * tiles // multiprocessors)
-    is_lone = 0 < problem.query_length % rows <= WARPGROUP_ROWS < rows // 2
-    return rounds - (1 - LONE_SHARE) * (rounds // tiles) * is_lone
+    has_lone_last = 0 < problem.query_length % rows <= WARPGROUP_ROWS and tiles > 1
+    if has_lone_last and rows > 2 * WARPGROUP_ROWS:
+        return rounds - (1 - LONE_SHARE) * (rounds // tiles)
+    return rounds
 
 
 def _tile_keys(problem: Problem, rows: int) -> list[int]:

@@ -126,6 +126,17 @@ def test_rows_that_see_few_keys_take_a_shorter_tile(changes: dict[str, Any], til
     assert not any(key.short or key.narrow for key in others)
 
 
+@pytest.mark.parametrize("rows", [1, 64, 128, 129, 512, 1024, 1025, 4096])
+def test_dense_calls_of_few_rows_take_the_shorter_tile_of_a_band(rows: int):
+    problem = dataclasses.replace(PROBLEM, batch=128, query_length=rows)
+    (forward,), _ = kernel_keys(problem, "sm_90a")
+    # 129 rows are one tile of 192 or two of 128. 512 are three of 192, the last of which has two
+    # warpgroups at work; of the six of 1024 rows the last has one.
+    assert forward.band == (rows in (1, 64, 128, 512))
+    assert not forward.short
+    assert not kernel_keys(problem, "sm_100f")[0][0].band
+
+
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
 def test_tickets_deal_the_tiles_of_a_dense_call_with_lengths_on_hopper(arch: str):
     problem = dataclasses.replace(PROBLEM, has_lengths=True)
