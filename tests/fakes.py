@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 from fa4_jax import catalogue
@@ -17,20 +18,22 @@ TILE = 128
 
 def fake_manifest(keys: tuple[KernelKey, ...] = catalogue.all_keys()) -> Manifest:
     """Records of the given kernels, without files."""
-    records = {
-        key: Cubin(
-            key,
-            launch(key, describe(key)),
-            symbol=key.name,
-            file=f"{key.name}.cubin",
-            sha256="",
-            registers=0,
-            spill_bytes=0,
-            tile={"m": TILE},
-        )
-        for key in keys
-    }
-    return Manifest(records, {}, pathlib.Path())
+    return Manifest({key: _record(key) for key in keys}, {}, pathlib.Path())
+
+
+@functools.cache
+def _record(key: KernelKey) -> Cubin:
+    """Made once: all records take half a second, and many tests ask for them."""
+    return Cubin(
+        key,
+        launch(key, describe(key)),
+        symbol=key.name,
+        file=f"{key.name}.cubin",
+        sha256="",
+        registers=0,
+        spill_bytes=0,
+        tile={"m": TILE},
+    )
 
 
 def fake_target(keys: tuple[KernelKey, ...] = catalogue.all_keys()) -> Target:
