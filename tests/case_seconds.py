@@ -21,6 +21,9 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
+from fa4_jax.conformance.cases import Case
+from tests import sampling
+
 BUDGETS_S = {"tests/emulator/": 4.5, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 1.4}
 """Seconds of a core that the cases of a test may take in `make test`, by where it is (the first
 that fits). One case always runs. What looks at each kernel, in build and ffi, runs whole."""
@@ -43,16 +46,28 @@ def budget_s(test: str) -> float:
     return next(seconds for folder, seconds in BUDGETS_S.items() if test.startswith(folder))
 
 
-def beyond_the_budget(names: Iterable[str], seconds: Mapping[str, float]) -> list[bool]:
+def work_of(item: pytest.Item) -> int | None:
+    """Returns how much the problem of an item takes, as `sampling.work`, if it has one."""
+    callspec = getattr(item, "callspec", None)
+    given = () if callspec is None else callspec.params.values()
+    return next((sampling.work(x) for x in given if isinstance(x, Case)), None)
+
+
+def beyond_the_budget(
+    names: Iterable[str], seconds: Mapping[str, float], works: Iterable[int | None] = ()
+) -> list[bool]:
     """Returns for each case whether it is left out.
 
-    Those that run are drawn by the test's name: cases side by side are often alike.
+    Those that run are drawn by the test's name: cases side by side are often alike. A test that has
+    no time for one case runs one of its small problems.
 
     Args:
       names: of the tests that cases belong to, in the order of collection.
       seconds: of a case, by test; other tests run whole.
+      works: how much each case's problem takes, where it is known.
     """
     names = list(names)
+    work = list(works) or [None] * len(names)
     cases: dict[str, list[int]] = collections.defaultdict(list)
     for index, name in enumerate(names):
         if name in seconds:
@@ -60,7 +75,11 @@ def beyond_the_budget(names: Iterable[str], seconds: Mapping[str, float]) -> lis
     found = [False] * len(names)
     for name, indices in cases.items():
         count = min(len(indices), max(1, int(budget_s(name) / seconds[name])))
-        chosen = set(random.Random(name).sample(indices, count))
+        of_case = {index: amount for index in indices if (amount := work[index]) is not None}
+        among = indices
+        if count == 1 and len(of_case) == len(indices):
+            among = sorted(indices, key=of_case.__getitem__)[: max(1, len(indices) // 4)]
+        chosen = set(random.Random(name).sample(among, count))
         for index in indices:
             found[index] = index not in chosen
     return found

@@ -34,13 +34,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [bool(item.get_closest_marker("every_case")) for item in items]
     named = any(".py" in argument for argument in config.args)
     if not (named or config.getoption("--full-cover")):
-        sampled = [item for item, out in zip(items, left_out, strict=True) if not out]
-        names = [case_seconds.test_of(item) for item in sampled]
-        beyond = iter(case_seconds.beyond_the_budget(names, case_seconds.recorded()))
         left_out = [
-            out or next(beyond) or bool(item.get_closest_marker("slow"))
+            out or bool(item.get_closest_marker("slow"))
             for item, out in zip(items, left_out, strict=True)
         ]
+        sampled = [item for item, out in zip(items, left_out, strict=True) if not out]
+        names = [case_seconds.test_of(item) for item in sampled]
+        works = map(case_seconds.work_of, sampled)
+        beyond = iter(case_seconds.beyond_the_budget(names, case_seconds.recorded(), works))
+        left_out = [out or next(beyond) for out in left_out]
     config.hook.pytest_deselected(items=[x for x, out in zip(items, left_out, strict=True) if out])
     items[:] = [x for x, out in zip(items, left_out, strict=True) if not out]
 

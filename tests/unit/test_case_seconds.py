@@ -28,6 +28,18 @@ def test_few_cases_all_run() -> None:
     assert beyond_the_budget([SLOW] * 3, SECONDS) == [False] * 3
 
 
+def test_a_test_without_time_for_a_case_runs_a_small_problem() -> None:
+    works = [80, 10, 70, 20, 60, 50, 40, 30]
+    (kept,) = kept_works(SLOWER, works)
+    assert kept in (10, 20)
+    assert set(kept_works(SLOW, works)) - {10, 20}, "what has time for several draws from all"
+
+
+def kept_works(name: str, works: list[int]) -> list[int]:
+    left_out = beyond_the_budget([name] * len(works), SECONDS, works)
+    return [work for work, out in zip(works, left_out, strict=True) if not out]
+
+
 def test_the_emulator_has_more_time() -> None:
     assert case_seconds.budget_s("tests/emulator/test_x.py::test_y") > case_seconds.budget_s(SLOW)
 
