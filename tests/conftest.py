@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
 from collections.abc import Iterator
 
 import jax
@@ -48,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not (config.getoption("--full-cover") or config.getoption("--every-case")):
+        _compile_quickly()
     config.addinivalue_line("markers", "every_case: runs with --every-case alone")
     config.addinivalue_line("markers", "slow: runs with --full-cover and --every-case alone")
     config.addinivalue_line("filterwarnings", "error")
@@ -55,6 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:jax.(array_ref|ArrayRef):DeprecationWarning")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_num_cpu_devices", 8)
+
+
+def _compile_quickly() -> None:
+    """Has LLVM not optimise what XLA makes for a CPU: that takes half the time of a compilation.
+
+    XLA's own passes run as ever. `make cover` and `make proof` test optimised code, and so does a
+    machine with a GPU, whose compiler the flag would reach.
+    """
+    if shutil.which("nvidia-smi") is None:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 
 
 @pytest.fixture

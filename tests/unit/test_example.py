@@ -22,11 +22,12 @@ def run(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 def run_example(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs an example on two virtual CPU devices."""
+    flags = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=2"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": " ".join(flags),
     }
     return subprocess.run(
         [sys.executable, *command],
