@@ -20,6 +20,14 @@ def shared_library(output: pathlib.Path, *inputs: pathlib.Path) -> None:
     _run("-shared", "-o", str(output), *map(str, inputs))
 
 
+def library_of_object(output: pathlib.Path, code: pathlib.Path) -> None:
+    """Builds a shared library of one object, whose undefined names come from those loaded before.
+
+    Without the C++ library it takes a tenth of the time.
+    """
+    _run("-nostdlib", "-shared", "-o", str(output), str(code))
+
+
 def executable(output: pathlib.Path, source: pathlib.Path, flags: Sequence[str]) -> None:
     """Builds a program from one C++ source."""
     _run(*flags, "-o", str(output), str(source))

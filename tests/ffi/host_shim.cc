@@ -1,7 +1,8 @@
 // The functions that CuTe-DSL's exported host code calls; they record its launch instead of running
 // it.
 //
-// Linked with a kernel's host object; the log has the form of ffi/testing/mock_cuda.cc's.
+// Linked with a kernel's host object, or loaded before it; the log has the form of
+// ffi/testing/mock_cuda.cc's.
 #include <cstdint>
 #include <string>
 #include <vector>

@@ -82,6 +82,32 @@ def run(call: Call, steer: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> Outcom
     return _run(_operation(call), call)
 
 
+def run_all(
+    calls: Sequence[Call], steer: Sequence[tuple[str, tuple[Any, ...]]] = ()
+) -> list[Outcome]:
+    """Makes several calls in one program, which is compiled once; every outcome has the whole log.
+
+    The order of the launches is XLA's.
+    """
+    import jax
+
+    _steer(steer)
+    for call in {call.cubin.key: call for call in calls}.values():
+        _add(call)
+    operations = [_operation(call) for call in calls]
+    operands = [_operands(call) for call in calls]
+
+    def everything(operands: Any) -> list[Any]:
+        return [operation(*own) for operation, own in zip(operations, operands, strict=True)]
+
+    try:
+        results = jax.block_until_ready(jax.jit(everything)(operands))
+    except jax.errors.JaxRuntimeError as error:
+        return [Outcome(_log(), {}, error=str(error))] * len(calls)
+    log = _log()
+    return [Outcome(log, _addresses(*one)) for one in zip(calls, operands, results, strict=True)]
+
+
 def run_together(
     calls: Sequence[Call], steer: Sequence[tuple[str, tuple[Any, ...]]] = ()
 ) -> Outcome:
@@ -188,16 +214,25 @@ def _operation(call: Call) -> Callable[..., Any]:
 def _run(operation: Callable[..., Any], call: Call) -> Outcome:
     import jax
 
-    operands = [jax.device_put(_zeros(array), may_alias=True) for array in call.operands]
-    launch = call.cubin.launch
+    operands = _operands(call)
     try:
         results = jax.block_until_ready(operation(*operands))
     except jax.errors.JaxRuntimeError as error:
         return Outcome(_log(), {}, error=str(error))
+    return Outcome(_log(), _addresses(call, operands, results))
+
+
+def _operands(call: Call) -> list[Any]:
+    import jax
+
+    return [jax.device_put(_zeros(array), may_alias=True) for array in call.operands]
+
+
+def _addresses(call: Call, operands: Sequence[Any], results: Sequence[Any]) -> dict[str, int]:
+    launch = call.cubin.launch
     addresses = dict(zip(launch.operands, map(_address, operands), strict=True))
     # A result that aliases an operand comes last: XLA copies an operand that it may not overwrite.
-    addresses |= {r.name: _address(x) for r, x in zip(launch.results, results, strict=True)}
-    return Outcome(_log(), addresses)
+    return addresses | {r.name: _address(x) for r, x in zip(launch.results, results, strict=True)}
 
 
 def _zeros(array: Array) -> np.ndarray:

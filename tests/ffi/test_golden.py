@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
 import multiprocessing
 import pathlib
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -77,6 +79,7 @@ CAPABILITIES = {"sm_90a": (9, 0), "sm_100f": (10, 0)}
 """The compute capability of a device that runs an architecture's kernels."""
 
 
+@functools.cache
 def entries() -> list[cache.Entry]:
     """Lists the kernels of the installation whose host code is available."""
     installed = runtime.manifest()
@@ -94,37 +97,42 @@ def test_host_code_is_at_hand() -> None:
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Compiles the recording shim to an object file."""
-    path = tmp_path_factory.mktemp("shim") / "host_shim.o"
-    compiler.object_file(path, pathlib.Path(__file__).parent / "host_shim.cc")
-    return path
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Builds the recording shim and loads it: host code that is loaded later calls it."""
+    path = tmp_path_factory.mktemp("shim") / "libhost_shim.so"
+    compiler.shared_library(path, pathlib.Path(__file__).parent / "host_shim.cc")
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.cubin.key.name)
 def test_launch_equals_host_code(
     entry: cache.Entry,
-    shim: pathlib.Path,
+    shim: ctypes.CDLL,
     stand_in_process: ProcessPoolExecutor,
     tmp_path: pathlib.Path,
 ) -> None:
     info = cubin_info.read(entry.code)[entry.cubin.symbol]
-    (tmp_path / "host.o").write_bytes(entry.host.object_file)
-    compiler.shared_library(tmp_path / "libhost.so", tmp_path / "host.o", shim)
-    host = HostCode(entry.host, tmp_path / "libhost.so", info.param_bytes)
+    host = HostCode(entry.host, shim, tmp_path, info.param_bytes)
     installed = runtime.manifest()
     assert installed is not None
-    for problem in (*PROBLEMS, huge(entry.cubin.key.head_dim)):
-        shapes = buffer_shapes(entry.cubin.key, problem)
-        call = make_call(entry.cubin, installed.directory, info.param_bytes, shapes)
-        check_launch(call, host, stand_in_process)
+    calls = [
+        make_call(
+            entry.cubin,
+            installed.directory,
+            info.param_bytes,
+            buffer_shapes(entry.cubin.key, problem),
+        )
+        for problem in (*PROBLEMS, huge(entry.cubin.key.head_dim))
+    ]
+    check_launches(calls, host, stand_in_process)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (1, 4), (1000, 132), (70_000, 68)])
-def test_launch_of_sample_kernel(
-    shape: tuple[int, int],
+SAMPLE_SHAPES = (64, 64), (1, 4), (1000, 132), (70_000, 68)
+
+
+def test_launches_of_sample_kernel(
     sample: cache.Entry,
-    shim: pathlib.Path,
+    shim: ctypes.CDLL,
     stand_in_process: ProcessPoolExecutor,
     tmp_path: pathlib.Path,
 ) -> None:
@@ -132,12 +140,13 @@ def test_launch_of_sample_kernel(
     swizzle.
     """
     info = cubin_info.read(sample.code)[sample.cubin.symbol]
-    (tmp_path / "host.o").write_bytes(sample.host.object_file)
     (tmp_path / sample.cubin.file).write_bytes(sample.code)
-    compiler.shared_library(tmp_path / "libhost.so", tmp_path / "host.o", shim)
-    host = HostCode(sample.host, tmp_path / "libhost.so", info.param_bytes)
-    call = make_call(sample.cubin, tmp_path, info.param_bytes, {"x": Array("f32", shape)})
-    check_launch(call, host, stand_in_process)
+    host = HostCode(sample.host, shim, tmp_path, info.param_bytes)
+    calls = [
+        make_call(sample.cubin, tmp_path, info.param_bytes, {"x": Array("f32", shape)})
+        for shape in SAMPLE_SHAPES
+    ]
+    check_launches(calls, host, stand_in_process)
 
 
 @pytest.fixture(scope="module")
@@ -148,24 +157,46 @@ def sample() -> cache.Entry:
         return pool.submit(remote.compile_scale).result()
 
 
-def check_launch(call: Call, host: HostCode, process: ProcessPoolExecutor) -> None:
-    """Fails unless the handler and the host code launch the same."""
-    numbers = zip(stand_in.CAPABILITY_ATTRIBUTES, CAPABILITIES[call.cubin.key.arch], strict=True)
-    steer = [("set_attribute", (0, *number)) for number in numbers]
-    outcome = process.submit(stand_in.run, call, steer).result()
-    assert outcome.error == "", call
-    (ours,) = outcome.launches
-    theirs = host.launch(call, outcome.addresses)
-    for field in ("symbol", "grid", "block", "cluster", "programmatic", "smem"):
-        assert ours[field] == theirs[field], (call.operands, field)
+def check_launches(calls: Sequence[Call], host: HostCode, process: ProcessPoolExecutor) -> None:
+    """Fails unless the handler and the host code launch the same for each call of a kernel."""
+    numbers = CAPABILITIES[calls[0].cubin.key.arch]
+    attributes = zip(stand_in.CAPABILITY_ATTRIBUTES, numbers, strict=True)
+    steer = [("set_attribute", (0, *number)) for number in attributes]
+    outcomes = process.submit(stand_in.run_all, calls, steer).result()
+    for call, outcome in zip(calls, outcomes, strict=True):
+        assert outcome.error == "", call
+        assert len(outcome.launches) == len(calls)
+        check_launch(call, outcome, host.launch(call, outcome.addresses))
+
+
+def check_launch(call: Call, outcome: stand_in.Outcome, theirs: dict[str, Any]) -> None:
+    """Fails unless one launch of the outcome has the call's operands and equals the host code's."""
     launch = call.cubin.launch
     arrays = dict(zip(launch.operands, call.operands, strict=True))
     arrays |= results(call.cubin, arrays)
     empty = {name for name, array in arrays.items() if 0 in array.shape}
+    place, anchor = next(
+        (place, param)
+        for place, param in enumerate(launch.params)
+        if param.kind in ("pointer", "tensor_map") and param.buffer not in empty
+    )
+    addresses = [address(anchor, x["params"][place]) for x in outcome.launches]
+    assert addresses.count(outcome.addresses[anchor.buffer]) == 1, (call.operands, anchor.name)
+    ours = outcome.launches[addresses.index(outcome.addresses[anchor.buffer])]
+    for field in ("symbol", "grid", "block", "cluster", "programmatic", "smem"):
+        assert ours[field] == theirs[field], (call.operands, field)
     for param, mine, other in zip(launch.params, ours["params"], theirs["params"], strict=True):
         if param.kind == "pointer" and param.buffer in empty:
             continue  # Nothing is there, and the two addresses of it may differ.
         assert comparable(param, mine) == comparable(param, other), (call.operands, param.name)
+
+
+def address(param: Param, text: str) -> int:
+    """Returns where the buffer of a pointer or a tensor map lies."""
+    data = bytes.fromhex(text)
+    if param.kind == "pointer":
+        return int.from_bytes(data, "little")
+    return tensor_map.decode(data).address
 
 
 def comparable(param: Param, text: str) -> Any:
@@ -259,22 +290,29 @@ def results(cubin: Cubin, arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 class HostCode:
-    """The CuTe-DSL host code of one kernel, linked with a shim that records the launch."""
+    """The CuTe-DSL host code of one kernel, on the shim, which records the launches of the last."""
 
     def __init__(
-        self, code: compile.HostCode, library: pathlib.Path, param_bytes: tuple[int, ...]
+        self,
+        code: compile.HostCode,
+        shim: ctypes.CDLL,
+        folder: pathlib.Path,
+        param_bytes: tuple[int, ...],
     ) -> None:
         self._arguments = code.arguments
-        self._library = ctypes.CDLL(str(library))
-        self._library.shim_log.restype = ctypes.c_char_p
-        self._entry = getattr(self._library, code.entry)
+        self._shim = shim
+        (folder / "host.o").write_bytes(code.object_file)
+        compiler.library_of_object(folder / "libhost.so", folder / "host.o")
+        library = ctypes.CDLL(str(folder / "libhost.so"))
+        self._shim.shim_log.restype = ctypes.c_char_p
+        self._entry = getattr(library, code.entry)
         sizes = (ctypes.c_int * len(param_bytes))(*param_bytes)
-        self._library.shim_set_params(sizes, len(param_bytes))
+        self._shim.shim_set_params(sizes, len(param_bytes))
         self._module = ctypes.c_void_p()
         module, status, device = ctypes.pointer(self._module), ctypes.c_int(), ctypes.c_int()
-        self._library._mlir_host_cuda_init(_pointers(module, status))
+        library._mlir_host_cuda_init(_pointers(module, status))
         assert status.value == 0
-        self._library._mlir_host_cuda_load_to_device(_pointers(module, device, status))
+        library._mlir_host_cuda_load_to_device(_pointers(module, device, status))
         assert status.value == 0
 
     def launch(self, call: Call, addresses: dict[str, int]) -> dict[str, Any]:
@@ -286,7 +324,7 @@ class HostCode:
         pointers = _pointers(*values, stream, status)
         self._entry(pointers, len(pointers))
         assert status.value == 0
-        return json.loads(self._library.shim_log().decode())
+        return json.loads(self._shim.shim_log().decode())
 
 
 def host_value(
