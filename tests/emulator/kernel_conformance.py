@@ -175,7 +175,8 @@ def quantities(case: Case, kernel: Pass) -> tuple[str, ...]:
     return QUANTITIES[kernel] + largest
 
 
-def targets(least: int) -> list[tuple[Case, KernelKey]]:
+@functools.cache
+def targets(least: int) -> tuple[tuple[Case, KernelKey], ...]:
     """Cases and the kernels that they reach, every kernel at least `least` times."""
     fitting = [case for case in CASES if max(case.query_length, case.key_length) <= MOST_ROWS]
     found = [
@@ -194,7 +195,7 @@ def targets(least: int) -> list[tuple[Case, KernelKey]]:
         small = (case for case in reversed(fitting) if _scores(case) <= MOST_SCORES)
         others = (pair for pair in _retyped(small, key) if pair not in found)
         found += itertools.islice(others, max(0, least - reached))
-    return found
+    return tuple(found)
 
 
 def covering(seed: int) -> list[tuple[Case, KernelKey]]:
