@@ -14,13 +14,14 @@ import argparse
 import dataclasses
 import fnmatch
 import hashlib
+import itertools
 import json
 import multiprocessing
 import pathlib
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -109,17 +110,43 @@ def problems(key: KernelKey) -> list[Attention]:
     return [problem(key, case) for case in mutation_cases.cases(key)]
 
 
-def trials(key: KernelKey) -> list[Trial]:
+class Trials:
     """What every mutation of a kernel is put through, in this order.
 
-    A run starves one warp, by its seed; at last others starve in the problem of most tiles.
+    A problem's launches and results are made when a mutation first comes to it, which most do not.
     """
-    made, several = [], policies(key)
-    for launch in problems(key):
-        expected = launch.run(Policy())
-        made += [Trial(launch, expected, policy, seed) for seed, policy in enumerate(several)]
+
+    def __init__(self, key: KernelKey) -> None:
+        self._made: list[Trial] = []
+        self._others = _trials(key)
+
+    def __iter__(self) -> Iterator[Trial]:
+        for place in itertools.count():
+            if place == len(self._made):
+                self._made += itertools.islice(self._others, 1)
+            if place == len(self._made):
+                return
+            yield self._made[place]
+
+
+def _trials(key: KernelKey) -> Iterator[Trial]:
+    """A run starves one warp, by its seed; at last others starve in the problem of most tiles."""
+    several, trial = policies(key), None
     (starving,) = (policy for policy in several if policy.schedule == "starve")
-    return [*made, *(dataclasses.replace(made[-1], policy=starving, seed=s) for s in _SEEDS)]
+    for case in mutation_cases.cases(key):
+        launch = problem(key, case)
+        expected = launch.run(Policy())
+        for seed, policy in enumerate(several):
+            trial = Trial(launch, expected, policy, seed)
+            yield trial
+    assert trial is not None
+    for seed in _SEEDS:
+        yield dataclasses.replace(trial, policy=starving, seed=seed)
+
+
+def trials(key: KernelKey) -> list[Trial]:
+    """All of them."""
+    return list(Trials(key))
 
 
 _TRIALS: list[Trial] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -85,11 +85,12 @@ def moved(ptx: str) -> Iterator[Mutation]:
         yield Mutation(move.instruction.line, change, move.text(ptx))
 
 
-def notices(trials: Sequence[Trial], mutation: Mutation) -> tuple[str, int]:
+def notices(trials: Iterable[Trial], mutation: Mutation) -> tuple[str, int]:
     """The rule that a mutation breaks, and the number of trials that it takes to see that.
 
     The rule is "result" if the kernel computes something else, or "" if no trial notices it.
     """
+    number = 0
     for number, trial in enumerate(trials, 1):
         try:
             results = trial.launch.run(trial.policy, trial.seed, lambda key, text: mutation.text)
@@ -98,7 +99,7 @@ def notices(trials: Sequence[Trial], mutation: Mutation) -> tuple[str, int]:
         for name, expected in trial.expected.items():
             if not np.array_equal(results[name], expected, True):
                 return "result", number
-    return "", len(trials)
+    return "", number
 
 
 def _changes(code: str) -> Iterator[tuple[str, str]]:

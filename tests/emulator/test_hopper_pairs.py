@@ -1,7 +1,7 @@
 """Hopper's backward of pairs where every step of a CTA has padding: one block a head, four heads.
 
 Two stages of dO (head dim 192) let warpgroup 1 run ahead of warpgroup 0 by a step, whose dO it
-clears; `kernels/sm90/backward_pair.py`, `receive_gradients`. About 25 s.
+clears; `kernels/sm90/backward_pair.py`, `receive_gradients`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ POLICIES = (
 )
 
 
-def test_every_policy_gives_the_same() -> None:
+def _name(value: int | Policy) -> str:
+    return f"{value.schedule}-{value.asynchronous}" if isinstance(value, Policy) else ""
+
+
+@pytest.mark.parametrize(("number", "policy"), list(enumerate(POLICIES)), ids=_name)
+def test_every_policy_gives_the_same(number: int, policy: Policy) -> None:
     inputs = attention.reversed_keys(CASE, make_inputs(CASE, 0))
     launch = attention.attention(CASE, inputs, True, "sm_90a").only(Pass.BACKWARD)
     expected = launch.run(Policy())
-    for seed, policy in enumerate(POLICIES):
-        results = launch.run(policy, seed)
-        for name, value in expected.items():
-            np.testing.assert_array_equal(results[name], value, name)
+    results = launch.run(policy, number)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(results[name], value, name)
