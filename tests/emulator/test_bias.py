@@ -254,7 +254,8 @@ def test_grad(device: Gpu, case: Case, seed: int) -> None:
 
 def test_vmap_and_launches(device: Gpu, seed: int) -> None:
     """Calls with biases of their own; and the gradient's kernel runs only where it is asked for."""
-    together, apart, with_bias, without = device(emulated_gpu.vmapped_with_bias, SMALL[0], seed)
+    case = dataclasses.replace(SMALL[0], batch=1)
+    together, apart, with_bias, without = device(emulated_gpu.vmapped_with_bias, case, seed)
     for one, other in zip(together, apart, strict=True):
         np.testing.assert_array_equal(one, other)
     assert [name for name in with_bias if "bias_grad" in name] and len(with_bias) == 5

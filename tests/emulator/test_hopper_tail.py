@@ -30,8 +30,18 @@ POLICIES = (
 CASES = (
     # (case, multiprocessors, parts of each split tile)
     (Case(batch=1, heads=(1, 1), query_length=530, key_length=330, head_dim=96), 2, (2,)),
-    (Case(batch=1, heads=(2, 1), query_length=800, key_length=290, head_dim=128), 10, (3, 3, 3)),
-    (Case(batch=1, heads=(1, 1), query_length=780, key_length=600, head_dim=96), 3, ()),
+    pytest.param(
+        Case(batch=1, heads=(2, 1), query_length=800, key_length=290, head_dim=128),
+        10,
+        (3, 3, 3),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Case(batch=1, heads=(1, 1), query_length=780, key_length=600, head_dim=96),
+        3,
+        (),
+        marks=pytest.mark.slow,
+    ),
     (
         Case(
             batch=3,
@@ -46,7 +56,12 @@ CASES = (
         4,
         (2, 2),
     ),
-    (Case(batch=1, heads=(1, 1), query_length=511, key_length=130, head_dim=128), 5, ()),
+    pytest.param(
+        Case(batch=1, heads=(1, 1), query_length=511, key_length=130, head_dim=128),
+        5,
+        (),
+        marks=pytest.mark.slow,
+    ),
 )
 
 

@@ -105,7 +105,7 @@ def test_deterministic_backward_ignores_timing(seed: int) -> None:
         query_offset=100,
         deterministic=True,
     )
-    launches = attention(case, make_inputs(case, seed))
+    launches = attention(case, make_inputs(case, seed)).after(Pass.FORWARD)
     ordered = (dataclasses.replace(policy, ordered_reductions=True) for policy in POLICIES)
     first, *others = (launches.run(policy, seed + i) for i, policy in enumerate(ordered))
     for other, (name, value) in itertools.product(others, first.items()):
@@ -150,7 +150,11 @@ def test_tickets_deal_every_tile_once(head_dim: int, short: bool, seed: int) -> 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("head_dim", "ranges"), [(64, True), (96, False), (128, False), (192, True), (256, False)]
+    ("head_dim", "ranges"),
+    [
+        *((64, True), (96, False), (128, False)),
+        *(pytest.param(*pairs, marks=pytest.mark.slow) for pairs in ((192, True), (256, False))),
+    ],
 )
 def test_tickets_deal_every_key_tile_once(
     head_dim: int, ranges: bool, deterministic: bool, seed: int
@@ -159,7 +163,7 @@ def test_tickets_deal_every_key_tile_once(
 
     Nor, with d = 192 and 256, on the number of pairs of CTAs. Some key tiles are seen by no query.
     """
-    heads, tiles_of_head = 2, 4
+    heads, tiles_of_head = 2, 3
     case = Case(
         batch=1,
         heads=(heads, heads),
@@ -167,11 +171,11 @@ def test_tickets_deal_every_key_tile_once(
         key_length=tiles_of_head * 128 - 30,
         head_dim=head_dim,
         is_causal=True,
-        query_offset=60,
+        query_offset=50,
         masks=("segments",) if ranges else (),
         deterministic=deterministic,
     )
-    launches = attention(case, make_inputs(case, seed))
+    launches = attention(case, make_inputs(case, seed)).after(Pass.FORWARD)
     first = dict[str, np.ndarray]()
     for number, policy in enumerate(POLICIES):
         ordered = dataclasses.replace(policy, ordered_reductions=deterministic)

@@ -79,7 +79,8 @@ def with_mask(case: Case, seed: int) -> tuple[Case, Inputs]:
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [
-        *(("sm_90a", 96), ("sm_90a", 256), ("sm_100f", 128)),
+        *(("sm_90a", 96), ("sm_100f", 128)),
+        pytest.param("sm_90a", 256, marks=pytest.mark.slow),
         *(pytest.param("sm_90a", d, marks=pytest.mark.every_case) for d in (64, 128, 192)),
     ],
 )
@@ -123,8 +124,8 @@ def test_the_deterministic_backward_gives_the_same_bits(arch: str, head_dim: int
         batch=1,
         heads=(2, 1),
         head_dim=head_dim,
-        query_length=330,
-        key_length=400,
+        query_length=200,
+        key_length=600 if arch == "sm_100f" else 300,  # Three tiles: the order of two is no matter.
         deterministic=True,
     )
     case, inputs = with_mask(case, 3)

@@ -129,7 +129,7 @@ def test_the_deterministic_backward_gives_the_same_bits(
 @pytest.mark.parametrize(("arch", "design"), KERNELS)
 def test_any_int32_gives_a_defined_result(arch: str, design: str) -> None:
     """Tags and ranges of INT_MIN and INT_MAX, and rows whose range ends before it begins."""
-    case = Case(query_length=200, key_length=260, masks=("segments",))
+    case = Case(heads=(1, 1), query_length=200, key_length=260, masks=("segments",))
     inputs, rng = make_inputs(case, 0), np.random.default_rng(1)
     limits = np.iinfo(np.int32)
     values = np.array([limits.min, -1, 0, 1, 100, 259, limits.max])
