@@ -50,6 +50,7 @@ TITLES = {
     "documents": "Documents packed into rows of 8192 tokens, bfloat16",
     "layers": "Soft caps and sinks, bfloat16",
     "decode": "Few query rows, bfloat16; calls in a chain within one program",
+    "few-heads": "Few heads, bfloat16; calls in a chain within one program",
 }
 """The report's part for each group of cases."""
 

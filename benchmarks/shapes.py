@@ -273,6 +273,22 @@ DECODE = tuple(
 )
 """Few query rows, as in decoding: the time is that of reading K and V once."""
 
+FEW_HEADS = tuple(
+    Case("few-heads", batch, s, s, heads, head_dim, is_causal=is_causal, chained=CHAINED)
+    for batch, s, heads, head_dim, is_causal in (
+        (1, 2048, (8, 8), 128, True),
+        (1, 2048, (8, 8), 128, False),
+        (1, 4096, (8, 2), 128, True),
+        (2, 1536, (8, 8), 128, False),
+        (1, 8192, (4, 1), 128, True),
+        (1, 4096, (8, 8), 64, True),
+        (1, 2048, (16, 16), 64, False),
+        (2, 1024, (16, 4), 64, True),
+        (1, 2048, (16, 16), 96, False),
+    )
+)
+"""What one of several devices that share the heads has of a layer: few tiles a multiprocessor."""
+
 GROUPS = {
     "grid": GRID,
     "gqa": GQA,
@@ -286,6 +302,7 @@ GROUPS = {
     "documents": DOCUMENTS,
     "layers": LAYERS,
     "decode": DECODE,
+    "few-heads": FEW_HEADS,
 }
 """The cases by group, in the order in which they are timed."""
 
@@ -305,6 +322,7 @@ QUICK = (
     Case("documents", 2, 128, 128, (2, 2), 64, is_causal=True, documents=((100, 28), (128,))),
     Case("layers", 1, 128, 128, (2, 2), 64, is_causal=True, sinks=True, soft_cap=20.0),
     Case("decode", 2, 1, 256, (4, 2), 64, chained=2),
+    Case("few-heads", 1, 256, 256, (2, 2), 64, is_causal=True, chained=2),
 )
 """These show in seconds, also on a CPU, that everything runs; their times mean nothing."""
 

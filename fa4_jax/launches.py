@@ -113,7 +113,7 @@ def forward_buffers(problem: Problem, operands: Operands, kernel: Kernel) -> dic
         rows = _narrowed(_whole(problem) if rows is None else rows, bits)
         keys = None if bits is None else packed.keys_of_tiles(bits, tile)
         tiles = order.of_queries(rows, problem.window, operands.extents, tile, keys)
-    sinks = jnp.full(problem.query_heads, -jnp.inf) if operands.sinks is None else operands.sinks
+    sinks = jnp.zeros(0) if operands.sinks is None else operands.sinks
     heads = problem.query_heads if problem.returns_max_logit else 0
     buffers = {
         **range_buffers(rows),

@@ -260,10 +260,12 @@ class SplitRanges(RangeBuffers):
 class LogitBuffers:
     """Numbers of whole heads, f32, that a forward with ranges takes and returns.
 
-    max_heads: N where the largest scores are wanted, else 0, and max_logit is empty. soft_cap: one
-    number, only if scores are capped.
+    sink_heads: N where the call has sinks, else 0, and sinks is empty. max_heads: N where the
+    largest scores are wanted, else 0, and max_logit is empty. soft_cap: one number, only if scores
+    are capped.
     """
 
+    sink_heads: Annotated[Any, Dim(0, "sinks")]
     max_heads: Annotated[Any, Dim(1, "max_logit")]
     sinks: Pointer
     max_logit: Pointer

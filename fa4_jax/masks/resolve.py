@@ -209,16 +209,16 @@ def _combined(given: Given, query_length: Any, key_length: Any) -> RowRanges:
     low, high = jnp.where(seen, low, 0), jnp.where(seen, high, 0)
     # Otherwise XLA computes the rows anew for each number of the table, of prefixes three times
     # slower (one H200: benchmarks/results/nvidia-h200-mask-cost.md).
-    low, high = jax.lax.optimization_barrier((low, high))
-    of_tags = None
-    if compared is not None and hull is not None:
-        tiles = table.any_of(seen & ~hull.complete)
-        first, last, tag, tiles = (
-            jnp.broadcast_to(x, (batch, x.shape[1]))
-            for x in (compared.low, compared.high, compared.tag, tiles)
-        )
-        of_tags = Tags(first, last, tag, tiles)
-    return RowRanges(low, high, table.limits(low, high), of_tags)
+    compares = None if hull is None else seen & ~hull.complete
+    low, high, compares = jax.lax.optimization_barrier((low, high, compares))
+    if compared is None or compares is None:
+        return RowRanges(low, high, table.limits(low, high))
+    limits, tiles = table.limits_and_any(low, high, compares)
+    first, last, tag = (
+        jnp.broadcast_to(x, (batch, x.shape[1]))
+        for x in (compared.low, compared.high, compared.tag)
+    )
+    return RowRanges(low, high, limits, Tags(first, last, tag, tiles))
 
 
 def _prepared(parts: list[Any], call: Call) -> RowRanges | None:

@@ -34,9 +34,20 @@ def limits(low: Array, high: Array) -> Array:
 
     Returns:
       int32 [B, ceil(T / 128), 4] of low, high [B, T]; four zeros where no row sees any. Keys in
-      [min low, max high) are visited, those in [max low, min high) are seen by all of these rows.
+      [min low, max high) are visited, those in [max low, min high) are seen by all rows of the
+      tile. Where some of its rows see nothing, max low is max high: no key is seen by all. So a
+      tile in which min and max are equal has rows of one range.
     """
-    low, high = (tiled(x, 0) for x in (low, high))
+    return limits_and_any(low, high, jnp.zeros_like(low, bool))[0]
+
+
+def limits_and_any(low: Array, high: Array, rows: Array) -> tuple[Array, Array]:
+    """`limits`, and of bool [B, T] whether a tile has such a row, int32 [B, ceil(T / 128)].
+
+    All arrays should be in memory: then a GPU reduces them in one kernel.
+    """
+    every = tiled((low < high).astype(jnp.int32), 1).min(-1) > 0
+    low, high, rows = (tiled(x, 0) for x in (low, high, rows.astype(jnp.int32)))
     seen = low < high
 
     def least(x: Array) -> Array:
@@ -45,10 +56,7 @@ def limits(low: Array, high: Array) -> Array:
     def greatest(x: Array) -> Array:
         return jnp.where(seen, x, _INT32.min).max(-1)
 
-    table = jnp.stack((least(low), greatest(high), greatest(low), least(high)), axis=-1)
-    return jnp.where(seen.any(-1)[..., None], table, 0)
-
-
-def any_of(rows: Array) -> Array:
-    """Whether the tile has a row of which it is true: int32 [B, ceil(T / 128)] of bool [B, T]."""
-    return tiled(rows.astype(jnp.int32), 0).max(-1)
+    most_high = greatest(high)
+    most_low = jnp.where(every, greatest(low), most_high)
+    table = jnp.stack((least(low), most_high, most_low, least(high)), axis=-1)
+    return jnp.where((most_high > _INT32.min)[..., None], table, 0), rows.max(-1)

@@ -159,10 +159,12 @@ class Whole:
             return Seen(None, pairs)
         low, high = own(rows(self.rows.low)), own(rows(self.rows.high))
         tags = self.rows.tags
-        if tags is not None and self.compared is not None:
-            tiles = table.any_of((low < high) & (rows(self.compared) != 0))
-            tags = Tags(rows(tags.query_low), rows(tags.query_high), keys(tags.key), tiles)
-        return Seen(RowRanges(low, high, table.limits(low, high), tags), pairs)
+        if tags is None or self.compared is None:
+            return Seen(RowRanges(low, high, table.limits(low, high), tags), pairs)
+        compares = (low < high) & (rows(self.compared) != 0)
+        limits, tiles = table.limits_and_any(low, high, compares)
+        tags = Tags(rows(tags.query_low), rows(tags.query_high), keys(tags.key), tiles)
+        return Seen(RowRanges(low, high, limits, tags), pairs)
 
 
 def _joined(parts: Sequence[tuple[Any, int]]) -> Callable[[Array], Array]:

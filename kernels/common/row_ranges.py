@@ -162,6 +162,26 @@ def limit_blocks(
     return bands.BlockRange(begin, full_begin, full_end, end), compares
 
 
+EACH_ROW = -1
+"""Stands for the end of a range where a tile's rows have different ones."""
+
+
+def shared_range(ranges: Ranges, rows: Rows) -> tuple[Int32, Int32]:
+    """Returns the range low <= j < high that all rows have, or 0 and EACH_ROW if they differ."""
+    low, high, differ = Int32(0), Int32(0), Int32(0)
+    for i in range(rows.entries):
+        entry = cutlass.min(rows.first // TABLE_ROWS + i, rows.last // TABLE_ROWS)
+        least_low, most_high, most_low, least_high = table_entry(ranges, entry)
+        if i == 0:
+            low, high = least_low, most_high
+        differ = differ | (least_low ^ low) | (most_low ^ low)
+        differ = differ | (most_high ^ high) | (least_high ^ high)
+    return (
+        Int32(cutlass.select_(differ == 0, low, Int32(0))),
+        Int32(cutlass.select_(differ == 0, high, Int32(EACH_ROW))),
+    )
+
+
 def row_limits(ranges: Ranges, row: Int32) -> tuple[Int32, Int32]:
     """Returns a row's low and high; of a row past the last, those of the last."""
     row = cutlass.min(row, ranges.query_length - 1)

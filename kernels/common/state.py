@@ -5,6 +5,7 @@ import dataclasses
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from kernels.common import ptx
 from kernels.common.softmax import LN_2, LOG2_E, TANH_UNIT, select
 from kernels.interface import (
     BackwardScalars,
@@ -56,6 +57,12 @@ class Scales:
 def soft_cap_of(buffers: LogitBuffers | CapBuffer) -> Float32:
     """Reads the soft cap; 0 where scores are not capped."""
     return cute.make_tensor(buffers.soft_cap, cute.make_layout(1))[0]
+
+
+def sink_of(buffers: LogitBuffers, head: Int32) -> Float32:
+    """Reads the sink of a query head; -inf where the call has none."""
+    sink = ptx.load_word_below(buffers.sinks + head, 0, buffers.sink_heads).bitcast(Float32)
+    return select(buffers.sink_heads > 0, sink, -Float32.inf)
 
 
 def make_scales(scalars: ForwardScalars, soft_cap: Float32 | None = None) -> Scales:

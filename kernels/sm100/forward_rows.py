@@ -27,6 +27,7 @@ from kernels.common.state import (
     make_biased_scales,
     make_optional_scales,
     make_scales,
+    sink_of,
     soft_cap_of,
 )
 from kernels.interface import ForwardScalars
@@ -172,7 +173,7 @@ class RowRoles:
         if cutlass.const_expr(self.config.ranges):
             some = select(valid, state.row_sum, Float32(0.0))
             top = select(valid, state.reference * scales.scale_log2, -Float32.inf)
-            sink = tensors.f32(call.logits.sinks, row.head) * LOG2_E
+            sink = sink_of(call.logits, row.head) * LOG2_E
             inverse, logarithm = with_sink(top, some, sink)
             largest = select(valid, keys.maximum[0] * scales.scale_log2 * LN_2, -Float32.inf)
             self.raise_maximum(call, work.batch, row.head, largest)

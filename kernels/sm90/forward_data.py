@@ -104,12 +104,8 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class TileRanges:
-    """What hides keys of a tile's rows in memory: ranges of the batch element, bits of the head.
+    """What hides keys of a tile's rows in memory: ranges of the batch element, bits of the head."""
 
-    are_given: 0 where the call has no ranges; it may have the kernel for its sinks alone.
-    """
-
-    are_given: Int32
     ranges: row_ranges.Ranges
     bits: BitsInMemory
 
@@ -121,7 +117,20 @@ def ranges_of(buffers: RangeBuffers | None, sizes: Sizes, work: Work) -> TileRan
     bits = ABSENT
     if buffers.mask_bits is not None:
         bits = BitsInMemory(buffers, sizes, work.plane, work.first_row)
-    return TileRanges(buffers.batch, row_ranges.arrays(buffers, sizes, work.batch), bits)
+    return TileRanges(row_ranges.arrays(buffers, sizes, work.batch), bits)
+
+
+def row_range(work: Work, ranges: row_ranges.Ranges, row: Int32) -> tuple[Int32, Int32]:
+    """Returns the range of a row: the one that all rows of its tile have, or its own from memory.
+
+    Predicates load it, not a branch, across which the compiler would move registers to memory.
+    """
+    own = Int32(work.high == row_ranges.EACH_ROW)
+    row = cutlass.min(row, ranges.query_length - 1)
+    low = ptx.load_word_below(ranges.low + row, 0, own)
+    high = ptx.load_word_below(ranges.high + row, 0, own)
+    low = cutlass.max(low, work.low)
+    return low, Int32(cutlass.select_(own > 0, high, work.high))
 
 
 @cute.jit
@@ -146,13 +155,9 @@ def with_ranges(rows: Rows, work: Work, own: TileRanges, first_row: Int32) -> Ro
     """Returns rows whose limits are those of their ranges, too."""
     ranges = own.ranges
     for row in cutlass.range_constexpr(softmax.ROWS):
-        # Predicates, not a branch, across which the compiler would move registers to memory.
-        place = cutlass.min(first_row + 8 * row, ranges.query_length - 1)
-        low = ptx.load_word_below(ranges.low + place, 0, own.are_given)
-        high = ptx.load_word_below(ranges.high + place, 0, own.are_given)
+        low, high = row_range(work, ranges, first_row + 8 * row)
         rows.low[row] = cutlass.max(rows.low[row], low)
-        high = cutlass.min(rows.high[row], high)
-        rows.high[row] = Int32(cutlass.select_(own.are_given > 0, high, rows.high[row]))
+        rows.high[row] = cutlass.min(rows.high[row], high)
     maximum = cute.make_rmem_tensor((softmax.ROWS,), Float32)
     maximum.fill(-Float32.inf)
     wanted = work.compares != 0

@@ -30,8 +30,10 @@ from kernels.sm90.tiles import (
 )
 
 WORK_WORDS = 12
-"""int32 words that say what a tile's work is; with ranges one more says whether tags are compared,
-and where bits of a mask are read another one which head's they are."""
+"""int32 words that say what a tile's work is; forward_schedule."""
+
+RANGE_WORDS = 3
+"""int32 words more with ranges: whether tags are compared, and the range that all rows have."""
 
 GROUP_WORDS = 4
 """int32 words that say which of a tile's blocks a warpgroup's rows see; forward_groups."""
@@ -48,7 +50,7 @@ _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
 @functools.cache
 def of_key(key: KernelKey) -> Description:
     """Describes the forward kernel of a key."""
-    head_dim, value_dim, band, ranges = key.head_dim, key.value_dim, key.band, key.ranges
+    head_dim, value_dim, band = key.head_dim, key.value_dim, key.band
     tile = forward_tile(key)
     groups = tile.mma_warpgroups
     loads_more = key.paged or (key.bias and not key.pairwise_bias)
@@ -77,7 +79,7 @@ def of_key(key: KernelKey) -> Description:
         regions=(
             *_ramp(key, tile),
             *_groups(key, tile),
-            *_regions(tile, (head_dim, value_dim), ranges + key.sinks, key.reads_mask),
+            *_regions(tile, (head_dim, value_dim), _more_words(key), key.reads_mask),
             *_output(key, tile),
         ),
         division=Division(tile.m, persistent=tile.ctas, by_ticket=band),
@@ -150,12 +152,17 @@ def _groups(key: KernelKey, tile: ForwardTile) -> tuple[Region, ...]:
     return (Region("groups", (GROUP_WORDS, tile.mma_warpgroups, tile.q_stages), text, "i32"),)
 
 
+def _more_words(key: KernelKey) -> int:
+    """A mask of pairs has a word more that says which head's bits are read, sinks have the sink."""
+    return RANGE_WORDS * key.ranges + key.reads_mask + key.sinks
+
+
 def _regions(
     tile: ForwardTile, dims: tuple[int, int], more_words: int, mask: bool
 ) -> tuple[Region, ...]:
     span, (d, value_dim), ring = tile.span_bytes, dims, tile.kv_stages
     tiles = tile.q_stages
-    words = WORK_WORDS + more_words + mask
+    words = WORK_WORDS + more_words
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
     text = "key blocks, and whether ranges hide any of them, under a mask of pairs"
     visits = (Region("visits", (VISIT_WORDS, ring), text, "i32"),) if mask else ()

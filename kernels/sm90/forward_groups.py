@@ -11,9 +11,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa4_jax import bands
-from kernels.common import ptx, row_ranges, tensors
+from kernels.common import row_ranges, tensors
 from kernels.common.resources import Shared
-from kernels.sm90.forward_data import Place, TileRanges
+from kernels.sm90.forward_data import Place, TileRanges, row_range
 from kernels.sm90.forward_description import GROUP_WORDS
 from kernels.sm90.forward_schedule import Work
 from kernels.sm90.tiles import WARPGROUP_ROWS, ForwardTile
@@ -88,10 +88,7 @@ def _keys_seen(work: Work, own: TileRanges, first_row: Int32) -> tuple[Int32, In
     for half in range(WARPGROUP_ROWS // row_ranges.LANES):
         row = first_row + half * row_ranges.LANES + cute.arch.lane_idx()
         low, high = bands.row_limits(work.band, row, tensors.INT32)
-        place = cutlass.min(row, own.ranges.query_length - 1)
-        own_low = ptx.load_word_below(own.ranges.low + place, 0, own.are_given)
-        own_high = ptx.load_word_below(own.ranges.high + place, 0, own.are_given)
-        own_high = Int32(cutlass.select_(own.are_given > 0, own_high, high))
+        own_low, own_high = row_range(work, own.ranges, row)
         low, high = cutlass.max(low, own_low), cutlass.min(high, own_high)
         seen = (low < high) & (row < work.band.query_length)
         least = cutlass.min(least, Int32(cutlass.select_(seen, low, Int32(_NO_KEY))))

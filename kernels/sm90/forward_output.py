@@ -22,7 +22,7 @@ from kernels.common.softmax import (
     select,
     with_sink,
 )
-from kernels.common.state import Scales, make_scales, soft_cap_of
+from kernels.common.state import Scales, make_scales, sink_of, soft_cap_of
 from kernels.description import NamedBarrier
 from kernels.interface import ForwardScalars, LogitBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
@@ -92,8 +92,8 @@ def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
     logits = results.logits
     if logits is None:
         return HeadResults(lse, work.sink_log2, bias=results.bias)
-    sink = cute.make_tensor(logits.sinks + work.head, cute.make_layout(1))[0]
-    return HeadResults(lse, sink * LOG2_E, logits.max_heads > 0, logits.max_logit + head)
+    sink_log2 = sink_of(logits, work.head) * LOG2_E
+    return HeadResults(lse, sink_log2, logits.max_heads > 0, logits.max_logit + head)
 
 
 class Output:

@@ -38,6 +38,8 @@ class Work:
     blocks: bands.BlockRange
     padded_keys: cutlass.Boolean  # whether the last block has keys past a length that TMA reads
     compares: Int32 | int = 0  # whether tags have to be compared
+    low: Int32 | int = 0  # of the range that all rows have by the ranges in memory
+    high: Int32 | int = bands.UNBOUNDED  # its end; EACH_ROW where each row loads its own
     plane: Int32 | int = 0  # of the bits of a mask of pairs (pair_masks)
     sink_log2: Float32 | None = None  # of the head, where the kernel takes sinks and no ranges
     seen: bands.BlockRange | None = None  # of the blocks, by a warpgroup's rows; forward_groups
@@ -104,7 +106,10 @@ def by_table(work: Work, buffers: RangeBuffers, sizes: Sizes, shape: ForwardShap
     blocks, compares = row_ranges.limit_blocks(work.blocks, ranges, rows, shape.n)
     length = work.band.key_length
     padded = (blocks.end * shape.n > length) & (length < sizes.key_length)
-    return dataclasses.replace(work, blocks=blocks, padded_keys=padded, compares=compares)
+    low, high = row_ranges.shared_range(ranges, rows)
+    return dataclasses.replace(
+        work, blocks=blocks, padded_keys=padded, compares=compares, low=low, high=high
+    )
 
 
 _NO_TILE = -1
@@ -112,7 +117,7 @@ _NO_TILE = -1
 
 def publish(work: Work, words: cute.Tensor):
     """Writes a tile's work, as `published` reads it."""
-    more = (Int32(work.compares), Int32(work.plane))
+    more = tuple(Int32(x) for x in (work.compares, work.low, work.high, work.plane))
     if work.sink_log2 is not None:
         more = (work.sink_log2.bitcast(Int32),)
     values = (
