@@ -43,8 +43,9 @@ export REQUIREMENTS
 
 .PHONY: test cover proof demo lint format matrix integrations wheel wheels kernels library emulated environment clean
 
-# Linters, the build, and of slow tests the cases that fit 25 minutes of two cores with them
-# (tests/case_seconds.py); `cover` runs cases with every feature (an hour), `proof` every case.
+# Linters, the build, and of slow tests the cases that fit 20 minutes of two cores
+# (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py); `cover` runs
+# cases with every feature, on optimised code (an hour), `proof` every case.
 test: lint library kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
