@@ -80,6 +80,7 @@ from kernels.sm90.forward_data import (
     TileRanges,
     make_rows,
     ranges_of,
+    start_with_sink,
 )
 from kernels.sm90.forward_description import of_key
 from kernels.sm90.forward_groups import OwnBlocks, seen_by
@@ -258,6 +259,8 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
         mma.acc.fill(0.0)
         first_row = work.first_row + (thread // 32) * 16 + lane // 4
         rows = make_rows(work, ranges, first_row, (lane % 4) * 2)
+        if cutlass.const_expr(self.sinks):
+            start_with_sink(rows, work.sink_log2, scales.scale_log2)
 
         begin, end = work.blocks.begin, work.blocks.end
         count = end - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -12,6 +13,7 @@ from cutlass import Float32, Int32
 from fa4_jax import bands
 from kernels.common import ptx, row_ranges, tensors
 from kernels.common.pair_masks import BitsInMemory
+from kernels.common.softmax import exp2, select
 from kernels.common.state import Scales
 from kernels.interface import RangeBuffers, Sizes
 from kernels.sm90 import softmax, wgmma
@@ -148,6 +150,27 @@ def make_rows(work: Work, ranges: TileRanges | None, first_row: Int32, first_col
     if cutlass.const_expr(ranges is not None):
         rows = with_ranges(rows, work, ranges, first_row)
     return rows
+
+
+SINK_LEAD_LOG2 = 8.0
+"""By how much a sink is above the reference that its row begins with, in units of log2.
+
+P of a score far below the sink then keeps the bits that the output can show: float16 has normal
+numbers down to 2^-14, so scores down to 22 below the sink have normal P.
+"""
+
+_LARGEST = 3e38  # a float32
+
+
+def start_with_sink(rows: Rows, sink_log2: Float32, scale_log2: Float32):
+    """Makes the sink what each row has seen first; one of the row's four threads has its weight."""
+    reference = (sink_log2 - SINK_LEAD_LOG2) * (1.0 / scale_log2)
+    reference = cute.arch.fmin(cute.arch.fmax(reference, -_LARGEST), _LARGEST)
+    weight = exp2(sink_log2 - reference * scale_log2)
+    weight = select(cute.arch.lane_idx() % 4 == 0, weight, Float32(0.0))
+    weight = select(sink_log2 < Float32.inf, weight, Float32(math.nan))  # as exp(inf - inf)
+    for row in range(softmax.ROWS):
+        rows.reference[row], rows.row_sum[row] = reference, weight
 
 
 @cute.jit

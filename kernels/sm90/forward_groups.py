@@ -34,7 +34,9 @@ def publish_groups(
         first_row = work.first_row + group * WARPGROUP_ROWS
         blocks = bands.visited_blocks(work.band, first_row, WARPGROUP_ROWS, tile.n, tensors.INT32)
         if cutlass.const_expr(own is not None):
-            least, most = _keys_seen(work, own, first_row)
+            least, most = _keys_of_range(work, first_row)
+            if work.high == row_ranges.EACH_ROW:
+                least, most = _keys_seen(work, own, first_row)
             full = (work.blocks.full_begin, work.blocks.full_end)
             blocks = bands.BlockRange(least // tile.n, *full, (most + tile.n - 1) // tile.n)
         begin = cutlass.max(blocks.begin, work.blocks.begin)
@@ -80,6 +82,19 @@ class OwnBlocks(Turns):
         if block < work.blocks.end - 1:  # A tile's first block takes no turn.
             self.await_turn(place.group)
             self.pass_turn(place.group)
+
+
+def _keys_of_range(work: Work, first_row: Int32) -> tuple[Int32, Int32]:
+    """Returns (first, past-the-last) key that 64 rows see which have the tile's range."""
+    last_row = cutlass.min(first_row + WARPGROUP_ROWS, work.band.query_length) - 1
+    least, _ = bands.row_limits(work.band, first_row, tensors.INT32)
+    _, most = bands.row_limits(work.band, last_row, tensors.INT32)
+    least, most = cutlass.max(least, work.low), cutlass.min(most, work.high)
+    seen = (least < most) & (first_row <= last_row)
+    return (
+        Int32(cutlass.select_(seen, least, Int32(_NO_KEY))),
+        Int32(cutlass.select_(seen, most, Int32(0))),
+    )
 
 
 def _keys_seen(work: Work, own: TileRanges, first_row: Int32) -> tuple[Int32, Int32]:

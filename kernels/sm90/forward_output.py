@@ -1,7 +1,9 @@
 """What the Hopper forward leaves: the output as it is stored, LSE, a head's largest score.
 
-With sinks a row has one more score, whose value is 0. It takes part when the row ends: the sums are
-moved to the larger of the row's reference and the sink, so that no exponent is above 0.
+With sinks a row has one more score, whose value is 0. In a kernel with ranges, whose calls may have
+no sinks, it takes part when the row ends: the sums are moved to the larger of the row's reference
+and the sink, so that no exponent is above 0. Kernels for sinks alone begin with it
+(forward_data.start_with_sink).
 """
 
 import dataclasses
@@ -54,7 +56,8 @@ class HeadResults:
 
     Attributes:
       lse: [T], global memory.
-      sink_log2: its sink, in units of log2; -inf in a kernel with ranges if the call has none.
+      sink_log2: its sink, in units of log2, where it takes part at the end; -inf if the call has
+        none.
       wants_maximum: whether `max_logit` is there.
       max_logit: its largest score so far, global memory.
       bias: the call's, or None.
@@ -91,7 +94,7 @@ def of_head(results: RowResults, work: Work, sizes: Sizes) -> HeadResults:
     lse = cute.make_tensor(results.lse + head * sizes.query_length, rows)
     logits = results.logits
     if logits is None:
-        return HeadResults(lse, work.sink_log2, bias=results.bias)
+        return HeadResults(lse, bias=results.bias)
     sink_log2 = sink_of(logits, work.head) * LOG2_E
     return HeadResults(lse, sink_log2, logits.max_heads > 0, logits.max_logit + head)
 

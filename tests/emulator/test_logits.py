@@ -172,6 +172,32 @@ def test_sinks_far_above_and_far_below_all_scores(policy: Policy, arch: str) -> 
     assert (results["output"][0, :90, 5] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sinks_alone(arch: str, dtype: str) -> None:
+    """Kernels for sinks begin with them: float16 has no normal numbers far below one."""
+    sinks = np.array([*SINKS, 8.0, 12.0], np.float32)
+    case = Case(
+        batch=2,
+        heads=(len(sinks), 2),
+        query_length=100,
+        key_length=150,
+        query_offset=50,
+        query_lengths=(90, 100),
+        key_lengths=(150, 0),
+        is_causal=True,
+        dtype=dtype,
+        sinks=True,
+    )
+    inputs = dataclasses.replace(make_inputs(case, 0), sinks=sinks)
+    results = run(case, inputs, POLICIES[0], arch=arch)
+    check(case, inputs, results, arch)
+    # A sink is a reference and a weight in units of log2, whose sum is rounded.
+    found = results["lse"][1]
+    np.testing.assert_allclose(found, np.tile(sinks, (100, 1)).T, rtol=2e-7, atol=5e-7)
+    assert (results["output"][1] == 0).all() and (results["lse"][0, :, 90:] == -inf).all()
+
+
 def test_a_sink_of_minus_infinity_is_none() -> None:
     case = Case(batch=1, heads=(1, 1), query_length=100, key_length=300, max_logit=True)
     inputs = make_inputs(case, 0)
