@@ -164,9 +164,11 @@ _LARGEST = 3e38  # a float32
 
 def start_with_sink(rows: Rows, sink_log2: Float32, scale_log2: Float32):
     """Makes the sink what each row has seen first; one of the row's four threads has its weight."""
-    reference = (sink_log2 - SINK_LEAD_LOG2) * (1.0 / scale_log2)
-    reference = cute.arch.fmin(cute.arch.fmax(reference, -_LARGEST), _LARGEST)
+    below = (sink_log2 - SINK_LEAD_LOG2) * (1.0 / scale_log2)
+    reference = cute.arch.fmin(cute.arch.fmax(below, -_LARGEST), _LARGEST)
+    # The weight is not computed where it is known: it would be that of a rounding error.
     weight = exp2(sink_log2 - reference * scale_log2)
+    weight = select(reference == below, Float32(2.0**SINK_LEAD_LOG2), weight)
     weight = select(cute.arch.lane_idx() % 4 == 0, weight, Float32(0.0))
     weight = select(sink_log2 < Float32.inf, weight, Float32(math.nan))  # as exp(inf - inf)
     for row in range(softmax.ROWS):

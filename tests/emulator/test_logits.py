@@ -175,8 +175,9 @@ def test_sinks_far_above_and_far_below_all_scores(policy: Policy, arch: str) -> 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sinks_alone(arch: str, dtype: str) -> None:
-    """Kernels for sinks begin with them: float16 has no normal numbers far below one."""
-    sinks = np.array([*SINKS, 8.0, 12.0], np.float32)
+    """Kernels for sinks begin with them: float16 has no normal numbers far below one, and a sink
+    of any size is a reference whose multiple is rounded."""
+    sinks = np.array([*SINKS, 8.0, 12.0, -3e8, 3e8, 7e10, 1.1e13, -1.3e17, 1.7e24], np.float32)
     case = Case(
         batch=2,
         heads=(len(sinks), 2),
@@ -186,6 +187,7 @@ def test_sinks_alone(arch: str, dtype: str) -> None:
         query_lengths=(90, 100),
         key_lengths=(150, 0),
         is_causal=True,
+        scale=0.1,
         dtype=dtype,
         sinks=True,
     )
