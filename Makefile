@@ -43,7 +43,7 @@ export REQUIREMENTS
 
 .PHONY: test cover proof demo lint format matrix integrations wheel wheels kernels library emulated environment clean
 
-# Linters, the build, and of slow tests the cases that fit 20 minutes of two cores
+# Linters, the build, and of slow tests the cases that fit 25 minutes of two cores
 # (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py); `cover` runs
 # cases with every feature, on optimised code (an hour), `proof` every case.
 test: lint library kernels
