@@ -185,7 +185,7 @@ def test_vmap_of_short_queries_over_the_same_keys(
     gpu: Gpu, seed: int, scores: dict[str, Any]
 ) -> None:
     """The instances become heads of one group, which then fill two blocks of packed rows."""
-    case = Case(batch=1, heads=(20, 2), query_length=2, key_length=140, is_causal=True, **scores)
+    case = Case(batch=1, heads=(20, 2), query_length=2, key_length=300, is_causal=True, **scores)
     together, apart = gpu(emulated_gpu.vmapped_over_queries, case, 4, seed)
     for one, other in zip(together, apart, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
