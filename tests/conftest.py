@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _compile_quickly() -> None:
-    """Has LLVM not optimise what XLA makes for a CPU: tests of one file took two thirds of the time.
+    """Has LLVM not optimise what XLA makes for a CPU: one file took two thirds of the time so.
 
     XLA's own passes run as ever. `make cover` and `make proof` test optimised code, and so does a
     machine with a GPU, whose compiler the flag would reach.
