@@ -10,7 +10,9 @@ as bools, unless the caller gave it so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -110,14 +112,21 @@ def pack(pairs: Pairs, query_length: int, key_length: int) -> MaskBits:
     blocks = -(-tiles // at_once)
     rows = at_once * BOX_ROWS
     padded = pairs.padded(blocks * rows, words * WORD)
+    is_whole = (query_length, key_length) == (blocks * rows, words * WORD)
+    in_memory = (
+        is_whole and isinstance(pairs, Dense) and pairs.array.shape[2:] == (rows, key_length)
+    )
 
     def block(index: Any) -> tuple[Array, Array, Array]:
         box = _Box(index * rows, rows, 0, words * WORD)
         seen = jnp.broadcast_to(padded.seen(box), (batch, heads, rows, words * WORD))
         row = index * rows + jnp.arange(rows, dtype=jnp.int32)
         key = jnp.arange(words * WORD, dtype=jnp.int32)
-        inside = (row < query_length)[None, None, :, None] & (key < key_length)[None, None, None]
-        return _packed(seen & inside, (row >= query_length).reshape(1, 1, at_once, 1, BOX_ROWS))
+        if not is_whole:
+            inside = (row < query_length)[:, None] & (key < key_length)[None]
+            seen &= inside[None, None]
+        absent = (row >= query_length).reshape(1, 1, at_once, 1, BOX_ROWS)
+        return _packed(seen, absent, _joined_in_memory if in_memory else _joined)
 
     if blocks == 1:
         return _with_visits(block(0))
@@ -130,14 +139,18 @@ def pack(pairs: Pairs, query_length: int, key_length: int) -> MaskBits:
     return _with_visits(jax.tree.map(joined, found))
 
 
-def _packed(seen: Array, absent: Array) -> tuple[Array, Array, Array]:
+def _packed(
+    seen: Array, absent: Array, join: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
     """Words and states of bool [B|1, N|1, 64 tiles, 32 words].
 
-    absent: rows past the query length, [1, 1, tiles, 1, 64], which hide nothing.
+    Args:
+      absent: rows past the query length, [1, 1, tiles, 1, 64], which hide nothing.
+      join: makes a word of 32 bools, as `_joined`.
     """
     batch, heads, rows, keys = seen.shape
     tiles, words = rows // BOX_ROWS, keys // WORD
-    found = _joined(seen.reshape(batch, heads, tiles, BOX_ROWS, words, WORD)).swapaxes(-1, -2)
+    found = join(seen.reshape(batch, heads, tiles, BOX_ROWS, words, WORD)).swapaxes(-1, -2)
     some = lax.reduce(found, np.uint32(0), lax.bitwise_or, (4,))
     ones = np.uint32(2**32 - 1)
     all_seen = lax.reduce(jnp.where(absent, ones, found), ones, lax.bitwise_and, (4,))
@@ -173,13 +186,28 @@ def _states(words: Array, holds: Callable[[Array], Array]) -> Array:
 def _joined(bits: Array) -> Array:
     """bool [..., 32] as uint32 [...], the first one lowest.
 
-    They become bytes first: a GPU reads rows of eight bools twice as fast as rows of 32, and the
-    barrier keeps XLA from reading them for words, byte by byte.
+    They become bytes first: a GPU reads rows of eight bools twice as fast as rows of 32.
     """
     octets = bits.reshape(*bits.shape[:-1], WORD // 8, 8)
     place = lax.broadcasted_iota(jnp.uint32, octets.shape, octets.ndim - 1)
-    found = (octets.astype(jnp.uint32) << place).sum(-1, dtype=jnp.uint32).astype(jnp.uint8)
-    return lax.bitcast_convert_type(lax.optimization_barrier(found), jnp.uint32)
+    return _of_bytes((octets.astype(jnp.uint32) << place).sum(-1, dtype=jnp.uint32))
+
+
+def _joined_in_memory(bits: Array) -> Array:
+    """`_joined` of an array in memory.
+
+    A sum is one thread's, so XLA loads its eight bools at once; of bools that are computed, or lie
+    at odd places, it would compute or load each by itself, which takes up to three times as long as
+    `_joined` (benchmarks/results/nvidia-h200-masks-of-pairs.md).
+    """
+    octets = bits.reshape(*bits.shape[:-1], WORD // 8, 8).astype(jnp.uint8)
+    terms = (octets[..., place] << place for place in range(8))
+    return _of_bytes(functools.reduce(operator.or_, terms))
+
+
+def _of_bytes(found: Array) -> Array:
+    """Bytes [..., 4] as uint32 [...]; the barrier keeps XLA from reading a word byte by byte."""
+    return lax.bitcast_convert_type(lax.optimization_barrier(found.astype(jnp.uint8)), jnp.uint32)
 
 
 def split_states(states: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def boxes(seen: np.ndarray, fill: bool) -> np.ndarray:
 @settings(max_examples=8, deadline=None, database=None)
 @given(
     SEEDS,
-    st.sampled_from([(1, 1), (64, 512), (65, 513), (130, 40), (200, 700)]),
+    st.sampled_from([(1, 1), (64, 512), (65, 513), (128, 384), (130, 40), (200, 700)]),
     st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3)]),
     st.sampled_from([0.0, 0.02, 0.98, 1.0]),
 )
@@ -54,6 +55,20 @@ def test_bits_are_the_mask(seed: int, sizes: tuple[int, int], lead: tuple[int, i
     some, every = (np.asarray(bits.split_states(x)) for x in (found.some, found.every))
     np.testing.assert_array_equal(some, boxes(seen, False).any((3, 5)))
     np.testing.assert_array_equal(every, boxes(seen, True).all((3, 5)))
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (63, 128), (64, 127), (1, 128), (64, 1)])
+def test_only_an_array_of_whole_boxes_is_read_eight_at_a_time(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """One that is padded or broadcasts does not lie in memory as it is packed."""
+    seen = np.random.default_rng(0).random((1, 2, *shape)) < 0.5
+    sizes = [full if size == 1 else size for size, full in zip(shape, (64, 128), strict=True)]
+    joined = mock.Mock(side_effect=bits._joined_in_memory)
+    monkeypatch.setattr(bits, "_joined_in_memory", joined)
+    found = bits.pack(bits.Dense(jnp.asarray(seen)), *sizes)
+    np.testing.assert_array_equal(bools(found, *sizes), np.broadcast_to(seen, (1, 2, *sizes)))
+    assert joined.called == (shape == (64, 128))
 
 
 def test_blocks_of_rows_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
