@@ -70,6 +70,10 @@ def _key(
 
 SHOWN = (
     Shown("Hopper forward", _key("sm_90a", Pass.FORWARD, 128, 128, False)),
+    Shown(
+        "Hopper forward, rows with ranges of keys",
+        KernelKey("sm_90a", Pass.FORWARD, "bf16", 128, band=True, ranges=True),
+    ),
     Shown("Split forward, Hopper", _key("sm_90a", Pass.FORWARD_SPLIT, 128, 128, False)),
     Shown("Kernel after a split forward", _key("sm_90a", Pass.FORWARD_JOIN, 128, 128, False)),
     Shown(

@@ -2,6 +2,7 @@
 
     load warp      loads by TMA: per tile Q, then K_n, V_n into two rings, last block first; it runs
                    ahead into the next tile while the warpgroups finish this one
+    schedule warp  with ranges: finds out what the next tile's work is (Note [work])
     MMA warpgroup w has 64 query rows, and S, P, O in registers; per key block (i counts from the
     last one) it computes
         S(i)  = Q K(i)^T        wgmma, both operands from shared memory
@@ -35,13 +36,14 @@ Note [work]: the load warp finds out which rows, head and blocks a tile has, and
 `work` before it arrives on `q_full`; all warps have read them when they release Q. So the MMA
 warpgroups divide nothing and load no extents between tiles. Work of no tile, which comes without Q,
 ends the CTA. A persistent CTA holds two tiles' Q and work: the next one's are there when a tile
-begins.
+begins. With ranges a schedule warp does so in its place where heads are no wider than 128
+(forward_work.py), and arrives on `work_full`; then the load warp, too, reads what it has stored.
 
 Note [tickets]: under a band tiles are not equally long, so persistent CTAs take them when they need
 them: a CTA's first tile is its block index, each later one the number of CTAs plus a ticket from
 `tile_ticket`, which is 0 when the kernel starts. The load warp takes the ticket of the next tile
-when few blocks of a tile are left, whose loads hide the latency. No CTA waits for another, so they
-may start in any order.
+when few blocks of a tile are left, whose loads hide the latency, or arrives on `ticket_due`, and
+the schedule warp takes it. No CTA waits for another, so they may start in any order.
 """
 
 import dataclasses
@@ -82,13 +84,14 @@ from kernels.sm90.forward_data import (
     ranges_of,
     start_with_sink,
 )
-from kernels.sm90.forward_description import of_key
+from kernels.sm90.forward_description import has_schedule_warp, of_key
 from kernels.sm90.forward_groups import OwnBlocks, seen_by
 from kernels.sm90.forward_load import Loads
 from kernels.sm90.forward_mask import clear_padding, hide, visit_of
 from kernels.sm90.forward_output import HeadResults, Output, RowResults, of_head, scales_of
 from kernels.sm90.forward_schedule import Work, is_tile, make_schedule, published
 from kernels.sm90.forward_softmax import RowSoftmax
+from kernels.sm90.forward_work import OfCall
 from kernels.sm90.tiles import WARPGROUP, WARPGROUP_ROWS, forward_tile, leaves_out, leaves_past_rows
 
 
@@ -111,8 +114,11 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
         self.issue_turn = self.description.named_barrier("issue_turn") if self.takes_turns else None
         epilogue = self.description.named_barrier("epilogue")
         self.padding = self.description.named_barrier("padding") if key.band else None
-        self.output = Output(self.tile, self.value_dim, self.dtype, epilogue)
         self.leaves_out, self.leaves_past_rows = leaves_out(key), leaves_past_rows(key)
+        self.has_schedule_warp = has_schedule_warp(key)
+        # Otherwise the compiler has too few registers for three warpgroups beside a schedule warp.
+        anew = self.has_schedule_warp and self.tile.mma_warpgroups > 2
+        self.output = Output(self.tile, self.value_dim, self.dtype, epilogue, anew)
         self.by_ticket = self.description.division.by_ticket
         self.shape = ForwardShape(
             m=self.tile.m,
@@ -157,9 +163,14 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
         load, mma = self.description.role("load"), self.description.role("mma")
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
-            if warp_index == load.first_warp:
-                keys = (pages, page_length)
-                self.load(maps, shared, schedule, tile_ticket, ranges, keys, sinks)
+            of_call = OfCall(schedule, ranges, sinks)
+            if cutlass.const_expr(not self.has_schedule_warp):
+                if warp_index == load.first_warp:
+                    self.load(maps, shared, of_call, tile_ticket, (pages, page_length))
+            elif warp_index == load.first_warp:
+                self.load_found(maps, shared, of_call)
+            elif warp_index == self.description.role("schedule").first_warp:
+                self.find_all_work(shared, of_call, tile_ticket)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             added = None

@@ -16,6 +16,7 @@ from kernels.description import (
     Role,
     TensorMap,
     copied,
+    one,
     operand,
     warps,
 )
@@ -44,7 +45,20 @@ VISIT_WORDS = 2
 RAMP_WORDS = 4
 """int32 words of a key in the ramp of a bias; forward_bias."""
 
+_WIDEST_WITH_SCHEDULE_WARP = 128
+"""The widest head whose forwards with ranges have one."""
+
 _FIRST_TURN, _FIRST_EPILOGUE, _PADDING = 1, 8, 12
+
+
+def has_schedule_warp(key: KernelKey) -> bool:
+    """Whether a warp beside the load warp finds out what the work of a forward's tiles is.
+
+    With ranges that takes four loads from global memory that wait for each other, and tiles are
+    short where documents are: they were 1 to 6 % faster so (docs/hopper.md). With wider heads they
+    were 1 to 3 % slower, and of the narrow tiles a multiprocessor has several.
+    """
+    return key.ranges and key.head_dim <= _WIDEST_WITH_SCHEDULE_WARP and not key.narrow
 
 
 @functools.cache
@@ -57,13 +71,22 @@ def of_key(key: KernelKey) -> Description:
     budget = LARGE_LOAD_REGISTERS if loads_more else REGISTER_BUDGETS[groups]
     job = "TMA: Q, then K and V blocks" + ("; takes tickets" if band else "")
     mma = "S, softmax, O += P V and the output of 64 query rows a warpgroup"
+    schedules = has_schedule_warp(key)
+    beside = (Role("idle", 1, 3, "none", registers=budget.load),)
+    if schedules:
+        job = "TMA: Q, then K and V blocks"
+        own = "finds out what tiles' work is, takes tickets"
+        beside = (
+            Role("schedule", 1, 1, own, registers=budget.load),
+            Role("idle", 2, 2, "none", registers=budget.load),
+        )
     return Description(
         roles=(
             Role("load", 0, 1, job, registers=budget.load),
-            Role("idle", 1, 3, "none", registers=budget.load),
+            *beside,
             Role("mma", 4, 4, mma, groups, budget.mma),
         ),
-        barriers=_barriers(tile),
+        barriers=_barriers(tile, schedules),
         named_barriers=(
             *([_issue_turn(groups)] if groups > 1 else []),
             NamedBarrier(
@@ -120,19 +143,24 @@ def _padding(warpgroups: int) -> NamedBarrier:
     )
 
 
-def _barriers(tile: ForwardTile) -> tuple[Barrier, ...]:
+def _barriers(tile: ForwardTile, schedules: bool) -> tuple[Barrier, ...]:
     stages = tile.kv_stages
     loaded, released = (copied("load"),), (warps("mma"),)
-    both = ("load", "mma")
+    both, finds_work = ("load", "mma"), "schedule" if schedules else "load"
     o_empty = Barrier("o_empty", released, both, "query tile")
+    of_work = (
+        Barrier("work_full", (one("schedule"),), ("load",), "query tile", tile.q_stages),
+        Barrier("ticket_due", (one("load"),), ("schedule",), "query tile"),
+    )
     return (
         Barrier("q_full", loaded, ("mma",), "query tile", tile.q_stages),
-        Barrier("q_empty", released, ("load",), "query tile", tile.q_stages),
+        Barrier("q_empty", released, (finds_work,), "query tile", tile.q_stages),
         Barrier("k_full", loaded, ("mma",), "block", stages),
         Barrier("k_empty", released, ("load",), "block", stages),
         Barrier("v_full", loaded, ("mma",), "block", stages),
         Barrier("v_empty", released, ("load",) if tile.own_output else both, "block", stages),
         *([] if tile.own_output else [o_empty]),
+        *(of_work if schedules else ()),
     )
 
 

@@ -1,9 +1,7 @@
-"""The load warp of the Hopper forward: what a tile's work is, its Q, and K and V of its blocks.
+"""The load warp of the Hopper forward: Q of each tile, and K and V of its blocks.
 
 `forward` says how the work is divided among warps, and what the tickets are.
 """
-
-import dataclasses
 
 import cutlass
 import cutlass.cute as cute
@@ -11,71 +9,53 @@ from cutlass import Int32
 
 from fa4_jax.key import PAGE_KEYS
 from kernels.common import pages as in_pages
-from kernels.common import ptx, row_ranges, tensors
+from kernels.common import ptx, tensors
 from kernels.common.key_visits import NO_VISITS, Visits, block_of_step, make_walk
 from kernels.common.page_maps import LONG_COPY, has_long_copies
 from kernels.common.pages import Copies, Pages, look_up
 from kernels.common.resources import Maps, Shared
-from kernels.common.schedule import ForwardShape, Schedule
-from kernels.common.softmax import LOG2_E
-from kernels.interface import PageBuffers, RangeBuffers
-from kernels.sm90.forward_data import ranges_of
-from kernels.sm90.forward_groups import publish_groups
-from kernels.sm90.forward_schedule import Work, assign, by_table, publish, publish_end
+from kernels.interface import PageBuffers
+from kernels.sm90.forward_schedule import Work, is_tile, publish, publish_end, published
 from kernels.sm90.forward_visits import make_visits
-from kernels.sm90.tiles import TICKET_BLOCKS, ForwardTile
+from kernels.sm90.forward_work import FindsWork, OfCall
+from kernels.sm90.tiles import TICKET_BLOCKS
+
+ASKING_BLOCKS = 7
+"""Blocks of a tile that are still to be loaded when a schedule warp is asked for the next tile.
+
+They are more than TICKET_BLOCKS, since loads that wait for the ticket follow it.
+"""
 
 
-class Loads:
+class Loads(FindsWork):
     """What the load warp does; attributes are those of `forward.Forward`."""
 
     head_dim: int
     value_dim: int
-    ranges: bool
     reads_mask: bool
-    leaves_out: bool
-    paged: bool
     by_ticket: bool
-    tile: ForwardTile
-    shape: ForwardShape
+    has_schedule_warp: bool
 
     @cute.jit
     def load(
         self,
         maps: Maps,
         shared: Shared,
-        schedule: Schedule,
+        call: OfCall,
         tile_ticket: cute.Pointer | None,
-        ranges: RangeBuffers | None,
         pages: tuple[PageBuffers | None, Int32],
-        sinks: cute.Pointer | None,
     ):
         """Load warp: finds a tile's work, loads Q, then K and V of each block, last block first."""
+        schedule = call.schedule
         ctas, _, _ = cute.arch.grid_dim()
         index = schedule.tile(Int32(0))
         tiles_done, blocks_done = Int32(0), Int32(0)
         while index < schedule.tiles:
-            work = assign(index, schedule, self.shape, ranges)
+            work = self.find_work(index, call)
             visits = NO_VISITS
-            if cutlass.const_expr(self.ranges):
-                if row_ranges.are_given(ranges):
-                    work = by_table(work, ranges, schedule.sizes, self.shape)
             if cutlass.const_expr(self.reads_mask):
-                visits, work = make_visits(work, ranges, schedule.sizes, self.shape)
-            if cutlass.const_expr(self.paged):
-                # What lies past the last key in its page, or past the table, is padding.
-                padded = work.blocks.end * self.tile.n > work.band.key_length
-                work = dataclasses.replace(work, padded_keys=padded)
-            if cutlass.const_expr(sinks is not None):
-                sink = cute.make_tensor(sinks + work.head, cute.make_layout(1))[0]
-                work = dataclasses.replace(work, sink_log2=sink * LOG2_E)
-            shared.barriers.q_empty.wait_free(tiles_done)
-            with cute.arch.elect_one():
-                publish(work, self.words(shared, tiles_done))
-            if cutlass.const_expr(self.leaves_out):
-                own = ranges_of(ranges, schedule.sizes, work)
-                slot = shared.barriers.q_full.use(tiles_done).slot
-                publish_groups(work, own, shared.groups[None, None, slot], self.tile)
+                visits, work = make_visits(work, call.ranges, schedule.sizes, self.shape)
+            self.publish_work(shared, work, call, tiles_done)
             self.load_query(maps, shared, work, tiles_done)
             done = (tiles_done, blocks_done)
             ticket = Int32(0)
@@ -92,6 +72,30 @@ class Loads:
         shared.barriers.q_empty.wait_free(tiles_done)
         with cute.arch.elect_one():
             publish_end(self.words(shared, tiles_done))
+            cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
+
+    @cute.jit
+    def load_found(self, maps: Maps, shared: Shared, call: OfCall):
+        """Load warp beside a schedule warp: does the same with the work that this one finds."""
+        tiles_done, blocks_done = Int32(0), Int32(0)
+        shared.barriers.work_full.wait(tiles_done)
+        more = is_tile(self.words(shared, tiles_done))
+        while more:
+            words = self.words(shared, tiles_done)
+            work, visits = published(words, call.schedule.window), NO_VISITS
+            cute.arch.sync_warp()  # One lane hands Q on, and with it the words' memory, for all.
+            if cutlass.const_expr(self.reads_mask):
+                visits, work = make_visits(work, call.ranges, call.schedule.sizes, self.shape)
+                if visits.tile.given:
+                    with cute.arch.elect_one():
+                        publish(work, words)
+            self.load_query(maps, shared, work, tiles_done)
+            self.load_blocks(maps, shared, work, visits, None, (tiles_done, blocks_done))
+            tiles_done += 1
+            blocks_done += work.blocks.end - work.blocks.begin
+            shared.barriers.work_full.wait(tiles_done)
+            more = is_tile(self.words(shared, tiles_done))
+        with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.barriers.q_full.at(tiles_done))
 
     @cute.jit
@@ -120,17 +124,23 @@ class Loads:
 
         done: the numbers of tiles and of blocks that the CTA has had before.
 
-        Returns the next tile's ticket, in lane 0, or 0 where no tickets deal the tiles.
+        Returns the next tile's ticket, in lane 0, or 0 where this warp takes none.
         """
         tile, (tiles_done, blocks_done) = self.tile, done
         kv = tensors.bthd_coordinates()[None, None, work.kv_head, work.batch]
         count = work.blocks.end - work.blocks.begin
         ticket, walk = Int32(0), make_walk(visits)
-        if cutlass.const_expr(self.by_ticket):
+        if cutlass.const_expr(self.has_schedule_warp):
+            if count < ASKING_BLOCKS:
+                self.ask_for_tile(shared, tiles_done)
+        elif cutlass.const_expr(self.by_ticket):
             if (count < TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                 ticket = ptx.take_ticket(tile_ticket)
         for step in cutlass.range(count, unroll=1):
-            if cutlass.const_expr(self.by_ticket):
+            if cutlass.const_expr(self.has_schedule_warp):
+                if step == count - ASKING_BLOCKS:
+                    self.ask_for_tile(shared, tiles_done)
+            elif cutlass.const_expr(self.by_ticket):
                 if (step == count - TICKET_BLOCKS) & (cute.arch.lane_idx() == 0):
                     ticket = ptx.take_ticket(tile_ticket)
             block, limited = block_of_step(visits, walk, work.blocks.end, step)
@@ -156,6 +166,11 @@ class Loads:
                     full,
                 )
         return ticket
+
+    def ask_for_tile(self, shared: Shared, tiles_done: Int32):
+        """Lets the schedule warp take the next tile's ticket."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.barriers.ticket_due.at(tiles_done))
 
     @cute.jit
     def load_pages(
@@ -218,7 +233,3 @@ class Loads:
             if step + 1 < count:
                 place = look_up(pages, work.blocks.end - 2 - step, tile.n, rows)
         return ticket
-
-    def words(self, shared: Shared, tiles_done: Int32) -> cute.Tensor:
-        """Returns the words that a tile's work is published in."""
-        return shared.work[None, shared.barriers.q_full.use(tiles_done).slot]

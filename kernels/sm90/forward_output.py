@@ -107,10 +107,19 @@ class Output:
       value_dim: columns of the output.
       dtype: storage type.
       barrier: threads of a warpgroup meet there before and after they write shared memory.
+      finds_addresses_anew: of the output in shared memory, in each tile.
     """
 
-    def __init__(self, tile: ForwardTile, value_dim: int, dtype: type, barrier: NamedBarrier):
+    def __init__(
+        self,
+        tile: ForwardTile,
+        value_dim: int,
+        dtype: type,
+        barrier: NamedBarrier,
+        finds_addresses_anew: bool,
+    ):
         self.tile, self.value_dim, self.dtype, self.barrier = tile, value_dim, dtype, barrier
+        self.finds_addresses_anew = finds_addresses_anew
 
     @cute.jit
     def divide(
@@ -190,6 +199,8 @@ class Output:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         majors = (wgmma.K_MAJOR, wgmma.MN_MAJOR)
         product = wgmma.Wgmma(self.dtype, (1, 1), self.value_dim, majors, wgmma.REGISTERS)
+        if cutlass.const_expr(self.finds_addresses_anew):
+            thread = ptx.anew(thread)  # No register holds them from tile to tile.
         copy = cute.make_tiled_copy_C(atom, product.tiled()).get_slice(thread % WARPGROUP)
         cute.copy(atom, copy.retile(output), copy.partition_D(source))
         cute.arch.fence_proxy("async.shared", space="cta")
