@@ -2,8 +2,8 @@
 
 `make cover`, `make proof` and wheels build all. Of what is left out somebody has built every kernel
 from the same sources by the same compiler, and recorded its text (texts.py). So the sample has all
-kernels that no record speaks of, and of the others those that tests call through JAX, and one of
-each kind.
+kernels that no record speaks of, and of the others those that tests call through JAX, and kernels
+that have every flag of every module between them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,44 @@ from kernels import sources
 from kernels.build import texts
 
 CALLED = (
+    "sm_90a_*_bf16_d64",
+    "sm_90a_*_bf16_d64_deterministic",
+    "sm_90a_bias_grad_bf16_d64_band",
+    "sm_90a_bwd_bf16_d64_band_bias_deterministic",
+    "sm_90a_bwd_bf16_d64_band_deterministic",
+    "sm_90a_bwd_bf16_d64_band_ranges",
+    "sm_90a_fwd_bf16_d64_band_bias_short",
+    "sm_90a_fwd_bf16_d64_band_narrow",
+    "sm_90a_fwd_bf16_d64_band_ranges_short",
+    "sm_90a_fwd_bf16_d64_band_ranges_soft_cap_short",
+    "sm_90a_fwd_bf16_d64_band_short",
+    "sm_90a_fwd_split_bf16_d64_paged",
+    "sm_90a_tangent_bf16_d64_band",
     "sm_90a_*_bf16_d128",
     "sm_90a_bwd_bf16_d128_band",
     "sm_90a_fwd_bf16_d128_band",
     "sm_90a_hessian_*_bf16_d128_band",
     "sm_90a_tangent_bf16_d128_band",
-    "sm_90a_*_bf16_d256",
+    "sm_90a_bwd*_bf16_d256",
+    "sm_90a_fwd_bf16_d256",
+    "sm_90a_tangent_bf16_d256",
+    "sm_100f_b*_bf16_d64",
+    "sm_100f_bias_grad_bf16_d64_band",
+    "sm_100f_bwd_bf16_d64_band_bias_deterministic",
+    "sm_100f_bwd_bf16_d64_band_ranges",
+    "sm_100f_bwd_pre_bf16_d64_deterministic",
+    "sm_100f_fwd_bf16_d64_band_bias",
+    "sm_100f_fwd_bf16_d64_band_ranges_polynomial_exp2_pair",
+    "sm_100f_fwd_bf16_d64_polynomial_exp2",
+    "sm_100f_fwd_join_bf16_d64",
+    "sm_100f_fwd_split_bf16_d64_paged",
+    "sm_100f_tangent_bf16_d64",
     "sm_100f_bwd_fp16_d192x128_pair",
     "sm_100f_bwd_post_fp16_d192x128",
     "sm_100f_fwd_fp16_d192",
     "sm_100f_tangent_fp16_d192",
 )
-"""Kernels that tests call through JAX on an emulated GPU, beside one of each kind.
+"""Kernels that tests call through JAX on an emulated GPU, by name; `*` stands for anything.
 
 A test whose kernel is not there fails and names it. One that runs PTX alone compiles what it lacks.
 """
@@ -46,8 +72,8 @@ _PLAIN = dict.fromkeys(("band", "ranges", "soft_cap", "bias", "pair"), False)
 def kernels() -> set[KernelKey]:
     """Returns the keys of the sample."""
     every = catalogue.all_keys()
-    chosen = {key for key in every if any(fnmatch.fnmatch(key.name, name) for name in CALLED)}
-    chosen |= one_of_each_kind(every) | texts.unknown()
+    called = {key for key in every if any(fnmatch.fnmatch(key.name, name) for name in CALLED)}
+    chosen = with_every_feature(called, every) | texts.unknown()
     # A test compares each fp16 kernel with its bf16 one, and one launches a kernel after another.
     chosen |= {dataclasses.replace(key, dtype="bf16") for key in chosen}
     return chosen | {
@@ -57,14 +83,23 @@ def kernels() -> set[KernelKey]:
     }
 
 
-def one_of_each_kind(keys: Iterable[KernelKey]) -> set[KernelKey]:
-    """Returns the first kernel of each kind, which is one of bf16 and of the least head dim."""
-    return set({kind(key): key for key in sorted(keys, reverse=True)}.values())
+def with_every_feature(chosen: Iterable[KernelKey], keys: Iterable[KernelKey]) -> set[KernelKey]:
+    """Returns what was chosen and, for each feature that it lacks, the plainest kernel with it."""
+    found = set(chosen)
+    held = {feature for key in found for feature in features(key)}
+    for key in sorted(keys, key=lambda key: (key.dtype, len(features(key)), key)):
+        if not features(key) <= held:
+            found.add(key)
+            held |= features(key)
+    return found
 
 
-def kind(key: KernelKey) -> tuple[str, KernelKey]:
-    """Returns what kernels have in common that differ in head dims and storage type alone.
+def features(key: KernelKey) -> frozenset[tuple[str, Pass, str]]:
+    """Returns the flags of a kernel, each with the module that it is a flag of, and the pass.
 
-    Their module is a part of it: backwards of two head dims may be two programs.
+    Modules are apart, since backwards of two head dims may be two programs. A dense kernel has a
+    feature, too: it is the plain one of its module.
     """
-    return sources.module(key), dataclasses.replace(key, dtype="bf16", head_dim=0, value_dim=0)
+    flags = [field.name for field in dataclasses.fields(key) if getattr(key, field.name) is True]
+    names = flags if key.band else [*flags, "dense"]
+    return frozenset((sources.module(key), key.kernel, name) for name in names)

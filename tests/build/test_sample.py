@@ -15,19 +15,23 @@ WIDE = {"head_dim": 256, "value_dim": 256}
 NAMES = {key.name for key in catalogue.all_keys()}
 
 
-def test_there_is_one_of_each_kind() -> None:
-    held = set(map(sample.kind, sample.kernels()))
-    assert not [key.name for key in catalogue.all_keys() if sample.kind(key) not in held]
+def test_every_flag_of_every_module_is_there() -> None:
+    held = {feature for key in sample.kernels() for feature in sample.features(key)}
+    assert not [key.name for key in catalogue.all_keys() if not sample.features(key) <= held]
 
 
-def test_a_kind_is_all_but_head_dims_and_storage_type() -> None:
+def test_the_plainest_kernel_stands_for_a_flag() -> None:
     plain = KernelKey("sm_90a", Pass.FORWARD, "bf16", 64)
-    wide, band = (dataclasses.replace(plain, **x) for x in (WIDE, {"band": True}))
-    keys = [wide, plain, dataclasses.replace(band, dtype="fp16"), band]
-    assert sample.one_of_each_kind(keys) == {plain, band}
+    band, wide = (dataclasses.replace(plain, **x) for x in ({"band": True}, WIDE))
+    ranges, capped = (dataclasses.replace(band, **x, ranges=True) for x in ({}, {"soft_cap": True}))
+    fp16 = dataclasses.replace(band, dtype="fp16")
+    keys = [capped, wide, fp16, ranges, plain, band]
+    assert sample.with_every_feature([], keys) == {plain, band, ranges, capped}
+    assert sample.with_every_feature([capped], keys) == {capped, plain}
     backward = dataclasses.replace(plain, kernel=Pass.BACKWARD)
     other_program = dataclasses.replace(backward, **WIDE)
-    assert sample.one_of_each_kind([backward, other_program]) == {backward, other_program}
+    programs = {backward, other_program}
+    assert sample.with_every_feature([], programs) == programs
 
 
 @pytest.mark.parametrize("name", sample.CALLED)
@@ -48,4 +52,4 @@ def test_it_is_a_small_part_where_all_sources_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts, "unknown", set[KernelKey])
-    assert len(sample.kernels()) < len(NAMES) / 4, "it would take longer than it is meant to"
+    assert len(sample.kernels()) < len(NAMES) / 6, "it would take longer than it is meant to"
