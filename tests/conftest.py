@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fa4_jax import api
-from tests import case_seconds, each_kernel, examples
+from tests import case_seconds, each_kernel, example_counts
 from tests.fakes import fake_target
 
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     if not (config.getoption("--full-cover") or config.getoption("--every-case")):
         _compile_quickly()
-        examples.share = examples.SHARE
+        example_counts.share = example_counts.SHARE
     config.addinivalue_line("markers", "every_case: runs with --every-case alone")
     config.addinivalue_line("markers", f"{each_kernel.MARKER}: needs the kernel of its key")
     config.addinivalue_line("markers", "slow: runs with --full-cover and --every-case alone")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa4_jax import attention
-from tests import examples
+from tests import example_counts
 
 HEAD_DIM = 8
 
@@ -26,7 +26,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=examples.count(6),
+    max_examples=example_counts.count(6),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
