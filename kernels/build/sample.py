@@ -45,7 +45,7 @@ CALLED = (
     "sm_100f_bwd_bf16_d64_band_ranges",
     "sm_100f_bwd_pre_bf16_d64_deterministic",
     "sm_100f_fwd_bf16_d64_band_bias",
-    "sm_100f_fwd_bf16_d64_band_ranges_polynomial_exp2_pair",
+    "sm_100f_fwd_bf16_d64_band_ranges_polynomial_exp2*",
     "sm_100f_fwd_bf16_d64_polynomial_exp2",
     "sm_100f_fwd_join_bf16_d64",
     "sm_100f_fwd_split_bf16_d64_paged",

@@ -18,7 +18,7 @@ took up to 15 % longer (benchmarks/results/nvidia-h200-decode.md)."""
 
 
 @pytest.mark.each_kernel
-@pytest.mark.parametrize("key", catalogue.keys("sm_90a"), ids=lambda key: key.name)
+@pytest.mark.parametrize("key", list(catalogue.keys("sm_90a")), ids=lambda key: key.name)
 def test_copies_are_issued_once_not_in_loops_over_the_lanes(key: KernelKey) -> None:
     """Where ptxas does not see that a warp's lanes agree, it issues a copy for one after another.
 
