@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fa4_jax import api
-from tests import case_seconds
+from tests import case_seconds, each_kernel, example_counts
 from tests.fakes import fake_target
 
 
@@ -29,11 +29,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what `sampling.sampled` has not chosen, and what `case_seconds` has no time for.
 
-    A file that is named on the command line has time.
+    A file that is named on the command line has time. What looks at each kernel looks at those that
+    are built, and at the sample that must be; all must be with --full-cover.
     """
     if config.getoption("--every-case"):
         return
     left_out = [bool(item.get_closest_marker("every_case")) for item in items]
+    if not config.getoption("--full-cover"):
+        absent = each_kernel.not_built(items)
+        left_out = [out or missing for out, missing in zip(left_out, absent, strict=True)]
     named = any(".py" in argument for argument in config.args)
     if not (named or config.getoption("--full-cover")):
         left_out = [
@@ -52,7 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     if not (config.getoption("--full-cover") or config.getoption("--every-case")):
         _compile_quickly()
+        example_counts.share = example_counts.SHARE
     config.addinivalue_line("markers", "every_case: runs with --every-case alone")
+    config.addinivalue_line("markers", f"{each_kernel.MARKER}: needs the kernel of its key")
     config.addinivalue_line("markers", "slow: runs with --full-cover and --every-case alone")
     config.addinivalue_line("filterwarnings", "error")
     # Importing Flax 0.12.0, the newest for JAX 0.8.0.

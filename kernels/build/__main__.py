@@ -18,7 +18,7 @@ from rich.table import Table
 
 from fa4_jax import catalogue
 from fa4_jax.key import KernelKey
-from kernels.build import cache, package
+from kernels.build import cache, package, sample
 
 ALL, NONE, HERE = "all", "none", "here"
 
@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--arch {options.arch}: no kernels are built")
         return 0
     keys = [key for key in catalogue.all_keys() if key.arch in archs]
-    selected = [key for key in keys if fnmatch.fnmatch(key.name, options.only)]
+    wanted = set(keys)
+    if options.sample:
+        here = architectures(HERE)  # Tests that run on a GPU take all of its kernels.
+        wanted = sample.kernels() | {key for key in keys if key.arch in here}
+    selected = [key for key in keys if key in wanted and fnmatch.fnmatch(key.name, options.only)]
     if not selected:
         print(f"no key matches {options.only!r}; see --list", file=sys.stderr)
         return 2
@@ -53,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package.package(entries, options.cubins)
     else:
         others = (cache.find(key) for key in keys if key not in set(selected))
-        package.package([*entries, *(entry for entry in others if entry is not None)])
+        kept = [*entries, *(entry for entry in others if entry is not None)]
+        package.package(kept, partial=len(kept) < len(keys))
     console.print(_table(entries))
     total = sum(len(entry.code) for entry in entries)
     console.print(
@@ -77,6 +82,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=ALL,
         help=f"{ALL} of them, {NONE}, one, or that of the GPU that is {HERE} (if there is one); "
         "kernels of other architectures are not packaged",
+    )
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="build what kernels/build/sample.py names, as `make test` does; others stay packaged "
+        "if they are up to date",
     )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument(

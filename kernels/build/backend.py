@@ -1,8 +1,9 @@
 """pip's build backend: scikit-build-core, preceded by the kernels where the tree has none yet.
 
 A source distribution and a tree after `make kernels` hold fa4_jax/_cubins, which is packaged as it
-is. In a fresh clone this asks pip for CuTe-DSL too and compiles the kernels first: of all
-architectures, or of those that `-C archs=...` or the variable FA4_JAX_ARCHS names.
+is. In a fresh clone, or where a part of the kernels lies, as after `make test`, this asks pip for
+CuTe-DSL too and compiles the kernels first: of all architectures, or of those that `-C archs=...`
+or the variable FA4_JAX_ARCHS names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from scikit_build_core import build as base
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
 KERNELS = ROOT / "fa4_jax" / "_cubins"
+PARTIAL = "partial"
+"""As in package.py, which imports more than pip has installed when it asks for requirements."""
 
 ARCHS_VARIABLE, ARCHS_SETTING = "FA4_JAX_ARCHS", "archs"
 _CHOICES = ("all", "none", "sm_90a", "sm_100f")
@@ -127,7 +130,8 @@ def _compress(wheel: pathlib.Path) -> None:
 def _kernels_to_build(config_settings: Settings) -> str | None:
     """Returns the choice of kernels to build first, or None if there is nothing to build."""
     chosen = architectures(config_settings)
-    if chosen is None and not (KERNELS / "manifest.json").exists():
+    whole = (KERNELS / "manifest.json").exists() and not (KERNELS / PARTIAL).exists()
+    if chosen is None and not whole:
         return "all"
     return None if chosen == "none" else chosen
 

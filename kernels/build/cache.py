@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -56,7 +57,7 @@ def find(key: KernelKey) -> Entry | None:
     except FileNotFoundError:
         return None
     # The digest comes first, since a record of other sources may have another form.
-    if record["digest"] != _digest(sources.module(key)):
+    if record["digest"] != digest(sources.module(key)):
         return None
     cubin = manifest.cubin_from_json(record["cubin"])
     if hashlib.sha256(code).hexdigest() != cubin.sha256:
@@ -70,30 +71,37 @@ def store(entry: Entry) -> None:
     """Keeps a compiled kernel in place of an older one of its key."""
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     path = DIRECTORY / entry.cubin.key.name
-    path.with_suffix(".cubin").write_bytes(entry.code)
-    path.with_suffix(".ptx").write_text(entry.ptx)
-    path.with_suffix(".o").write_bytes(entry.host.object_file)
+    replace(path.with_suffix(".cubin"), entry.code)
+    replace(path.with_suffix(".ptx"), entry.ptx.encode())
+    replace(path.with_suffix(".o"), entry.host.object_file)
     host = {
         "module": entry.host.module,
         "entry": entry.host.entry,
         "arguments": [dataclasses.asdict(param) for param in entry.host.arguments],
     }
     record = {
-        "digest": _digest(sources.module(entry.cubin.key)),
+        "digest": digest(sources.module(entry.cubin.key)),
         "cubin": manifest.cubin_to_json(entry.cubin),
         "host": host,
         "seconds": entry.seconds,
     }
-    path.with_suffix(".json").write_text(json.dumps(record))
+    replace(path.with_suffix(".json"), json.dumps(record).encode())
+
+
+def replace(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file in one step, so that a process that reads it sees the old or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
 
 
 @functools.cache
-def _digest(module: str) -> str:
+def digest(module: str) -> str:
     """Returns the digest of what the kernels of a module are compiled from."""
-    digest = hashlib.sha256(json.dumps(toolchain()).encode())
+    found = hashlib.sha256(json.dumps(toolchain()).encode())
     for name in sorted(sources_of(module)):
-        digest.update(name.encode() + b"\0" + _file(name).read_bytes())
-    return digest.hexdigest()
+        found.update(name.encode() + b"\0" + _file(name).read_bytes())
+    return found.hexdigest()
 
 
 def sources_of(module: str) -> set[str]:

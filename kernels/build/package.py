@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import multiprocessing
-import os
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -16,6 +15,8 @@ from fa4_jax.manifest import Cubin, Manifest
 from kernels.build import cache, compile
 
 OUTPUT = cache.REPOSITORY / "fa4_jax" / "_cubins"
+PARTIAL = "partial"
+"""A file beside a manifest that lacks kernels: no wheel takes what lies there (backend.py)."""
 
 
 class KernelError(Exception):
@@ -43,7 +44,7 @@ def _compile_all(keys: list[KernelKey], jobs: int) -> Iterator[cache.Entry]:
         max_workers=min(jobs, len(keys)), mp_context=multiprocessing.get_context("spawn")
     )
     with pool:
-        futures = [pool.submit(_compile_one, key) for key in keys]
+        futures = [pool.submit(compile_one, key) for key in keys]
         try:
             for future in concurrent.futures.as_completed(futures):
                 compiled = future.result()
@@ -54,7 +55,12 @@ def _compile_all(keys: list[KernelKey], jobs: int) -> Iterator[cache.Entry]:
             raise
 
 
-def _compile_one(key: KernelKey) -> cache.Entry:
+def compile_one(key: KernelKey) -> cache.Entry:
+    """Compiles a kernel, in a process of its architecture.
+
+    Raises:
+      KernelError: it is not fit to be shipped.
+    """
     return entry(compile.compile_kernel(key))
 
 
@@ -82,21 +88,31 @@ def entry(compiled: compile.Compiled) -> cache.Entry:
     return cache.Entry(cubin, compiled.cubin, compiled.ptx, compiled.host, compiled.seconds)
 
 
-def package(entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT) -> None:
-    """Writes the cubins and their manifest, and removes cubins that are not of this build."""
+def package(
+    entries: Iterable[cache.Entry], output: pathlib.Path = OUTPUT, partial: bool = False
+) -> None:
+    """Writes the cubins and their manifest, and removes cubins that are not of this build.
+
+    partial: whether kernels of their architectures are missing.
+    """
     output.mkdir(parents=True, exist_ok=True)
+    if partial:
+        (output / PARTIAL).touch()
     by_key = {kernel.cubin.key: kernel for kernel in entries}
     for kernel in by_key.values():
-        _replace(output / kernel.cubin.file, kernel.code)
+        cache.replace(output / kernel.cubin.file, kernel.code)
     cubins = {key: kernel.cubin for key, kernel in by_key.items()}
     document = Manifest(cubins, cache.toolchain(), output)
-    _replace(output / "manifest.json", manifest.dump(document).encode())
+    cache.replace(output / "manifest.json", manifest.dump(document).encode())
     _remove_others(output, "*.cubin", cubins.values())
+    if not partial:
+        (output / PARTIAL).unlink(missing_ok=True)
 
 
 def remove(output: pathlib.Path = OUTPUT) -> None:
     """Removes the packaged cubins and their manifest; what was compiled stays in the cache."""
     (output / "manifest.json").unlink(missing_ok=True)
+    (output / PARTIAL).unlink(missing_ok=True)
     _remove_others(output, "*.cubin", ())
 
 
@@ -112,9 +128,9 @@ def package_ptx(entries: Iterable[cache.Entry], output: pathlib.Path) -> None:
         key, text = kernel.cubin.key, kernel.ptx.encode()
         digest = hashlib.sha256(text).hexdigest()
         cubins[key] = dataclasses.replace(kernel.cubin, file=f"{key.name}.ptx", sha256=digest)
-        _replace(output / cubins[key].file, text)
+        cache.replace(output / cubins[key].file, text)
     document = Manifest(cubins, cache.toolchain(), output)
-    _replace(output / "manifest.json", manifest.dump(document).encode())
+    cache.replace(output / "manifest.json", manifest.dump(document).encode())
     _remove_others(output, "*.ptx", cubins.values())
 
 
@@ -123,10 +139,3 @@ def _remove_others(output: pathlib.Path, pattern: str, cubins: Iterable[Cubin]) 
     for file in output.glob(pattern):
         if file.name not in current:
             file.unlink()
-
-
-def _replace(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file in one step, so that a process that reads it sees the old or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(data)
-    partial.replace(path)

@@ -11,7 +11,7 @@ import pytest
 if importlib.util.find_spec("scikit_build_core") is None:
     pytest.skip("pip's backend needs scikit-build-core, which is not here", allow_module_level=True)
 
-from kernels.build import backend
+from kernels.build import backend, package
 
 MEMBER = bytes(range(256)) * 64
 
@@ -54,6 +54,15 @@ def test_all_are_built_where_there_are_none(commands: list[list[str]]) -> None:
     backend.build_wheel("dist")
     backend.KERNELS.mkdir()
     (backend.KERNELS / "manifest.json").write_text("{}")
+    backend.build_wheel("dist")
+    assert commands == [["--arch", "all"]]
+
+
+def test_all_are_built_where_some_are_missing(commands: list[list[str]]) -> None:
+    """`make test` leaves a sample of the kernels."""
+    package.package([], backend.KERNELS, partial=True)
+    backend.build_wheel("dist")
+    package.package([], backend.KERNELS)
     backend.build_wheel("dist")
     assert commands == [["--arch", "all"]]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fa4_jax import catalogue, runtime
-from kernels.build import cache, package
+from kernels.build import cache, package, sample
 from tests.ffi import compiler
 
 Gpu = Callable[..., Any]
@@ -33,10 +33,11 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
         pytest.fail(f"these tests need the FFI library: {runtime.why_unavailable()}")
     library = folder / "libemulated_cuda.so"
     compiler.shared_library(library, compiler.ROOT / "ffi" / "testing" / "emulated_cuda.cc")
-    entries = [cache.find(key) for key in catalogue.all_keys()]
-    if None in entries:
-        pytest.fail("these tests need the kernels: run python -m kernels.build")
-    package.package_ptx([entry for entry in entries if entry is not None], folder / "ptx")
+    entries = [entry for key in catalogue.all_keys() if (entry := cache.find(key)) is not None]
+    if missing := sample.kernels() - {entry.cubin.key for entry in entries}:
+        names = ", ".join(sorted(key.name for key in missing))
+        pytest.fail(f"these tests need kernels: run python -m kernels.build for {names}")
+    package.package_ptx(entries, folder / "ptx")
     return {
         runtime.STAND_IN_VARIABLE: str(library),
         runtime.KERNELS_VARIABLE: str(folder / "ptx"),

@@ -19,6 +19,7 @@ BACKWARDS = [
 ]
 
 
+@pytest.mark.each_kernel
 @pytest.mark.parametrize("key", BACKWARDS, ids=lambda key: key.name)
 def test_only_the_rows_of_a_section_change(key: KernelKey):
     text = attention.ptx(key).text

@@ -59,6 +59,7 @@ def test_the_forward_has_columns_for_its_products(head_dim: int, pair: bool) -> 
 KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.FORWARD]
 
 
+@pytest.mark.each_kernel
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
     """Products, tensor-memory moves, copies and exponentials, counted in the cubin.
@@ -78,7 +79,7 @@ def test_machine_code_is_what_the_design_says(key: KernelKey) -> None:
 def counted(key: KernelKey, opcodes: dict[str, tuple[int, ...]]) -> dict[str, int]:
     """Counts a cubin's instructions of these kinds, and its exponentials."""
     entry = cache.find(key)
-    assert entry is not None, "run python -m kernels.build"
+    assert entry is not None, f"run python -m kernels.build for {key.name}"
     code = cubin_info.instructions(entry.code, entry.cubin.symbol)
     found = dict.fromkeys((*opcodes, "MUFU.EX2"), 0)
     for word in code:
@@ -201,6 +202,7 @@ def test_the_odd_lanes_of_a_transposed_dq_read_values() -> None:
 BACKWARD_KEYS = [key for key in catalogue.keys("sm_100f") if key.kernel is Pass.BACKWARD]
 
 
+@pytest.mark.each_kernel
 @pytest.mark.parametrize("key", BACKWARD_KEYS, ids=lambda key: key.name)
 def test_machine_code_of_the_backward_is_what_the_design_says(key: KernelKey) -> None:
     """Products, commits, tensor-memory moves, copies, additions and exponentials of the cubin.
@@ -281,6 +283,7 @@ _SPLIT = (Pass.FORWARD_SPLIT, Pass.FORWARD_JOIN)
 _STARTED_EARLY = (*_SPLIT, Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST)
 
 
+@pytest.mark.each_kernel
 @pytest.mark.parametrize(
     "key",
     [
@@ -293,7 +296,7 @@ _STARTED_EARLY = (*_SPLIT, Pass.BACKWARD_PRE, Pass.BACKWARD, Pass.BACKWARD_POST)
 def test_programmatic_launches_wait_before_they_touch_global_memory(key: KernelKey) -> None:
     """Results of earlier launches are there for a thread only once it has waited."""
     entry = cache.find(key)
-    assert entry is not None, "run python -m kernels.build"
+    assert entry is not None, f"run python -m kernels.build for {key.name}"
     # These are ordinary launches, which let the next one start.
     programmatic = key.kernel not in (Pass.BACKWARD_PRE, Pass.FORWARD_SPLIT)
     assert entry.cubin.launch.programmatic == programmatic

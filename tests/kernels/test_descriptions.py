@@ -137,11 +137,12 @@ def test_maps_are_of_whole_spans(key: KernelKey) -> None:
         assert wanted.rows % 8 == 0 and wanted.rows <= 256
 
 
+@pytest.mark.each_kernel
 @EVERY
 def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
     """Its launch is the description's, and so are the initialisations in its text."""
     entry = cache.find(key)
-    assert entry is not None, "run python -m kernels.build"
+    assert entry is not None, f"run python -m kernels.build for {key.name}"
     description, launch = describe(key), entry.cubin.launch
     assert launch.block == (description.threads, 1, 1)
     assert launch.dynamic_smem_bytes == description.shared_bytes

@@ -30,7 +30,7 @@ _ORDERED = re.compile(
     r"|griddepcontrol|ld\.acquire|ld\.shared)\b[\w.:]*)"
 )
 """What synchronises, copies, multiplies or stores: mnemonics."""
-BF16 = [key for key in catalogue.all_keys() if key.dtype == "bf16"]
+FP16 = [key for key in catalogue.all_keys() if key.dtype == "fp16"]
 
 
 def as_fp16(ptx: str) -> str:
@@ -43,12 +43,13 @@ def as_fp16(ptx: str) -> str:
     return _MMA.sub(descriptor, ptx).replace("bf16", "f16")
 
 
-@pytest.mark.parametrize("key", BF16, ids=lambda key: key.name)
+@pytest.mark.each_kernel
+@pytest.mark.parametrize("key", FP16, ids=lambda key: key.name)
 def test_fp16_is_the_same_text(key: KernelKey) -> None:
     texts = []
     for dtype in ("bf16", "fp16"):
         entry = cache.find(dataclasses.replace(key, dtype=dtype))
-        assert entry is not None, "run python -m kernels.build"
+        assert entry is not None, f"run python -m kernels.build for {key.name} and its bf16 kernel"
         texts.append(entry.ptx)
     bf16, fp16 = texts
     assert bf16 != fp16 or "bf16" not in bf16

@@ -31,6 +31,7 @@ from fa4_jax.key import (
     Pass,
 )
 from fa4_jax.problem import Problem
+from tests import example_counts
 from tests.fakes import fake_target
 
 BY_ONE = KernelKey("sm_100f", Pass.FORWARD, "bf16", 128, band=True, bias=True)
@@ -39,7 +40,7 @@ KINDS = [AxisType.Auto, AxisType.Explicit, AxisType.Manual]
 LENGTHS = st.integers(1, 200)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=example_counts.count(40))
 @given(
     rows=LENGTHS, keys=LENGTHS, seed=st.integers(0, 100), key=st.sampled_from([BY_ONE, BY_PAIRS])
 )

@@ -16,6 +16,7 @@ from fa4_jax import masks
 from fa4_jax.api import Call, canonicalise
 from fa4_jax.masks import bits
 from fa4_jax.operands import MaskBits
+from tests import example_counts
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -39,7 +40,7 @@ def boxes(seen: np.ndarray, fill: bool) -> np.ndarray:
     return seen.reshape(b, n, -(-t // 64), 64, -(-s // 512) * 32, 16)
 
 
-@settings(max_examples=8, deadline=None, database=None)
+@settings(max_examples=example_counts.count(8), deadline=None, database=None)
 @given(
     SEEDS,
     st.sampled_from([(1, 1), (64, 512), (65, 513), (128, 384), (130, 40), (200, 700)]),

@@ -22,6 +22,7 @@ from fa4_jax.conformance.paged import (
     run_paged_case,
 )
 from fa4_jax.paged import blockwise
+from tests import example_counts
 
 Case = PagedCase
 
@@ -61,7 +62,10 @@ def test_many_blocks(case: PagedCase, seed: int, small_blocks: None):
 
 
 several = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=example_counts.count(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 
 

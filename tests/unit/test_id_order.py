@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa4_jax.masks import id_order
+from tests import example_counts
 
 INT32 = np.iinfo(np.int32)
 ENDS = st.sampled_from([INT32.min, INT32.min + 1, -1, 0, 1, INT32.max - 1, INT32.max])
@@ -28,7 +29,7 @@ def ids(draw: st.DrawFn, length: int) -> np.ndarray:
     return found[None].astype(np.int32)
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=example_counts.count(300), deadline=None, database=None)
 @given(ids(40), ids(50), st.booleans())
 def test_a_row_sees_the_keys_between_the_ends_of_its_hull(
     rows: np.ndarray, keys: np.ndarray, same: bool

@@ -17,13 +17,17 @@ from fa4_jax.api import Call, canonicalise
 from fa4_jax.masks import table
 from fa4_jax.operands import RowRanges
 from fa4_jax.xla import blockwise
+from tests import example_counts
 from tests.default_paths import PATHS, blocks_of, forced
 from tests.mask_cases import Meant, meanings
 
 B, N, K, H = 2, 4, 2, 8
 SEEDS = st.integers(0, 2**32 - 1)
 several = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=example_counts.count(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 NAMES = tuple(meanings(np.random.default_rng(0), 1, 3, 3))
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fa4_jax import bands
 from fa4_jax.masks import order, table
 from fa4_jax.operands import RowRanges
+from tests import example_counts
 
 WINDOWS = (bands.EVERYTHING, bands.CAUSAL, (40, 0), (0, 30))
-few = settings(max_examples=40, deadline=None, database=None)
+few = settings(max_examples=example_counts.count(40), deadline=None, database=None)
 
 
 def make_rows(rng: np.random.Generator, batch: int, t: int, s: int) -> RowRanges:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa4_jax import attention
+from tests import example_counts
 
 HEAD_DIM = 8
 
@@ -25,7 +26,10 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=example_counts.count(6),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 @given(
     st.integers(0, 2**32 - 1),

@@ -14,10 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa4_jax import PagedCache, attention, decode
+from tests import example_counts
 
 B, K, H, PAGE, PAGES, ENTRIES, LAYERS = 3, 2, 4, 4, 14, 6, 2
 several = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=example_counts.count(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 
 

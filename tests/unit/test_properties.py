@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa4_jax import attention, lse
+from tests import example_counts
 
 # Shapes come from a short list, so that most examples reuse a compiled program.
 SIZES = st.sampled_from([(1, 1), (3, 8), (17, 5), (40, 70)])
@@ -18,7 +19,10 @@ HEADS = st.sampled_from([(2, 2), (4, 1)])
 SEEDS = st.integers(0, 2**32 - 1)
 MASKS = st.sampled_from([{}, {"is_causal": True, "query_offset": 3}, {"local_window_size": (4, 6)}])
 several = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=example_counts.count(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 
 

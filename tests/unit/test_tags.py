@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fa4_jax.masks import tags
 from fa4_jax.masks.tags import Ids, Intervals
+from tests import example_counts
 
 INT32 = np.iinfo(np.int32)
 ENDS = st.sampled_from([INT32.min, INT32.min + 1, -1, 0, 1, 63, 64, 65, INT32.max - 1, INT32.max])
@@ -26,7 +27,7 @@ def unrolled(runs: list[tuple[int, int]], length: int) -> np.ndarray:
     return ids[None].astype(np.int32)
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=example_counts.count(200), deadline=None, database=None)
 @given(RUNS, RUNS, st.booleans())
 def test_the_keys_of_a_row_lie_in_its_hull(
     rows: list[tuple[int, int]], keys: list[tuple[int, int]], same: bool
@@ -57,7 +58,7 @@ def slot_of(tag: np.int32) -> int:
     return int(tags._hash(jnp.array([tag]), 6)[0])  # pyright: ignore[reportPrivateUsage]
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=example_counts.count(100), deadline=None, database=None)
 @given(st.lists(IDS, min_size=1, max_size=60, unique=True), st.integers(1, 31))
 def test_small_tags_have_slots_of_their_own(ids: list[int], bits: int):
     given_ids = np.array(ids, np.int32)
