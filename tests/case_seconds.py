@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from fa4_jax.conformance.cases import Case
-from fa4_jax.key import KernelKey
 from tests import sampling
 
 BUDGETS_S = {"tests/emulator/": 4.5, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 1.4}
@@ -48,16 +47,10 @@ def budget_s(test: str) -> float:
 
 
 def work_of(item: pytest.Item) -> int | None:
-    """Returns how much the problem of an item takes, in units of its test, if that is known.
-
-    It is `sampling.work` of a case, or else the head dim.
-    """
+    """Returns how much the problem of an item takes, as `sampling.work`, if it has one."""
     callspec = getattr(item, "callspec", None)
-    given = {} if callspec is None else callspec.params
-    if (case := next((x for x in given.values() if isinstance(x, Case)), None)) is not None:
-        return sampling.work(case)
-    key = next((x for x in given.values() if isinstance(x, KernelKey)), None)
-    return given.get("head_dim") if key is None else key.head_dim
+    given = () if callspec is None else callspec.params.values()
+    return next((sampling.work(x) for x in given if isinstance(x, Case)), None)
 
 
 def beyond_the_budget(

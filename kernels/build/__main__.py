@@ -33,10 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--arch {options.arch}: no kernels are built")
         return 0
     keys = [key for key in catalogue.all_keys() if key.arch in archs]
-    wanted = set(keys)
-    if options.sample:
-        here = architectures(HERE)  # Tests that run on a GPU take all of its kernels.
-        wanted = sample.kernels() | {key for key in keys if key.arch in here}
+    wanted = _sample(keys) if options.sample else set(keys)
     selected = [key for key in keys if key in wanted and fnmatch.fnmatch(key.name, options.only)]
     if not selected:
         print(f"no key matches {options.only!r}; see --list", file=sys.stderr)
@@ -86,8 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sample",
         action="store_true",
-        help="build what kernels/build/sample.py names, as `make test` does; others stay packaged "
-        "if they are up to date",
+        help="build what kernels/build/sample.py chooses, as `make test` does",
     )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument(
@@ -108,6 +104,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="write the selected kernels' PTX and its manifest there instead, for the emulator",
     )
     return parser.parse_args(arguments)
+
+
+def _sample(keys: list[KernelKey]) -> set[KernelKey]:
+    """Returns the sample, what goes with kernels that are packaged, too, and all of a GPU here.
+
+    Tests that run on a GPU take all of its kernels.
+    """
+    kept, here = filter(cache.find, keys), architectures(HERE)
+    found = sample.kernels() | {key for key in keys if key.arch in here}
+    return found | sample.with_companions(kept)
 
 
 def architectures(choice: str) -> tuple[str, ...]:

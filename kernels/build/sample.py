@@ -73,12 +73,19 @@ def kernels() -> set[KernelKey]:
     """Returns the keys of the sample."""
     every = catalogue.all_keys()
     called = {key for key in every if any(fnmatch.fnmatch(key.name, name) for name in CALLED)}
-    chosen = with_every_feature(called, every) | texts.unknown()
-    # A test compares each fp16 kernel with its bf16 one, and one launches a kernel after another.
-    chosen |= {dataclasses.replace(key, dtype="bf16") for key in chosen}
-    return chosen | {
+    return with_companions(with_every_feature(called, every) | texts.unknown())
+
+
+def with_companions(keys: Iterable[KernelKey]) -> set[KernelKey]:
+    """Returns keys and those of the kernels that tests of theirs need.
+
+    A test compares each fp16 kernel with its bf16 one, and one launches a kernel after another.
+    """
+    found = set(keys)
+    found |= {dataclasses.replace(key, dtype="bf16") for key in found}
+    return found | {
         dataclasses.replace(key, kernel=_BEFORE[key.kernel], **_PLAIN)
-        for key in chosen
+        for key in found
         if key.kernel in _BEFORE
     }
 

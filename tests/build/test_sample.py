@@ -41,11 +41,14 @@ def test_what_is_called_exists(name: str) -> None:
 
 def test_kernels_come_with_their_bf16_ones_and_those_before_them() -> None:
     held = {key.name for key in sample.kernels()}
+    lone = KernelKey("sm_90a", Pass.BACKWARD, "fp16", 96, band=True)
+    held |= {key.name for key in sample.with_companions([lone])}
     assert held <= NAMES
     twins = {name.replace("_fp16_", "_bf16_") for name in held}
     joins = {name.replace("_fwd_join_", "_fwd_split_") for name in held}
     posts = {name.replace("_bwd_post_", "_bwd_pre_") for name in held}
     assert twins | joins | posts <= held
+    assert "sm_90a_bwd_pre_fp16_d96" in held
 
 
 def test_it_is_a_small_part_where_all_sources_are_recorded(

@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from fa4_jax.conformance.cases import Case
-from fa4_jax.key import KernelKey, Pass
-from tests import case_seconds, example_counts, sampling
+from tests import case_seconds, example_counts
 from tests.case_seconds import beyond_the_budget
 
 ROOT = Path(__file__).parents[2]
@@ -46,17 +42,6 @@ def test_make_test_tries_a_share_of_the_examples(
     assert example_counts.share == (1 if everything else example_counts.SHARE)
     monkeypatch.setattr(example_counts, "share", 0.3)
     assert [example_counts.count(most) for most in (1, 2, 10)] == [1, 1, 3]
-
-
-def test_the_work_of_a_test_is_that_of_its_case_or_its_head_dim() -> None:
-    def work(**params: object) -> int | None:
-        item: Any = SimpleNamespace(callspec=SimpleNamespace(params=params))
-        return case_seconds.work_of(item)
-
-    small, large = Case(query_length=10), Case(query_length=20)
-    assert work(case=small, head_dim=3) == sampling.work(small) < sampling.work(large)
-    key = KernelKey("sm_90a", Pass.FORWARD, "bf16", 96)
-    assert [work(key=key), work(head_dim=64), work(arch="sm_90a")] == [96, 64, None]
 
 
 def kept_works(name: str, works: list[int]) -> list[int]:
