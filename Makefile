@@ -44,7 +44,7 @@ export REQUIREMENTS
 .PHONY: test cover proof demo lint format matrix integrations wheel wheels kernels sample library emulated environment clean
 
 # Linters, a sample of the kernels, and of slow tests the cases that fit their budgets
-# (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py): 49 minutes of
+# (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py): 54 minutes of
 # a core. `cover` builds all kernels and runs cases with every feature, on optimised code (an hour),
 # `proof` runs every case.
 test: lint library sample
