@@ -41,13 +41,14 @@ print(*project["dependencies"], *sum(extras, []), sep="\n")
 endef
 export REQUIREMENTS
 
-.PHONY: test cover proof demo lint format matrix integrations wheel wheels kernels sample library emulated environment clean
+.PHONY: test cover proof demo lint lint-text lint-types lint-types-of-kernels format matrix integrations wheel wheels kernels sample library emulated environment clean
 
 # Linters, a sample of the kernels, and of slow tests the cases that fit their budgets
 # (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py): 54 minutes of
 # a core. `cover` builds all kernels and runs cases with every feature, on optimised code (an hour),
 # `proof` runs every case.
-test: lint library sample
+test: environment
+	$(MAKE) --jobs 2 --output-sync=target lint library sample
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 cover: lint library kernels
@@ -62,11 +63,18 @@ demo: library
 	PYTHONPATH=. $(BIN)/python examples/train_lm.py --output $(DEMO_OUTPUT) $(DEMO_FLAGS)
 	PYTHONPATH=. $(BIN)/python examples/generate.py --checkpoint $(DEMO_OUTPUT)/checkpoint
 
-lint: environment
+# Each linter uses one core, so `make --jobs` can run two of them, or one beside a build.
+lint: lint-text lint-types lint-types-of-kernels
+
+lint-text: environment
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+
+lint-types: environment
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+lint-types-of-kernels: environment
 	$(BIN)/pyright --pythonpath $(BIN)/python --project kernels
 
 format: environment

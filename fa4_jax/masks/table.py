@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Array = jax.Array
 
@@ -44,19 +45,29 @@ def limits(low: Array, high: Array) -> Array:
 def limits_and_any(low: Array, high: Array, rows: Array) -> tuple[Array, Array]:
     """`limits`, and of bool [B, T] whether a tile has such a row, int32 [B, ceil(T / 128)].
 
-    All arrays should be in memory: then a GPU reduces them in one kernel.
+    All arrays should be in memory. One reduction of all numbers is one kernel of a GPU.
     """
-    every = tiled((low < high).astype(jnp.int32), 1).min(-1) > 0
-    low, high, rows = (tiled(x, 0) for x in (low, high, rows.astype(jnp.int32)))
     seen = low < high
 
-    def least(x: Array) -> Array:
-        return jnp.where(seen, x, _INT32.max).min(-1)
+    def of_seen(x: Array, otherwise: int) -> Array:
+        return tiled(jnp.where(seen, x, otherwise), otherwise)
 
-    def greatest(x: Array) -> Array:
-        return jnp.where(seen, x, _INT32.min).max(-1)
+    columns = (
+        (of_seen(low, _INT32.max), lax.min),
+        (of_seen(high, _INT32.min), lax.max),
+        (of_seen(low, _INT32.min), lax.max),
+        (of_seen(high, _INT32.max), lax.min),
+        (tiled(seen.astype(jnp.int32), 1), lax.min),
+        (tiled(rows.astype(jnp.int32), 0), lax.max),
+    )
+    begin = [np.int32(_INT32.max if choose is lax.min else _INT32.min) for _, choose in columns]
 
-    most_high = greatest(high)
-    most_low = jnp.where(every, greatest(low), most_high)
-    table = jnp.stack((least(low), most_high, most_low, least(high)), axis=-1)
-    return jnp.where((most_high > _INT32.min)[..., None], table, 0), rows.max(-1)
+    def chosen(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(choose(*each) for (_, choose), *each in zip(columns, x, y, strict=True))
+
+    least_low, most_high, most_low, least_high, every, any_row = lax.reduce(
+        tuple(x for x, _ in columns), tuple(begin), chosen, (2,)
+    )
+    most_low = jnp.where(every > 0, most_low, most_high)
+    table = jnp.stack((least_low, most_high, most_low, least_high), axis=-1)
+    return jnp.where((most_high > _INT32.min)[..., None], table, 0), any_row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,23 @@ def ids(draw: st.DrawFn, length: int) -> np.ndarray:
 def test_a_row_sees_the_keys_between_the_ends_of_its_hull(
     rows: np.ndarray, keys: np.ndarray, same: bool
 ):
-    query = keys if same else rows
+    check(keys if same else rows, keys)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 255, 256, 4097])
+@pytest.mark.parametrize("kind", ["in order", "valley", "any order"])
+def test_keys_of_several_levels(length: int, kind: str):
+    random = np.random.default_rng(length)
+    keys = np.sort(random.integers(-3, 40, length))
+    if kind == "valley":
+        keys = np.concatenate([keys[::-2], keys[length % 2 :: 2]])
+    if kind == "any order":
+        random.shuffle(keys[length // 3 : length // 2 + 2])
+    check(random.integers(-1, 41, (1, 99)).astype(np.int32), keys[None].astype(np.int32))
+
+
+def check(query: np.ndarray, keys: np.ndarray) -> None:
+    """Compares the hull of rows and keys, [1, T] and [1, S], with all pairs."""
     low, high, complete = (np.asarray(x)[0] for x in hull(query, keys))
     seen = (keys[0] >= 0) & (keys[0] <= query[0, :, None])
     for row, sees in enumerate(seen):
