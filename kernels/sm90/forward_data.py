@@ -164,7 +164,7 @@ _LARGEST = 3e38  # a float32
 
 def start_with_sink(rows: Rows, sink_log2: Float32, scale_log2: Float32):
     """Makes the sink what each row has seen first; one of the row's four threads has its weight."""
-    below = (sink_log2 - SINK_LEAD_LOG2) * (1.0 / scale_log2)
+    below = (sink_log2 - SINK_LEAD_LOG2) * cute.arch.rcp_approx(scale_log2)
     reference = cute.arch.fmin(cute.arch.fmax(below, -_LARGEST), _LARGEST)
     # The weight is not computed where it is known: it would be that of a rounding error.
     weight = exp2(sink_log2 - reference * scale_log2)

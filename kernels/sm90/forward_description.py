@@ -36,6 +36,8 @@ WORK_WORDS = 12
 RANGE_WORDS = 3
 """int32 words more with ranges: whether tags are compared, and the range that all rows have."""
 
+_VECTOR_WORDS = 4
+
 GROUP_WORDS = 4
 """int32 words that say which of a tile's blocks a warpgroup's rows see; forward_groups."""
 
@@ -190,7 +192,8 @@ def _regions(
 ) -> tuple[Region, ...]:
     span, (d, value_dim), ring = tile.span_bytes, dims, tile.kv_stages
     tiles = tile.q_stages
-    words = WORK_WORDS + more_words
+    # Whole vectors of 16 bytes: otherwise each word is loaded and stored alone.
+    words = -(-(WORK_WORDS + more_words) // _VECTOR_WORDS) * _VECTOR_WORDS
     work = Region("work", (words, tiles), "rows, head and blocks of the query tiles", "i32")
     text = "key blocks, and whether ranges hide any of them, under a mask of pairs"
     visits = (Region("visits", (VISIT_WORDS, ring), text, "i32"),) if mask else ()

@@ -125,8 +125,8 @@ def publish(work: Work, words: cute.Tensor):
         *mask_words(work.band, work.blocks, work.padded_keys),
         *more,
     )
-    for i in range(cute.size(words)):
-        words[i] = values[i]
+    for i, value in enumerate(values[: cute.size(words)]):
+        words[i] = value
 
 
 def publish_end(words: cute.Tensor):
