@@ -5,7 +5,9 @@ alike are a step of 0 apart, and of a bias by distance each row begins one eleme
 So does a row of a banded one, after as many elements as a row has.
 
 A banded bias is 0 but for the keys of a band. What lies before and after a row's elements are zeros
-enough for a block of scores of which one is in the band; in other blocks nothing is loaded.
+enough for a block of scores of which one is in the band; in other blocks nothing is loaded. Where
+kernels read the caller's table (`KernelKey.band_as_given`), there are no zeros, and a row's elements
+descend in key: `HeadBias.in_band`.
 """
 
 import dataclasses
@@ -41,11 +43,31 @@ class Band:
 
 
 @dataclasses.dataclass(frozen=True)
+class BandElements:
+    """A row's elements of a table as the caller has it, counted from a score.
+
+    Attributes:
+      own: where the score's element is if the score is in the band.
+      place: the score's, which is 0 at the row's first key of the band.
+      columns: of the band.
+    """
+
+    own: cute.Pointer
+    place: Int32
+    columns: Int32
+
+    def element(self, keys: int) -> Float32:
+        """Returns what the score some keys further gets."""
+        return ptx.load_down(self.own, keys, self.place, self.columns)
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadBias:
     """The bias of one head of one batch element, for rows and keys within the call's lengths.
 
     Attributes:
-      first: of row 0 and key 0; of a band's, where that would be.
+      first: of row 0 and key 0; of a band's, where that would be, but its first column in a table
+        as the caller has it.
       row_step: elements from a row to the next one.
       last_row: T - 1. Rows past it have its bias: nobody uses their scores.
       last_key: S - 1. Likewise.
@@ -67,6 +89,16 @@ class HeadBias:
     def row(self, row: Int32) -> cute.Pointer:
         """Returns the elements of a row, by key."""
         return self.first + Int64(cutlass.min(row, self.last_row)) * self.row_step
+
+    def in_band(self, row: Int32, key: Int32, rows: tuple[int, ...]) -> list[BandElements]:
+        """Returns the elements of some rows after a row, of a table as the caller has it.
+
+        Those of each row are counted from as many keys further, where the place is the same. A row
+        past the last has the last one's elements there, so that none lies outside of the table.
+        """
+        place, columns = key - row - self.band.low, self.band.columns
+        last = columns - 1 - place
+        return [BandElements(self.row(row + after) + last, place, columns) for after in rows]
 
     def of_row(self, row: Int32) -> "RowBias":
         """Returns the bias of a row from key 0 on."""
@@ -142,11 +174,17 @@ class KeyBias:
 
 @dataclasses.dataclass(frozen=True)
 class BiasInMemory:
-    """Where a call's bias is; extents: of each batch element."""
+    """Where a call's bias is.
+
+    Attributes:
+      extents: of each batch element.
+      band_as_given: of the kernel's key.
+    """
 
     buffers: BiasBuffers
     sizes: Sizes
     extents: cute.Pointer
+    band_as_given: bool = False
 
     def anew(self) -> "BiasInMemory":
         """Returns the same; nothing that follows from its shape is held before this place."""
@@ -180,7 +218,7 @@ class BiasInMemory:
 
     def band_columns(self) -> Int32:
         """Returns how many keys of a row a banded bias has elements for."""
-        return self.buffers.bias_columns - BAND_GAP
+        return self.buffers.bias_columns - (0 if self.band_as_given else BAND_GAP)
 
     def first_key_of_band(self, batch: Int32) -> Int32:
         """Returns the first of these keys of row 0; each row's is one after the last row's."""
@@ -210,9 +248,11 @@ class BiasInMemory:
         low, last_row = self.first_key_of_band(batch), sizes.query_length - 1
         rows_differ = own.bias_rows > 1
         step = INT32.select(rows_differ, own.bias_columns, Int32(0))
-        step = INT32.select(is_band, step - 1, step)
+        first = Int32(0)
+        if not self.band_as_given:
+            step = INT32.select(is_band, step - 1, step)
+            first = INT32.select(is_band, BAND_GAP - low, first)
         step = INT32.select(by_distance, Int32(-1), step)
-        first = INT32.select(is_band, BAND_GAP - low, Int32(0))
         first = INT32.select(by_distance, last_row, first)
         band = Band(is_band, low, self.band_columns())
         return HeadBias(own.bias + plane + first, step, last_row, sizes.key_length - 1, band)

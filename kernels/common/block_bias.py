@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import DISTANCE_MARGIN
 from kernels.common import ptx
-from kernels.common.bias import BiasInMemory
+from kernels.common.bias import BiasInMemory, HeadBias
 from kernels.common.tensors import INT32, f32
 
 _ROWS = 2  # of a thread
@@ -206,17 +206,38 @@ class BlockBias:
             bias = dataclasses.replace(bias, last_key=last_key)
         rows, keys = (self.row, _STEP + 1), (self.key, _STEP * self.pairs)
         if cute.arch.vote_any_sync(bias.meets(rows, keys)):
-            of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
-            for pair in cutlass.range_constexpr(self.pairs):
-                for column in cutlass.range_constexpr(2):
-                    key = self.key + _STEP * pair + column
-                    key = cutlass.min(key, bias.last_key) if how.past_end else key
-                    for row in cutlass.range_constexpr(_ROWS):
-                        at = how.place(pair, row, column)
-                        scores[at] = how.to(scores[at], f32(of_rows[row], key), factor)
+            if cutlass.const_expr(not self.memory.band_as_given):
+                self.add_everywhere(scores, bias, factor, how)
+            elif bias.band.is_given:
+                self.add_in_band(scores, bias, factor, how)
+            else:
+                self.add_everywhere(scores, bias, factor, how)
         else:
             for element in cutlass.range_constexpr(cute.size(scores)):
                 scores[element] = how.to(scores[element], None, factor)
+
+    def add_everywhere(
+        self, scores: cute.Tensor, bias: HeadBias, factor: Float32, how: Addition
+    ):
+        """Adds the elements of all scores, or zeros that lie around a band."""
+        of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
+        for pair in range(self.pairs):
+            for column in range(2):
+                key = self.key + _STEP * pair + column
+                key = cutlass.min(key, bias.last_key) if how.past_end else key
+                for row in range(_ROWS):
+                    at = how.place(pair, row, column)
+                    scores[at] = how.to(scores[at], f32(of_rows[row], key), factor)
+
+    def add_in_band(self, scores: cute.Tensor, bias: HeadBias, factor: Float32, how: Addition):
+        """Adds elements of a table as the caller has it: of scores in the band, 0 to others."""
+        of_rows = bias.in_band(self.row, self.key, tuple(_STEP * row for row in range(_ROWS)))
+        for pair in range(self.pairs):
+            for column in range(2):
+                for row in range(_ROWS):
+                    added = of_rows[row].element(_STEP * (pair - row) + column)
+                    at = how.place(pair, row, column)
+                    scores[at] = how.to(scores[at], added, factor)
 
 
 def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:

@@ -192,6 +192,19 @@ def load_word_below(source: cute.Pointer, index: int, count: Int32) -> Int32:
     )
 
 
+def load_down(source: cute.Pointer, index: int, place: Int32, count: Int32) -> Float32:
+    """ld.global: returns the fp32 element `index` before an address if place + index is below
+    count and not negative; otherwise 0.
+    """
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred inside; .reg .b32 at; add.s32 at, {{$r1}}, {index};"
+        " setp.lt.u32 inside, at, {$r2}; mov.b32 {$w0}, 0;"
+        f" @inside ld.global.f32 {{$w0}}, [{{$r0}} + {-4 * index}]; }}",
+        write_only_types=[Float32],
+        read_only_args=[source, place, count],
+    )
+
+
 def load_pair(source: cute.Pointer, index: int) -> tuple[Int32, Int32]:
     """ld.global.v2: returns words `index` and `index + 1` of an array; they are 8-aligned."""
     return cute.arch.inline_ptx(
