@@ -12,8 +12,8 @@ their own 16-bit type is an array of pairs, [B|1, N|1, T|1, S / 2, 2], where S i
 8 with zeros, which nobody uses.
 Its fourth dimension is less than S, that of a bias by distance is more.
 
-Of a banded bias Hopper's forwards have the table as it is (`KernelKey.band_as_given`). Other kernels
-have it with BAND_GAP zeros before each row and one more row of zeros, so that a row's elements lie
+Of a banded bias Hopper's forwards have the table as it is (`KernelKey.band_as_given`). Others have
+it with BAND_GAP zeros before each row and one more row of zeros, so that a row's elements lie
 between zeros, and with the columns in reverse: as the keys are then, which makes a row's elements
 those of a dense bias at the row's keys of the band. Its first distance, `first_distance`, is a
 scalar of the call, and says that a bias is banded.

@@ -172,8 +172,9 @@ MOST_REACH = 2**24
 """The furthest distance among them: float32 holds it exactly."""
 
 BAND_GAP = 160
-"""Zeros before each row of a banded bias that kernels may read where they read a copy: at least the keys of any block and
-the rows of a warp, or the other way round, so that they compare no element with the band's ends."""
+"""Zeros before each row of a banded bias's copy that kernels may read: at least the keys of any
+block and the rows of a warp, or the other way round, so that they compare no element with the
+band's ends."""
 
 NO_BAND = 2**31 - 1
 """What kernels get as the first distance of a bias that is not banded (`fa4_jax.bias.banded`)."""

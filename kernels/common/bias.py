@@ -5,9 +5,9 @@ alike are a step of 0 apart, and of a bias by distance each row begins one eleme
 So does a row of a banded one, after as many elements as a row has.
 
 A banded bias is 0 but for the keys of a band. What lies before and after a row's elements are zeros
-enough for a block of scores of which one is in the band; in other blocks nothing is loaded. Where
-kernels read the caller's table (`KernelKey.band_as_given`), there are no zeros, and a row's elements
-descend in key: `HeadBias.in_band`.
+enough for a block of scores of which one is in the band; in other blocks nothing is loaded. Kernels
+that read the caller's table (`KernelKey.band_as_given`) find no zeros there, and compare; a row's
+elements then descend in key: `HeadBias.in_band`.
 """
 
 import dataclasses
@@ -93,8 +93,9 @@ class HeadBias:
     def in_band(self, row: Int32, key: Int32, rows: tuple[int, ...]) -> list[BandElements]:
         """Returns the elements of some rows after a row, of a table as the caller has it.
 
-        Those of each row are counted from as many keys further, where the place is the same. A row
-        past the last has the last one's elements there, so that none lies outside of the table.
+        Those of each row are counted from as many keys after the key, where the place is that of
+        the row and the key. A row past the last one reads the last one's columns, so that nothing
+        is read outside of the table.
         """
         place, columns = key - row - self.band.low, self.band.columns
         last = columns - 1 - place

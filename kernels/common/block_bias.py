@@ -216,9 +216,7 @@ class BlockBias:
             for element in cutlass.range_constexpr(cute.size(scores)):
                 scores[element] = how.to(scores[element], None, factor)
 
-    def add_everywhere(
-        self, scores: cute.Tensor, bias: HeadBias, factor: Float32, how: Addition
-    ):
+    def add_everywhere(self, scores: cute.Tensor, bias: HeadBias, factor: Float32, how: Addition):
         """Adds the elements of all scores, or zeros that lie around a band."""
         of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
         for pair in range(self.pairs):
