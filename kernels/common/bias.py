@@ -49,16 +49,16 @@ class BandElements:
     Attributes:
       own: where the score's element is if the score is in the band.
       place: the score's, which is 0 at the row's first key of the band.
-      columns: of the band.
+      counts: the band's columns, and those of them that begin an 8-aligned pair.
     """
 
     own: cute.Pointer
     place: Int32
-    columns: Int32
+    counts: tuple[Int32, Int32]
 
-    def element(self, keys: int) -> Float32:
-        """Returns what the score some keys further gets."""
-        return ptx.load_down(self.own, keys, self.place, self.columns)
+    def pair(self, keys: int) -> tuple[Float32, Float32]:
+        """Returns what the score some keys further, an even number, and the next one get."""
+        return ptx.load_pair_down(self.own, keys, self.place, self.counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +98,12 @@ class HeadBias:
         is read outside of the table.
         """
         place, columns = key - row - self.band.low, self.band.columns
-        last = columns - 1 - place
-        return [BandElements(self.row(row + after) + last, place, columns) for after in rows]
+        owns = [self.row(row + after) + (columns - 1 - place) for after in rows]
+        aligned, pairs = Int32(4), columns - 1
+        for own in owns:
+            aligned = aligned & own.toint().to(Int32)
+        pairs = INT32.select(aligned != 0, pairs, Int32(0))
+        return [BandElements(own, place, (columns, pairs)) for own in owns]
 
     def of_row(self, row: Int32) -> "RowBias":
         """Returns the bias of a row from key 0 on."""

@@ -231,11 +231,11 @@ class BlockBias:
         """Adds elements of a table as the caller has it: of scores in the band, 0 to others."""
         of_rows = bias.in_band(self.row, self.key, tuple(_STEP * row for row in range(_ROWS)))
         for pair in range(self.pairs):
-            for column in range(2):
-                for row in range(_ROWS):
-                    added = of_rows[row].element(_STEP * (pair - row) + column)
+            for row in range(_ROWS):
+                added = of_rows[row].pair(_STEP * (pair - row))
+                for column in range(2):
                     at = how.place(pair, row, column)
-                    scores[at] = how.to(scores[at], added, factor)
+                    scores[at] = how.to(scores[at], added[column], factor)
 
 
 def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:
