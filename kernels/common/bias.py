@@ -246,11 +246,15 @@ class BiasInMemory:
         head = cutlass.select_(own.bias_heads == 1, Int32(0), head)
         return (plane * own.bias_heads + head) * own.bias_rows * own.bias_columns
 
-    def of_head(self, batch: Int32, head: Int32) -> HeadBias:
-        """Returns the bias of a query head."""
+    def of_head(self, batch: Int32, head: Int32, low: Int32 | None = None) -> HeadBias:
+        """Returns the bias of a query head.
+
+        low: `first_key_of_band`, where the caller has it.
+        """
         own, sizes, plane = self.buffers, self.sizes, self._offset(batch, head)
         is_band, by_distance = self.is_band(), self.by_distance()
-        low, last_row = self.first_key_of_band(batch), sizes.query_length - 1
+        low = self.first_key_of_band(batch) if low is None else low
+        last_row = sizes.query_length - 1
         rows_differ = own.bias_rows > 1
         step = INT32.select(rows_differ, own.bias_columns, Int32(0))
         first = Int32(0)

@@ -72,6 +72,7 @@ class BlockBias:
       pairwise: whether the kernel loads two elements at once where it can.
       of_any_batch: a band's elements are read also where `batch` has no more keys: with another
         offset, batch elements have them at keys that they see.
+      low: `first_key_of_band`, where the caller has it.
     """
 
     memory: BiasInMemory
@@ -83,6 +84,7 @@ class BlockBias:
     pairs: int
     pairwise: bool
     of_any_batch: bool = False
+    low: Int32 | None = None
 
     def anew(self) -> "BlockBias":
         """Returns the same in a branch of which nothing is computed, and held, before it."""
@@ -200,7 +202,7 @@ class BlockBias:
     @cute.jit
     def add_elements(self, scores: cute.Tensor, factor: Float32, how: cutlass.Constexpr[Addition]):
         """Does what `add_loaded` does for fp32 elements."""
-        bias = self.memory.of_head(self.batch, self.head)
+        bias = self.memory.of_head(self.batch, self.head, self.low)
         if cutlass.const_expr(self.of_any_batch):
             last_key = INT32.select(self.memory.is_band(), Int32(_NO_KEY), bias.last_key)
             bias = dataclasses.replace(bias, last_key=last_key)
