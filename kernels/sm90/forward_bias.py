@@ -350,7 +350,8 @@ class BiasedScores:
     def block_bias(self, own: Scores, block: Int32) -> BlockBias:
         """Returns what a block of scores gets.
 
-        No register is left for what is the same in every block, nor from loading to adding.
+        No register is left for what is the same in every block, but for a band's first key, nor
+        from loading to adding.
         """
         thread, _, _ = cute.arch.thread_idx()
         thread = ptx.anew(thread) - WARPGROUP
