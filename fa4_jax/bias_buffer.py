@@ -12,10 +12,11 @@ their own 16-bit type is an array of pairs, [B|1, N|1, T|1, S / 2, 2], where S i
 8 with zeros, which nobody uses.
 Its fourth dimension is less than S, that of a bias by distance is more.
 
-Of a banded bias kernels have the table with BAND_GAP zeros before each row and one more row of
-zeros, so that a row's elements lie between zeros, and with the columns in reverse: as the keys are
-then, which makes a row's elements those of a dense bias at the row's keys of the band. Its first
-distance, `first_distance`, is a scalar of the call, and says that a bias is banded.
+Of a banded bias Hopper's forwards have the table as it is (`KernelKey.band_as_given`). Others have
+it with BAND_GAP zeros before each row and one more row of zeros, so that a row's elements lie
+between zeros, and with the columns in reverse: as the keys are then, which makes a row's elements
+those of a dense bias at the row's keys of the band. Its first distance, `first_distance`, is a
+scalar of the call, and says that a bias is banded.
 
 The gradient of a dense bias of pairs has pairs, too: sums in fp32, which the kernel rounds.
 
@@ -62,8 +63,10 @@ def buffer(bias: Any, key: KernelKey) -> Array:
         copies = _two_copies(bias.values)
         return _with_far_numbers(copies, bias) if key.kernel is Pass.FORWARD else copies
     if isinstance(bias, Banded):
-        table = bias.table[..., ::-1].astype(jnp.float32)
-        return jnp.pad(table, ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
+        table = bias.table.astype(jnp.float32)
+        if key.band_as_given:
+            return table
+        return jnp.pad(table[..., ::-1], ((0, 0), (0, 0), (0, 1), (BAND_GAP, 0)))
     own = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[key.dtype]
     past = -bias.shape[3] % _COPIED_KEYS
     pairs = (bias.shape[3] + past) // 2
@@ -131,7 +134,7 @@ def gradient_shape(
     256, 0), takes XLA 20 s to compile, and that of 4096 queries and keys has 256 times as many.
 
     Args:
-      shape: of `buffer`.
+      shape: of `buffer`, for the backward.
       lengths: T and S.
       tile: rows, and keys, of the kernel's tile.
       is_banded: whether it is of a banded bias.

@@ -172,8 +172,9 @@ MOST_REACH = 2**24
 """The furthest distance among them: float32 holds it exactly."""
 
 BAND_GAP = 160
-"""Zeros before each row of a banded bias that kernels may read: at least the keys of any block and
-the rows of a warp, or the other way round, so that they compare no element with the band's ends."""
+"""Zeros before each row of a banded bias's copy that kernels may read: at least the keys of any
+block and the rows of a warp, or the other way round, so that they compare no element with the
+band's ends."""
 
 NO_BAND = 2**31 - 1
 """What kernels get as the first distance of a bias that is not banded (`fa4_jax.bias.banded`)."""
@@ -257,6 +258,13 @@ class KernelKey:
         """
         fits = self.head_dim <= 128 if self.kernel is Pass.FORWARD else self.head_dim != 64
         return self.arch == "sm_90a" and fits
+
+    @property
+    def band_as_given(self) -> bool:
+        """Whether it reads a banded bias as the caller has it, and compares places with the band's
+        ends; other kernels read a copy with zeros between its rows (`fa4_jax.bias_buffer`).
+        """
+        return self.arch == "sm_90a" and self.kernel is Pass.FORWARD
 
     @property
     def name(self) -> str:

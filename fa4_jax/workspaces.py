@@ -88,19 +88,19 @@ def workspaces(plan: Plan, held: Held) -> tuple[Workspace, ...]:
 
 
 def _bias_copies(plan: Plan, held: Held) -> list[Workspace]:
-    """The copies of a bias that kernels read: of other types, or with rows that are filled up."""
+    """The copies of a bias that kernels read: of other types, or with rows that are filled up, as
+    those of a dense one to pairs, or those of a banded one by zeros between them."""
     bias = _bias(plan, held)
     if bias is None:
         return []
-    if plan.problem.bias != "dense":
+    if plan.problem.bias == "distance":
         return [Workspace("bias", "f32", bias.shape)]
-    found = {}
+    (own,), found = jax.tree.leaves(held.bias), {}
     for kernel in (plan.forward[0], *filter(_is_main, plan.backward)):
         read = _read(kernel, held)
-        if read.dtype != held.bias.dtype:
-            found["bias"] = Workspace("bias", "f32", read.shape)
-        elif read.size != held.bias.size:
-            found["bias_padded"] = Workspace("bias_padded", plan.problem.dtype, read.shape)
+        name = "bias" if read.size == own.size else "bias_padded"
+        if read.size != own.size or read.dtype != own.dtype:
+            found[name] = Workspace(name, validate.DTYPES[read.dtype.name], read.shape)
     return list(found.values())
 
 

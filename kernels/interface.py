@@ -293,7 +293,8 @@ class BiasBuffers:
     [B|1, N|1, 1, T + S - 1] is by distance: row i and key j get element j - i + T - 1. (With T = 1
     both are the same.) Where bias_first is not NO_BAND, [B|1, N|1, T + 1, BAND_GAP + L] is banded:
     row i and key j get the row's c-th element from its end, c = i + query offset - j - bias_first,
-    if 0 <= c < L, and 0 otherwise.
+    if 0 <= c < L, and 0 otherwise. Kernels with `KernelKey.band_as_given` take [B|1, N|1, T, L],
+    where c counts from the row's start.
     """
 
     bias_batch: Annotated[Any, Dim(0, "bias")]

@@ -5,7 +5,9 @@ alike are a step of 0 apart, and of a bias by distance each row begins one eleme
 So does a row of a banded one, after as many elements as a row has.
 
 A banded bias is 0 but for the keys of a band. What lies before and after a row's elements are zeros
-enough for a block of scores of which one is in the band; in other blocks nothing is loaded.
+enough for a block of scores of which one is in the band; in other blocks nothing is loaded. Kernels
+that read the caller's table (`KernelKey.band_as_given`) find no zeros there, and compare; a row's
+elements then descend in key: `HeadBias.in_band`.
 """
 
 import dataclasses
@@ -41,11 +43,31 @@ class Band:
 
 
 @dataclasses.dataclass(frozen=True)
+class BandElements:
+    """A row's elements of a table as the caller has it, counted from a score.
+
+    Attributes:
+      own: where the score's element is if the score is in the band.
+      place: the score's, which is 0 at the row's first key of the band.
+      counts: the band's columns, and those of them that begin an 8-aligned pair.
+    """
+
+    own: cute.Pointer
+    place: Int32
+    counts: tuple[Int32, Int32]
+
+    def pair(self, keys: int) -> tuple[Float32, Float32]:
+        """Returns what the score some keys further, an even number, and the next one get."""
+        return ptx.load_pair_down(self.own, keys, self.place, self.counts)
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadBias:
     """The bias of one head of one batch element, for rows and keys within the call's lengths.
 
     Attributes:
-      first: of row 0 and key 0; of a band's, where that would be.
+      first: of row 0 and key 0; of a band's, where that would be, but its first column in a table
+        as the caller has it.
       row_step: elements from a row to the next one.
       last_row: T - 1. Rows past it have its bias: nobody uses their scores.
       last_key: S - 1. Likewise.
@@ -67,6 +89,21 @@ class HeadBias:
     def row(self, row: Int32) -> cute.Pointer:
         """Returns the elements of a row, by key."""
         return self.first + Int64(cutlass.min(row, self.last_row)) * self.row_step
+
+    def in_band(self, row: Int32, key: Int32, rows: tuple[int, ...]) -> list[BandElements]:
+        """Returns the elements of some rows after a row, of a table as the caller has it.
+
+        Those of each row are counted from as many keys after the key, where the place is that of
+        the row and the key. A row past the last one reads the last one's columns, so that nothing
+        is read outside of the table.
+        """
+        place, columns = key - row - self.band.low, self.band.columns
+        owns = [self.row(row + after) + (columns - 1 - place) for after in rows]
+        aligned, pairs = Int32(4), columns - 1
+        for own in owns:
+            aligned = aligned & own.toint().to(Int32)
+        pairs = INT32.select(aligned != 0, pairs, Int32(0))
+        return [BandElements(own, place, (columns, pairs)) for own in owns]
 
     def of_row(self, row: Int32) -> "RowBias":
         """Returns the bias of a row from key 0 on."""
@@ -142,11 +179,17 @@ class KeyBias:
 
 @dataclasses.dataclass(frozen=True)
 class BiasInMemory:
-    """Where a call's bias is; extents: of each batch element."""
+    """Where a call's bias is.
+
+    Attributes:
+      extents: of each batch element.
+      band_as_given: of the kernel's key.
+    """
 
     buffers: BiasBuffers
     sizes: Sizes
     extents: cute.Pointer
+    band_as_given: bool = False
 
     def anew(self) -> "BiasInMemory":
         """Returns the same; nothing that follows from its shape is held before this place."""
@@ -180,7 +223,7 @@ class BiasInMemory:
 
     def band_columns(self) -> Int32:
         """Returns how many keys of a row a banded bias has elements for."""
-        return self.buffers.bias_columns - BAND_GAP
+        return self.buffers.bias_columns - (0 if self.band_as_given else BAND_GAP)
 
     def first_key_of_band(self, batch: Int32) -> Int32:
         """Returns the first of these keys of row 0; each row's is one after the last row's."""
@@ -203,16 +246,22 @@ class BiasInMemory:
         head = cutlass.select_(own.bias_heads == 1, Int32(0), head)
         return (plane * own.bias_heads + head) * own.bias_rows * own.bias_columns
 
-    def of_head(self, batch: Int32, head: Int32) -> HeadBias:
-        """Returns the bias of a query head."""
+    def of_head(self, batch: Int32, head: Int32, low: Int32 | None = None) -> HeadBias:
+        """Returns the bias of a query head.
+
+        low: `first_key_of_band`, where the caller has it.
+        """
         own, sizes, plane = self.buffers, self.sizes, self._offset(batch, head)
         is_band, by_distance = self.is_band(), self.by_distance()
-        low, last_row = self.first_key_of_band(batch), sizes.query_length - 1
+        low = self.first_key_of_band(batch) if low is None else low
+        last_row = sizes.query_length - 1
         rows_differ = own.bias_rows > 1
         step = INT32.select(rows_differ, own.bias_columns, Int32(0))
-        step = INT32.select(is_band, step - 1, step)
+        first = Int32(0)
+        if not self.band_as_given:
+            step = INT32.select(is_band, step - 1, step)
+            first = INT32.select(is_band, BAND_GAP - low, first)
         step = INT32.select(by_distance, Int32(-1), step)
-        first = INT32.select(is_band, BAND_GAP - low, Int32(0))
         first = INT32.select(by_distance, last_row, first)
         band = Band(is_band, low, self.band_columns())
         return HeadBias(own.bias + plane + first, step, last_row, sizes.key_length - 1, band)

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from fa4_jax.key import DISTANCE_MARGIN
 from kernels.common import ptx
-from kernels.common.bias import BiasInMemory
+from kernels.common.bias import BiasInMemory, HeadBias
 from kernels.common.tensors import INT32, f32
 
 _ROWS = 2  # of a thread
@@ -72,6 +72,7 @@ class BlockBias:
       pairwise: whether the kernel loads two elements at once where it can.
       of_any_batch: a band's elements are read also where `batch` has no more keys: with another
         offset, batch elements have them at keys that they see.
+      low: `first_key_of_band`, where the caller has it.
     """
 
     memory: BiasInMemory
@@ -83,6 +84,7 @@ class BlockBias:
     pairs: int
     pairwise: bool
     of_any_batch: bool = False
+    low: Int32 | None = None
 
     def anew(self) -> "BlockBias":
         """Returns the same in a branch of which nothing is computed, and held, before it."""
@@ -200,23 +202,42 @@ class BlockBias:
     @cute.jit
     def add_elements(self, scores: cute.Tensor, factor: Float32, how: cutlass.Constexpr[Addition]):
         """Does what `add_loaded` does for fp32 elements."""
-        bias = self.memory.of_head(self.batch, self.head)
+        bias = self.memory.of_head(self.batch, self.head, self.low)
         if cutlass.const_expr(self.of_any_batch):
             last_key = INT32.select(self.memory.is_band(), Int32(_NO_KEY), bias.last_key)
             bias = dataclasses.replace(bias, last_key=last_key)
         rows, keys = (self.row, _STEP + 1), (self.key, _STEP * self.pairs)
         if cute.arch.vote_any_sync(bias.meets(rows, keys)):
-            of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
-            for pair in cutlass.range_constexpr(self.pairs):
-                for column in cutlass.range_constexpr(2):
-                    key = self.key + _STEP * pair + column
-                    key = cutlass.min(key, bias.last_key) if how.past_end else key
-                    for row in cutlass.range_constexpr(_ROWS):
-                        at = how.place(pair, row, column)
-                        scores[at] = how.to(scores[at], f32(of_rows[row], key), factor)
+            if cutlass.const_expr(not self.memory.band_as_given):
+                self.add_everywhere(scores, bias, factor, how)
+            elif bias.band.is_given:
+                self.add_in_band(scores, bias, factor, how)
+            else:
+                self.add_everywhere(scores, bias, factor, how)
         else:
             for element in cutlass.range_constexpr(cute.size(scores)):
                 scores[element] = how.to(scores[element], None, factor)
+
+    def add_everywhere(self, scores: cute.Tensor, bias: HeadBias, factor: Float32, how: Addition):
+        """Adds the elements of all scores, or zeros that lie around a band."""
+        of_rows = [bias.row(self.row + _STEP * row) for row in range(_ROWS)]
+        for pair in range(self.pairs):
+            for column in range(2):
+                key = self.key + _STEP * pair + column
+                key = cutlass.min(key, bias.last_key) if how.past_end else key
+                for row in range(_ROWS):
+                    at = how.place(pair, row, column)
+                    scores[at] = how.to(scores[at], f32(of_rows[row], key), factor)
+
+    def add_in_band(self, scores: cute.Tensor, bias: HeadBias, factor: Float32, how: Addition):
+        """Adds elements of a table as the caller has it: of scores in the band, 0 to others."""
+        of_rows = bias.in_band(self.row, self.key, tuple(_STEP * row for row in range(_ROWS)))
+        for pair in range(self.pairs):
+            for row in range(_ROWS):
+                added = of_rows[row].pair(_STEP * (pair - row))
+                for column in range(2):
+                    at = how.place(pair, row, column)
+                    scores[at] = how.to(scores[at], added[column], factor)
 
 
 def distances(plane: cute.Pointer, columns: Int32, first: Int32) -> cute.Pointer:

@@ -192,6 +192,29 @@ def load_word_below(source: cute.Pointer, index: int, count: Int32) -> Int32:
     )
 
 
+def load_pair_down(
+    source: cute.Pointer, index: int, place: Int32, counts: tuple[Int32, Int32]
+) -> tuple[Float32, Float32]:
+    """ld.global: returns the fp32 elements `index` and `index + 1` before an address.
+
+    An element is loaded if place + its index is below a count and not negative; otherwise it is 0.
+
+    counts: of elements; and of pairs, by place + index, that are loaded at once, 8-aligned.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .pred pair, alone, first, second; .reg .b32 at, next;"
+        f" add.s32 at, {{$r1}}, {index}; add.s32 next, {{$r1}}, {index + 1};"
+        " setp.lt.u32 pair, at, {$r3}; not.pred alone, pair;"
+        " setp.lt.and.u32 first, at, {$r2}, alone; setp.lt.and.u32 second, next, {$r2}, alone;"
+        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        f" @pair ld.global.v2.f32 {{{{$w1}}, {{$w0}}}}, [{{$r0}} + {-4 * (index + 1)}];"
+        f" @first ld.global.f32 {{$w0}}, [{{$r0}} + {-4 * index}];"
+        f" @second ld.global.f32 {{$w1}}, [{{$r0}} + {-4 * (index + 1)}]; }}",
+        write_only_types=[Float32] * 2,
+        read_only_args=[source, place, *counts],
+    )
+
+
 def load_pair(source: cute.Pointer, index: int) -> tuple[Int32, Int32]:
     """ld.global.v2: returns words `index` and `index + 1` of an array; they are 8-aligned."""
     return cute.arch.inline_ptx(

@@ -106,6 +106,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
         self.reads_mask = key.reads_mask
         self.paged, self.bias, self.sinks = key.paged, key.bias, key.sinks
         self.pairwise_bias = key.bias and key.pairwise_bias
+        self.band_as_given = key.band_as_given
         self.tile = forward_tile(key)
         in_memory = key.ranges or key.bias or key.paged
         self.q_slices = 0 if in_memory else self.tile.q_slices
@@ -175,7 +176,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
             cute.arch.setmaxregister_increase(mma.registers)
             added = None
             if cutlass.const_expr(self.bias):
-                memory = BiasInMemory(bias, sizes, extents)
+                memory = BiasInMemory(bias, sizes, extents, self.band_as_given)
                 added = forward_bias.make_call_bias(memory, scalars)
             self.mma(maps, shared, schedule, RowResults(lse, logits, added), scalars, ranges)
 

@@ -71,6 +71,7 @@ class TileBias:
     Attributes:
       call: the call's bias.
       near_begin, near_end: the blocks that load it.
+      first_key: of a banded bias, `first_key_of_band`.
       low, high: what scores of the far blocks before and after these get, in units of products.
       slope: what a key of a far block gets more than the one before, in the same units.
       slope_word: what a thread has of operand A; `slope_operand`.
@@ -80,6 +81,7 @@ class TileBias:
     call: CallBias
     near_begin: Int32
     near_end: Int32
+    first_key: Int32
     low: Float32
     high: Float32
     slope: Float32
@@ -117,12 +119,13 @@ def make_tile_bias(call: CallBias, work: Work, tile: ForwardTile, pairwise: bool
     zero, everything = Float32(0.0), Int32(_ALL_BLOCKS)
     # The keys that some row has an element of a band for.
     is_band = memory.is_band()
-    first = memory.first_key_of_band(work.batch) + work.first_row
+    first_key = memory.first_key_of_band(work.batch)
+    first = first_key + work.first_row
     past = first + memory.band_columns() + (tile.m - 1)
     begin = INT32.select(is_band, first // tile.n, Int32(0))
     end = INT32.select(is_band, (past + (tile.n - 1)) // tile.n, everything)
     if not pairwise:
-        return TileBias(call, begin, end, zero, zero, zero)
+        return TileBias(call, begin, end, first_key, zero, zero, zero)
     by_distance = memory.by_distance()
     *numbers, reach = memory.far_numbers(work.batch, work.head)
     slope, low, high = (number * call.in_products for number in numbers)
@@ -135,7 +138,8 @@ def make_tile_bias(call: CallBias, work: Work, tile: ForwardTile, pairwise: bool
     first, past = INT32.select(finite, first, Int32(0)), INT32.select(finite, past, everything)
     begin, end = INT32.select(by_distance, first, begin), INT32.select(by_distance, past, end)
     slope = select(finite, slope, zero)
-    return TileBias(call, begin, end, low, high, slope, slope_word(slope), offset)
+    numbers = low, high, slope, slope_word(slope), offset
+    return TileBias(call, begin, end, first_key, *numbers)
 
 
 def tile_bias_of(own: Scores) -> TileBias:
@@ -346,15 +350,17 @@ class BiasedScores:
     def block_bias(self, own: Scores, block: Int32) -> BlockBias:
         """Returns what a block of scores gets.
 
-        No register is left for what is the same in every block, nor from loading to adding.
+        No register is left for what is the same in every block, but for a band's first key, nor
+        from loading to adding.
         """
         thread, _, _ = cute.arch.thread_idx()
         thread = ptx.anew(thread) - WARPGROUP
         row = own.work.first_row + thread // 32 * 16 + thread % 32 // 4
         key = block * self.tile.n + thread % 4 * 2
         of = ptx.anew(own.work.batch), ptx.anew(own.work.head)
-        memory, pairs = tile_bias_of(own).call.memory.anew(), self.tile.n // 8
-        return BlockBias(memory, *of, row, key, self.dtype, pairs, self.pairwise_bias)
+        tile, pairs = tile_bias_of(own), self.tile.n // 8
+        how = self.dtype, pairs, self.pairwise_bias
+        return BlockBias(tile.call.memory.anew(), *of, row, key, *how, low=tile.first_key)
 
     def load_distances(self, own: Scores, block: Int32, form: Form | None) -> cute.Tensor | None:
         """Starts to load what a block of scores gets, of a bias by distance."""

@@ -10,6 +10,7 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,14 +183,16 @@ def test_far_numbers_that_are_not_finite(number: float) -> None:
 
 
 @pytest.mark.parametrize("arch", catalogue.ARCHITECTURES)
-def test_nan_stays_in_its_row(arch: str) -> None:
-    inputs = make_inputs(SPECIAL, 0)
+@pytest.mark.parametrize("form", [SPECIAL.bias, "banded"], ids=["dense", "banded"])
+def test_nan_stays_in_its_row(form: Any, arch: str) -> None:
+    case = dataclasses.replace(SPECIAL, bias=form)
+    inputs = make_inputs(case, 0)
     assert inputs.bias is not None
-    plain = _all_results(SPECIAL, inputs, arch)
+    plain = _all_results(case, inputs, arch)
     bias = inputs.bias.copy()
     bias[0, 1, 5, 7] = np.nan
-    found = _all_results(SPECIAL, dataclasses.replace(inputs, bias=bias), arch)
-    rows = np.arange(SPECIAL.query_length) != 5
+    found = _all_results(case, dataclasses.replace(inputs, bias=bias), arch)
+    rows = np.arange(case.query_length) != 5
     assert np.isnan(found["output"][0, 5, 1]).all() and np.isnan(found["lse"][0, 1, 5])
     for name in ("output", "dq"):
         np.testing.assert_array_equal(found[name][0, rows], plain[name][0, rows])

@@ -175,7 +175,7 @@ def test_a_row_of_a_band_lies_between_zeros(first: int, rng: np.random.Generator
     rows, keys, columns, offset = 7, 40, 6, 20
     table = jnp.asarray(rng.normal(size=(2, 3, rows, columns)), jnp.bfloat16)
     banded: Any = bias.banded(table, first)
-    found = bias_buffer.buffer(banded, BY_PAIRS)
+    found = bias_buffer.buffer(banded, BY_ONE)
     assert found.dtype == jnp.float32 and found.shape == (2, 3, rows + 1, BAND_GAP + columns)
     expected = np.asarray(banded.added(Whole(rows, keys), jnp.asarray([offset])), np.float32)
     low = offset - first - columns + 1
@@ -183,6 +183,15 @@ def test_a_row_of_a_band_lies_between_zeros(first: int, rng: np.random.Generator
     for row, key in np.ndindex(rows, keys):
         assert plane[BAND_GAP - low + row * step + key] == expected[1, 2, row, key]
     assert plane[:BAND_GAP].max() == 0 and plane[-BAND_GAP:].max() == 0
+
+
+def test_hoppers_forward_reads_the_callers_table() -> None:
+    table = jnp.arange(24.0).reshape(1, 2, 3, 4)
+    assert bias_buffer.buffer(bias.banded(table), BY_PAIRS) is table
+    found = bias_buffer.buffer(bias.banded(table.astype(jnp.bfloat16)), BY_PAIRS)
+    assert found.dtype == jnp.float32 and np.array_equal(found, table)
+    backward = dataclasses.replace(BY_PAIRS, kernel=Pass.BACKWARD)
+    assert bias_buffer.buffer(bias.banded(table), backward).shape == (1, 2, 4, BAND_GAP + 4)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 64, 65, 130])
@@ -254,8 +263,13 @@ def test_explain_names_the_launches_and_their_memory(kernels: list[Problem]) -> 
     table = jax.ShapeDtypeStruct((2, 1, 100, 30), jnp.float32)
     told = explain(Q, Q, Q, bias.banded(table), is_causal=True)
     memory = {space.name: space.num_bytes for space in told.workspaces}
-    assert memory["bias"] == 2 * 101 * (BAND_GAP + 30) * 4
+    assert "bias" not in memory and memory["bias_padded"] == 2 * 101 * (BAND_GAP + 30) * 4
     assert memory["dbias"] == 2 * 100 * 30 * 4
+    # Hopper's forward reads a float32 table as it is, and another one converted.
+    told = explain(Q, Q, Q, bias.banded(table.update(dtype=jnp.bfloat16)), is_causal=True)
+    copies = {x.name: (x.dtype, x.shape) for x in told.workspaces if "bias_" in x.name + "_"}
+    assert copies["bias"] == ("f32", table.shape)
+    assert copies["bias_padded"] == ("f32", (2, 1, 101, BAND_GAP + 30))
 
 
 def test_what_no_kernel_takes_is_named(kernels: list[Problem]) -> None:
