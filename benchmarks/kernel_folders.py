@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks import measure, shapes
 from benchmarks.peers import DETERMINISTIC, OURS
 from benchmarks.shapes import Case
-from benchmarks.timing import ORDERS, Call, Protocol, burst
+from benchmarks.timing import ORDERS, Call, Protocol, burst, estimate
 from fa4_jax import runtime
 
 Submit = Callable[..., Any]
@@ -65,7 +65,7 @@ def prepare(case: Case, direction: str, name: str) -> tuple[float, str]:
     for result in jax.tree.leaves(call()):
         digest.update(np.asarray(result).tobytes())
     _current.append(call)
-    return burst(call, 2), digest.hexdigest()
+    return estimate(call), digest.hexdigest()
 
 
 def timed(calls: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,15 @@ def test_contenders_take_turns_and_a_failing_one_stays_alone():
         assert isinstance(timing, Timing)
         assert len(timing.seconds) == 4
         assert timing.median > 0
+
+
+def test_slow_first_calls_do_not_decide_how_many_a_burst_has():
+    seconds = iter([0.02] * 5)
+    timing = interleave(
+        {"a": lambda: time.sleep(next(seconds, 1e-5))}, Protocol(loops=1, burst_s=0.02)
+    )["a"]
+    assert isinstance(timing, Timing)
+    assert timing.calls > 20
 
 
 def test_contenders_run_in_every_order():
