@@ -44,11 +44,11 @@ export REQUIREMENTS
 .PHONY: test cover proof demo lint lint-text lint-types lint-types-of-kernels format matrix integrations wheel wheels kernels sample library emulated environment clean
 
 # Linters, a sample of the kernels, and of slow tests the cases that fit their budgets
-# (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py): 54 minutes of
+# (tests/case_seconds.py), compiled without LLVM's optimisations (tests/conftest.py): 49 minutes of
 # a core. `cover` builds all kernels and runs cases with every feature, on optimised code (an hour),
 # `proof` runs every case.
-test: environment
-	$(MAKE) --jobs 2 --output-sync=target lint library sample
+test: library
+	$(MAKE) --jobs 2 --output-sync=target lint sample
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 cover: lint library kernels
