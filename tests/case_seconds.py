@@ -24,7 +24,7 @@ import pytest
 from fa4_jax.conformance.cases import Case
 from tests import sampling
 
-BUDGETS_S = {"tests/emulator/": 4.5, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 1.4}
+BUDGETS_S = {"tests/emulator/": 3.0, "tests/build/": 120.0, "tests/ffi/": 120.0, "tests/": 1.0}
 """Seconds of a core that the cases of a test may take in `make test`, by where it is (the first
 that fits). One case always runs. What looks at each kernel, in build and ffi, runs whole."""
 

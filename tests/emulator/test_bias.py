@@ -94,6 +94,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_what_orders_copies_of_a_dense_bias_is_missed(name: str) -> None:
     """Everything that a warp waits for around the copies of a bias, removed one at a time."""

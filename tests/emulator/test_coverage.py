@@ -68,6 +68,7 @@ def test_problems_reach_every_synchronisation(name: str) -> None:
     assert found.is_complete, [f"line {i.line}: {i.text}" for i in found.missed]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_loop_that_no_problem_enters_is_missed() -> None:
     """Without its first problem, nothing enters the loop for blocks that the diagonal crosses."""

@@ -79,8 +79,8 @@ def with_mask(case: Case, seed: int) -> tuple[Case, Inputs]:
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [
-        *(("sm_90a", 96), ("sm_100f", 128)),
-        pytest.param("sm_90a", 256, marks=pytest.mark.slow),
+        ("sm_90a", 96),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_100f", 128), ("sm_90a", 256))),
         *(pytest.param("sm_90a", d, marks=pytest.mark.every_case) for d in (64, 128, 192)),
     ],
 )
@@ -112,6 +112,7 @@ def test_fewer_blocks_are_loaded_than_there_are(arch: str, seed: int) -> None:
     check(case, inputs, results, launch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [

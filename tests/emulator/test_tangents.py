@@ -48,6 +48,7 @@ def test_the_cases_reach_every_kernel() -> None:
     assert {key for _, key in TARGETS} == set(KERNELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", sampling.only(KERNELS, _first_and_last))
 def test_ctas_start_in_any_order(key: KernelKey) -> None:
     """Bit by bit the same results, whatever CTA starts first and however few there are."""
@@ -74,6 +75,7 @@ def test_jvp(device: Gpu, case: Case, seed: int) -> None:
     assert not [verdict for verdict in found if verdict.failure]
 
 
+@pytest.mark.slow
 def test_vmap_and_linearize(device: Gpu, seed: int) -> None:
     together, apart = device(emulated_tangents.vmapped_and_looped, emulated_tangents.CASES[0], seed)
     for one, other in zip(together, apart, strict=True):

@@ -97,6 +97,7 @@ KERNELS = {"sm_90a_fwd_bf16_d256_band": 0.1, "sm_90a_bwd_bf16_d64": 0.14}
 """The largest relative error of each kernel; docs/emulator/model.md has the whole table."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="the PTX comes from CuTe-DSL"
 )

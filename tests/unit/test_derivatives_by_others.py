@@ -42,6 +42,7 @@ def point(rng: np.random.Generator, **more: tuple[int, ...]) -> Point:
     return {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "options"),
     [

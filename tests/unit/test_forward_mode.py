@@ -301,6 +301,7 @@ def test_hessian_products_are_two_launches_more(
     assert not caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("call", CALLS[:3], ids=lambda call: call.name)
 def test_third_derivatives_in_forward_mode(
