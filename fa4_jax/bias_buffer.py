@@ -18,7 +18,7 @@ between zeros, and with the columns in reverse: as the keys are then, which make
 those of a dense bias at the row's keys of the band. Its first distance, `first_distance`, is a
 scalar of the call, and says that a bias is banded.
 
-The gradient of a dense bias of pairs has pairs, too: sums in fp32, which the kernel rounds.
+The gradient of a dense bias of pairs has as many pairs: sums in fp32, which the kernel rounds.
 
 Kernels sum the gradient of a bias by distance along the diagonals of tiles of n x n pairs (n is of
 `key.BIAS_GRADIENT_TILES`): a lower half of n diagonals and an upper one of n - 1. The upper half of
@@ -146,9 +146,7 @@ def gradient_shape(
         tiles = -(-(columns + tile - 1) // tile)
         return 0, batch, heads, rows - 1, columns, -(-lengths[0] // tile) * tiles
     row_tiles, key_tiles = (-(-length // tile) for length in lengths)
-    if len(shape) == _RANK_OF_PAIRS:
-        columns = -(-lengths[1] // 2)  # A pair of sums is in one number, and none are past S.
-    elif columns != lengths[1]:
+    if len(shape) != _RANK_OF_PAIRS and columns != lengths[1]:
         units = row_tiles + key_tiles - 1
         return 0, batch, heads, 2, units * tile, units
     return 0, batch, heads, rows, columns, (row_tiles if rows != 1 else 1) * key_tiles

@@ -253,10 +253,9 @@ class KernelKey:
     def pairwise_bias(self) -> bool:
         """Whether it reads two elements of a bias at once (`fa4_jax.bias_buffer`): on Hopper.
 
-        The forwards of d = 192 and 256 and the backward of d = 64, which has 128 queries a step,
-        have no registers for it.
+        The forwards of d = 192 and 256 have no registers for it.
         """
-        fits = self.head_dim <= 128 if self.kernel is Pass.FORWARD else self.head_dim != 64
+        fits = self.head_dim <= 128 or self.kernel is not Pass.FORWARD
         return self.arch == "sm_90a" and fits
 
     @property

@@ -321,17 +321,19 @@ class BiasGradientBuffers:
 
     lse_log2, delta f32 [batch, heads, padded rows]: of the kernel before the main one. dbias f32 or
     pairs: of the bias's shape, or by distance [B|1, N|1, 2, tile * units]: `fa4_jax.bias_buffer`.
+    A counter only if tiles are dealt by ticket.
     """
 
     extents: Pointer
     lse_log2: Pointer
     delta: Pointer
     dbias: Pointer
+    tile_ticket: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasGradientShape:
-    """Shape of dbias, and what CTAs there are for each of its first two dimensions.
+    """Shape of dbias, and how many tiles are summed for each of its first two dimensions.
 
     They come from `dbias_shape`, which has no elements.
     """

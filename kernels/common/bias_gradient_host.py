@@ -1,8 +1,10 @@
 """Host function of the kernel of a bias's gradient; see `hosts`."""
 
+import dataclasses
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 
 from fa4_jax.key import BIAS_GRADIENT_TILES, KernelKey
@@ -16,6 +18,7 @@ from kernels.interface import (
     BiasGradientShape,
     HeadDims,
     Sizes,
+    SmCount,
 )
 from kernels.kernel_source import KernelSource
 
@@ -42,12 +45,18 @@ class BiasGradientHost:
         shape: BiasGradientShape,
         scalars: BackwardScalars,
         bias: BiasBuffers,
+        device: SmCount,
         stream: cuda.CUstream,
     ):
-        shapes = hosts.buffer_shapes(sizes, dims)
+        division, shapes = self.description.division, hosts.buffer_shapes(sizes, dims)
         maps = hosts.tensor_maps(self.description, self.dtype, hosts.all_pointers(loads), shapes)
+        tiles = bias.bias_batch * bias.bias_heads * shape.units
+        if cutlass.const_expr(division.persistent):
+            tiles = cutlass.min(tiles, device.sm_count)
+        if cutlass.const_expr(not division.by_ticket):
+            buffers = dataclasses.replace(buffers, tile_ticket=None)
         self.kernel(maps, buffers, sizes, shape, scalars, bias).launch(
-            grid=[bias.bias_batch * bias.bias_heads * shape.units, 1, 1],
+            grid=[tiles, 1, 1],
             block=[self.description.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -62,7 +71,7 @@ def bias_gradient_source(kernel: Any, key: KernelKey) -> KernelSource:
     """Returns a kernel with its launch."""
     takes = (
         *(BiasGradientLoads, BiasGradientBuffers, Sizes, HeadDims),
-        *(BiasGradientShape, BackwardScalars, BiasBuffers),
+        *(BiasGradientShape, BackwardScalars, BiasBuffers, SmCount),
     )
     tile = BIAS_GRADIENT_TILES[key.arch]
     return hosts.make_source(kernel, key, takes, {"m": tile, "n": tile})

@@ -1,4 +1,4 @@
-"""Stores a CTA's sums of a bias's gradient, which are in shared memory, as the bias has them."""
+"""Stores a tile's sums of a bias's gradient, which are in shared memory, as the bias has them."""
 
 import dataclasses
 from typing import Any
@@ -43,7 +43,8 @@ class SumsStore:
     Attributes:
       tile: its query rows, and keys; twice as many threads store.
       dtype: the kernel's storage type.
-      pairwise: whether a dense bias may be of that type, in pairs.
+      pairwise: whether a dense bias may be of that type, in pairs; rows that differ are then stored
+        elsewhere.
     """
 
     def __init__(self, tile: int, dtype: Any, pairwise: bool):
@@ -74,30 +75,18 @@ class SumsStore:
 
     @cute.jit
     def store_pairs(self, own: Sums):
-        """Stores the sums of a dense bias in pairs, rounded to its type: a pair is a word of dbias.
+        """Stores the sums of columns, of a dense bias whose rows are alike, as pairs of its type.
 
-        Where rows are alike, each pair is the sum of a column's rows.
+        Each pair is a word of dbias.
         """
-        pairs, memory = self.tile // 2, own.memory
-        key = 2 * (own.thread % pairs)
-        if own.call.bias.bias_rows > 1:
-            step = 2 * self.tile // pairs
-            for row in cutlass.range(own.thread // pairs, self.tile, step, unroll=AT_ONCE):
-                query = own.work.first_row_tile * self.tile + row
-                self.store_pair(own, query, key, memory[key, row], memory[key + 1, row])
-        elif own.thread < pairs:
+        memory, key = own.memory, 2 * own.thread
+        column = own.work.key_tile * (self.tile // 2) + own.thread
+        if (own.thread < self.tile // 2) & (column < own.call.shape.dbias_columns):
             low, high = Float32(0.0), Float32(0.0)
             for row in cutlass.range(self.tile, unroll=AT_ONCE):
                 low, high = low + memory[key, row], high + memory[key + 1, row]
-            self.store_pair(own, Int32(0), key, low, high)
-
-    @cute.jit
-    def store_pair(self, own: Sums, query: Int32, key: Int32, low: Float32, high: Float32):
-        """Stores the sums of a query and two keys of the tile, where there are such."""
-        call, key = own.call, own.work.key_tile * self.tile + key
-        if (query < call.bias.bias_rows) & (key < call.sizes.key_length):
-            target = own.plane() + (Int64(query) * call.shape.dbias_columns + key // 2)
             word = ptx.round_pair(self.dtype, low, high)
+            target = own.plane() + column
             cute.make_tensor(target, cute.make_layout(1))[0] = word.bitcast(Float32)
 
     @cute.jit

@@ -3,7 +3,7 @@
     S = Q K^T   dP = dO V^T   P = exp2((S * scale + bias) * log2(e) - lse_log2)
     dS = P * (dP - delta)     dbias = the sum of dS over all pairs that have the same bias
 
-A CTA has one tile of sums, in registers, and visits all pairs of tiles that add to them:
+A CTA has a tile of sums, in registers, and visits all pairs of tiles that add to them:
 
     a dense bias       one pair of tiles, of every batch element and head that share the bias
     rows alike         one key tile, with every query tile, likewise; rows are summed at the end
@@ -12,16 +12,15 @@ A CTA has one tile of sums, in registers, and visits all pairs of tiles that add
     banded             one query tile, and keys counted from where the band begins in its first
                        row, likewise: in each batch element they have the same columns of the rows
 
-So the bias is the same in all visits of a CTA, place by place. Every sum is one thread's, in a
+So the bias is the same in all visits of a tile, place by place. Every sum is one thread's, in a
 fixed order: equal inputs give equal bits, and nothing is added in global memory. Distances meet in
-two tiles' diagonals, the lower and the upper ones; each CTA has a place of its own for either, and
+two tiles' diagonals, the lower and the upper ones; each tile has a place of its own for either, and
 the library adds the two.
 """
 
 import dataclasses
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from fa4_jax import bands
@@ -53,6 +52,10 @@ class Call:
         """Where the bias is."""
         return BiasInMemory(self.bias, self.sizes, self.buffers.extents)
 
+    def in_rows(self) -> Boolean:
+        """Whether a dense bias, and so its gradient, has pairs, and rows of their own."""
+        return self.memory.in_pairs() & (self.bias.bias_rows > 1)
+
     def rows_differ(self) -> Boolean:
         """Whether each row has elements of its own, unless the bias is by distance."""
         return self.bias.bias_rows > 1
@@ -60,7 +63,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a CTA sums.
+    """What a CTA sums of a tile.
 
     Attributes:
       plane, unit: of which dimensions of the bias, and which of their tiles.
@@ -99,10 +102,14 @@ class Visit:
     seen: Boolean
 
 
-def assign(call: Call) -> Work:
-    """Returns this CTA's work, which is computed anew at each call."""
+def tile_count(call: Call) -> Int32:
+    """Counts the tiles that are summed."""
+    return call.bias.bias_batch * call.bias.bias_heads * call.shape.units
+
+
+def assign(call: Call, index: Int32) -> Work:
+    """Returns the work of the index-th tile, which is computed anew at each call."""
     sizes, bias, tile = call.sizes, call.bias, call.tile
-    index, _, _ = cute.arch.block_idx()
     index = ptx.anew(index)
     plane = index // call.shape.units
     unit = index - plane * call.shape.units
@@ -140,7 +147,7 @@ def assign(call: Call) -> Work:
 
 
 def visit_of(call: Call, work: Work, index: Int32) -> Visit:
-    """Returns a CTA's index-th visit."""
+    """Returns a tile's index-th visit."""
     tile, rest = call.tile, index // work.row_tiles
     step = index - rest * work.row_tiles
     batch = rest // work.heads

@@ -268,12 +268,18 @@ def _backward_post(key: KernelKey, description: Description) -> Launch:
 
 def _bias_gradient(key: KernelKey, description: Description) -> Launch:
     del key
+    division = description.division
+    counters = ("tile_ticket",) if division.by_ticket else ()
+    buffers = interface.params(interface.BiasGradientBuffers)
     return Launch(
         operands=(*("q", "k", "v", "do", "extents", "lse_log2", "delta", "bias", "dbias_shape"),),
-        results=(Result("dbias", "f32", _dims("dbias_shape", (1, 2, 3, 4))),),
+        results=(
+            Result("dbias", "f32", _dims("dbias_shape", (1, 2, 3, 4))),
+            *(Result(name, "i32", (_ONE,), zeroed=True) for name in counters),
+        ),
         params=(
             *_maps(description),
-            *interface.params(interface.BiasGradientBuffers),
+            *(param for param in buffers if division.by_ticket or param.name != "tile_ticket"),
             *interface.params(interface.Sizes),
             *interface.params(interface.BiasGradientShape),
             *interface.params(interface.BackwardScalars),
@@ -282,6 +288,7 @@ def _bias_gradient(key: KernelKey, description: Description) -> Launch:
         grid=(tuple(Factor(buffer="dbias_shape", axis=axis) for axis in (1, 2, 5)), _ONE, _ONE),
         block=(description.threads, 1, 1),
         dynamic_smem_bytes=description.shared_bytes,
+        persistent=division.persistent,
     )
 
 

@@ -327,6 +327,40 @@ def load_matrices(
     )
 
 
+def store_matrices(address: Int32, offset: int, words: list[Int32]):
+    """stmatrix.x4: stores four 8 x 8 matrices of 16-bit elements, as `load_matrices` loads them."""
+    cute.arch.inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [{{$r0}} + {offset}],"
+        " {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def load_chunk(address: Int32, offset: int) -> tuple[Int32, Int32, Int32, Int32]:
+    """ld.shared.v4: loads 16 aligned bytes."""
+    return cute.arch.inline_ptx(
+        f"ld.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}} + {offset}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_chunk_below(
+    target: cute.Pointer, of_row: tuple[int, Int32], row_bytes: Int32, words: tuple[Int32, ...]
+):
+    """st.global.v4: stores 16 aligned bytes of a row of global memory, if there is such a row.
+
+    of_row: which row after the target's, and how many there are from that one on.
+    """
+    row, rows = of_row
+    cute.arch.inline_ptx(
+        "{ .reg .pred below; .reg .b64 at;"
+        f" setp.gt.s32 below, {{$r1}}, {row}; mad.wide.s32 at, {{$r2}}, {row}, {{$r0}};"
+        " @below st.global.v4.b32 [at], {{$r3}, {$r4}, {$r5}, {$r6}}; }",
+        read_only_args=[target, rows, row_bytes, *words],
+    )
+
+
 def copy_chunk(target: Int32, offset: int, source: cute.Pointer, row: Int32, row_bytes: Int32):
     """cp.async.cg: starts to copy 16 bytes of a row of global memory to shared memory.
 

@@ -66,7 +66,8 @@ class BiasGradient(BiasGradientHost):
         cute.arch.sync_threads()
 
         call = Call(TILE, buffers, sizes, shape, scalars, bias)
-        work = assign(call)
+        tile, _, _ = cute.arch.block_idx()
+        work = assign(call, tile)
         if warp_index == load.first_warp:
             self.load(maps, shared, call, work)
         else:
@@ -124,7 +125,8 @@ class BiasGradient(BiasGradientHost):
                 self.add(total, scores, gradients, call, visit)
                 read += 1
         # The work is found out again, too, so that no register holds what the sums do not need.
-        self.store(shared, call, assign(call), total)
+        tile, _, _ = cute.arch.block_idx()
+        self.store(shared, call, assign(call, tile), total)
 
     def bias_of(self, call: Call, visit: Visit) -> BlockBias:
         """Returns what a thread's scores of a visit get."""

@@ -354,11 +354,13 @@ class Backward(BackwardParts):
             if not place.is_first:
                 self.query_gradient.hand_over(shared, step - 1)
         warpgroup.wait_group(1)
-        if cutlass.const_expr(tile.delta_after_scores):
+        if cutlass.const_expr(tile.delta_after_scores and not self.delta_after_bias):
             delta = self.statistics(shared.delta, slot)
         if cutlass.const_expr(self.soft_cap):
             softmax.cap(scores, exponents.before_cap, self.tile.cap_at_once)
         self.add_bias(work, scores, place, exponents, shared)
+        if cutlass.const_expr(self.delta_after_bias):
+            delta = self.statistics(shared.delta, slot)
         self.mask(work, scores, place)
         if cutlass.const_expr(not self.soft_cap):
             self.exponentiate(scores, lse_log2, exponents.scale_log2)
@@ -400,15 +402,6 @@ class Backward(BackwardParts):
             q_tile, do_tile = shared.q[None, None, use.slot], shared.do[None, None, use.slot]
             first_row = work.band.query_length - place.block * self.tile.m
             self.clear_padding(q_tile, do_tile, first_row, thread)
-
-    def to_shared(self, values: cute.Tensor, staging: cute.Tensor, thread: Int32):
-        """Rounds a score fragment to the storage type and writes it to a (n, m) tile."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.products().scores.tiled())
-        copy = copy.get_slice(thread)
-        rounded = cute.make_rmem_tensor(values.shape, self.dtype)
-        wgmma.round_fragment(values, rounded)
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
 
     def gradient_at_once(
         self,

@@ -9,6 +9,7 @@ of a matrix lie in different banks.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -32,6 +33,7 @@ _COPIED_QUERIES = 16  # by a warp at once
 _QUERY_BYTES = 32
 _WARP_KEYS = 16
 _SPAN_BYTES = 128  # of dS
+_FEW_QUERIES = 64  # of a step, whose pairs fit in registers all at once
 _STEP = 8  # from a pair of queries of a key to the next one, and between the keys of a thread
 
 
@@ -121,9 +123,14 @@ class StepBias:
 
     def staged(self, staging: cute.Tensor) -> Int32:
         """Returns the address of this warp's keys of dS, where their bias is until it is used."""
-        thread, _, _ = cute.arch.thread_idx()
         start = staging.iterator.toint().to(Int32)
-        return start + (ptx.anew(thread) - WARPGROUP) // 32 * (_WARP_KEYS * _SPAN_BYTES)
+        if self.m > _FEW_QUERIES:
+            # No register of a thread is left for it.
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPGROUP // 32
+        else:
+            thread, _, _ = cute.arch.thread_idx()
+            warp = (ptx.anew(thread) - WARPGROUP) // 32
+        return start + warp * (_WARP_KEYS * _SPAN_BYTES)
 
     def offset(self, query: int) -> int:
         """Returns where a query's 16 keys are, in bytes: 64 queries lie in a span of a tile."""
@@ -131,20 +138,30 @@ class StepBias:
         spans, query = divmod(query, of_span)
         return spans * (self.n * _SPAN_BYTES) + query * _QUERY_BYTES
 
-    def take(self, staging: cute.Tensor) -> cute.Tensor:
-        """Returns the pairs that were copied: words of queries 2 t and 2 t + 1 of a key."""
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_warp()
+    def take(self, staging: cute.Tensor) -> Iterator[tuple[int, tuple[Int32, ...]]]:
+        """Yields the pairs that were copied: of an even pair of queries and the next one.
+
+        Words are of queries 2 t and 2 t + 1 of the thread's two keys.
+        """
         lane = cute.arch.lane_idx()
         query, chunk = lane % 8 + lane // 16 * 8, lane // 8 % 2
         address = self.staged(staging) + query * _QUERY_BYTES + turned(query, chunk)
-        words = cute.make_rmem_tensor((2 * self.pairs,), Int32)
         for pair in range(0, self.pairs, 2):
-            offset = self.offset(_STEP * pair)
-            for i, word in enumerate(ptx.load_matrices(address, offset, transposed=True)):
-                words[2 * pair + i] = word
+            yield pair, ptx.load_matrices(address, self.offset(_STEP * pair), transposed=True)
+
+    def add_taken(self, scores: cute.Tensor, before_bias: Float32, staging: cute.Tensor):
+        """Does what `add` does, of pairs that were copied.
+
+        All are loaded before the first is added, where registers are left for them.
+        """
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
-        return words
+        taken = self.take(staging)
+        for pair, words in list(taken) if self.m <= _FEW_QUERIES else taken:
+            for i, word in enumerate(words):
+                added = ptx.widen_pair(self.dtype, word)
+                add_pair(scores, (pair + i // 2, i % 2), before_bias, list(added))
+        cute.arch.sync_warp()
 
     @cute.jit
     def add(self, scores: cute.Tensor, before_bias: Float32, staging: cute.Tensor | None = None):
@@ -165,11 +182,7 @@ class StepBias:
                         add_pair(scores, (pair, row), before_bias, added)
         elif self.memory.in_pairs():
             if cutlass.const_expr(staging is not None):
-                words = self.take(staging)
-                for pair in cutlass.range_constexpr(self.pairs):
-                    for row in cutlass.range_constexpr(softmax.ROWS):
-                        added = ptx.widen_pair(self.dtype, words[2 * pair + row])
-                        add_pair(scores, (pair, row), before_bias, added)
+                self.add_taken(scores, before_bias, staging)
             else:
                 for begin in cutlass.range_constexpr(0, self.pairs, _CHUNK):
                     words = self.load(no, yes, (begin, begin + _CHUNK))

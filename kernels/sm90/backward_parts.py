@@ -8,6 +8,7 @@ import dataclasses
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
 
 from fa4_jax.key import KernelKey
 from kernels.common import launches, ptx, resources, tensors
@@ -146,6 +147,15 @@ class BackwardParts(BackwardHost):
         wgmma.round_fragment(values, fragment)
         return fragment
 
+    def to_shared(self, values: cute.Tensor, staging: cute.Tensor, thread: Int32):
+        """Rounds a score fragment to the storage type and writes it to a (n, m) tile."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.products().scores.tiled())
+        copy = copy.get_slice(thread)
+        rounded = cute.make_rmem_tensor(values.shape, self.dtype)
+        wgmma.round_fragment(values, rounded)
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(staging))
+
     def mask(self, work: Work, scores: cute.Tensor, place: Step):
         """Sets scores of pairs that do not see each other to -inf."""
         backward_mask.mask_band(work, scores, place, self.tile.m)
@@ -155,6 +165,11 @@ class BackwardParts(BackwardHost):
     def step_bias(self, work: Work, place: Step) -> StepBias:
         """Returns what a step's scores get, of a call with a bias."""
         return StepBias(work.bias, work, place, self.tile.m, self.tile.n, self.dtype)
+
+    @property
+    def delta_after_bias(self) -> bool:
+        """Whether delta is loaded after a step's bias, whose pairs take its registers."""
+        return self.bias and self.tile.m > 64
 
     @property
     def stages_bias(self) -> bool:

@@ -1,17 +1,20 @@
 """Hopper's gradient of a bias: sums of dS over whatever it broadcasts over.
 
-What a CTA sums and visits, and the formulas, are in `kernels.common.bias_gradient_work`.
+What a tile's sums are and what is visited, and the formulas: `kernels.common.bias_gradient_work`.
 
-    load warp        loads, for each visit, the columns of Q with those of K, then those of dO with
-                     those of V, part by part into a ring by TMA
+    load warp        takes tile after tile, publishes each, and loads, for each visit, the columns
+                     of Q with those of K, then those of dO with those of V, part by part into a
+                     ring by TMA (bias_gradient_tiles)
     MMA warpgroup w  has 64 query rows and all keys. Per visit it
-        issues S, both operands from shared memory, waits for it, and frees its parts,
+        issues S, both operands from shared memory, finds out what its rows see, waits, and frees
+        the parts of S,
         issues dP, computes P while the tensor core works, waits, and frees the parts of dP,
         adds P * (dP - delta) to its sums.
 
-S, dP and the sums are 192 registers of a thread. The bias is the same in all visits, place by
-place, so that each thread reads its own once and keeps it in shared memory, where the sums go at
-the end. Two warpgroups fill each other's waits.
+S, dP and the sums are 192 registers of a thread. The bias is the same in all visits of a tile,
+place by place, so that it stays in shared memory: pairs of rows that differ in the warp that has
+the rows (bias_gradient_rows), and of any other bias each thread's own numbers, where the sums go
+at the end. Two warpgroups fill each other's waits.
 """
 
 import dataclasses
@@ -23,10 +26,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4_jax import bands
 from fa4_jax.key import KernelKey
-from kernels.common import resources, tensors
+from kernels.common import ptx, resources, tensors
 from kernels.common.bias_gradient_host import BiasGradientHost, bias_gradient_source
 from kernels.common.bias_gradient_sums import Sums, SumsStore
-from kernels.common.bias_gradient_work import Call, Visit, Work, assign, visit_of
+from kernels.common.bias_gradient_work import Call, Visit, assign, tile_count, visit_of
 from kernels.common.block_bias import Addition, BlockBias
 from kernels.common.resources import Maps, Shared
 from kernels.common.softmax import LOG2_E, exp2, select
@@ -39,11 +42,25 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import wgmma
+from kernels.sm90.backward_tiles import take_ticket
 from kernels.sm90.bias_gradient_description import (
     GROUPS,
     TILE,
     columns_of_part,
     description,
+)
+from kernels.sm90.bias_gradient_rows import WarpRows
+from kernels.sm90.bias_gradient_tiles import (
+    SeenVisit,
+    any_seen,
+    is_tile,
+    next_seen,
+    publish,
+    publish_end,
+    publish_visit,
+    published,
+    published_visit,
+    words_of_tile,
 )
 from kernels.sm90.softmax import ROWS, fragment_index
 from kernels.sm90.tiles import WARPGROUP
@@ -82,12 +99,11 @@ class BiasGradient(BiasGradientHost):
 
     def __init__(self, key: KernelKey):
         self.dtype = tensors.TYPES[key.dtype]
-        self.pairwise = key.pairwise_bias
         self.description = description(key.head_dim)
         self.columns = columns_of_part(key.head_dim)
         self.parts = key.head_dim // self.columns
         self.sums = self.description.named_barrier("sums")
-        self.sums_store = SumsStore(TILE, self.dtype, self.pairwise)
+        self.sums_store = SumsStore(TILE, self.dtype, key.pairwise_bias)
 
     @cute.kernel
     def kernel(
@@ -110,66 +126,146 @@ class BiasGradient(BiasGradientHost):
         cute.arch.sync_threads()
 
         call = Call(TILE, buffers, sizes, shape, scalars, bias)
-        work = assign(call)
         if warp_index < mma.first_warp:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp_index == load.first_warp:
-                self.load(maps, shared, call, work)
+                self.load_tiles(maps, shared, call)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
-            self.mma(shared, call, work)
+            self.mma(shared, call)
 
     @cute.jit
-    def load(self, maps: Maps, shared: Shared, call: Call, work: Work):
-        """Load warp: loads the operands of every visit in which anything is seen."""
-        group, loaded = call.sizes.heads // call.sizes.kv_heads, Int32(0)
-        coordinates, box = tensors.bthd_coordinates(), (TILE, self.columns)
-        for index in cutlass.range(work.visits(), unroll=1):
-            visit = visit_of(call, work, index)
-            if visit.seen:
-                rows = coordinates[None, None, visit.head, visit.batch]
-                keys = coordinates[None, None, visit.head // group, visit.batch]
-                rows = cute.local_tile(rows, box, (visit.first_row // TILE, None))
-                # Tiles of a band begin at any key, also before the first; TMA fills with zeros.
-                keys = cute.domain_offset((visit.first_key, 0), keys)
-                keys = cute.local_tile(keys, box, (0, None))
-                for of_rows, of_keys in ((maps.q, maps.k), (maps.do, maps.v)):
-                    for part in range(self.parts):
-                        use = shared.barriers.full.use(loaded)
-                        full = shared.barriers.full.at(use)
-                        shared.barriers.empty.wait_free(use)
-                        with cute.arch.elect_one():
-                            num_bytes = 2 * TILE * self.columns * 2
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
-                        slot = (None, None, use.slot)
-                        tensors.tma_load(of_rows, rows[None, None, part], shared.rows[slot], full)
-                        tensors.tma_load(of_keys, keys[None, None, part], shared.keys[slot], full)
-                        loaded += 1
+    def load_tiles(self, maps: Maps, shared: Shared, call: Call):
+        """Load warp: takes tile after tile, says what each is, and loads what it needs."""
+        barriers, count = shared.barriers, tile_count(call)
+        tiles_done, loaded = Int32(0), Int32(0)
+        index = take_ticket(call.buffers.tile_ticket)
+        while index < count:
+            work = assign(call, index)
+            of_tile = next_seen(call, work, Int32(0))
+            use = barriers.work_full.use(tiles_done)
+            barriers.work_empty.wait_free(use)
+            with cute.arch.elect_one():
+                publish(work, of_tile < work.visits(), words_of_tile(shared.work, tiles_done))
+                cute.arch.mbarrier_arrive(barriers.work_full.at(use))
+            index = take_ticket(call.buffers.tile_ticket)
+            while of_tile < work.visits():
+                following = next_seen(call, work, of_tile + 1)
+                visit, is_last = visit_of(call, work, of_tile), following == work.visits()
+                self.load(maps, shared, call, (visit, is_last), loaded)
+                loaded += 2 * self.parts
+                of_tile = following
+            tiles_done += 1
+        use = barriers.work_full.use(tiles_done)
+        barriers.work_empty.wait_free(use)
+        with cute.arch.elect_one():
+            publish_end(words_of_tile(shared.work, tiles_done))
+            cute.arch.mbarrier_arrive(barriers.work_full.at(use))
 
     @cute.jit
-    def mma(self, shared: Shared, call: Call, work: Work):
-        """MMA warpgroup: sums dS of its rows over all visits, then stores what the bias has."""
+    def load(
+        self, maps: Maps, shared: Shared, call: Call, of: tuple[Visit, Boolean], loaded: Int32
+    ):
+        """Load warp: loads the operands of a visit.
+
+        of: the visit, and whether it is its tile's last; loaded: parts that were loaded before.
+        """
+        (visit, is_last), coordinates = of, tensors.bthd_coordinates()
+        group, box = call.sizes.heads // call.sizes.kv_heads, (TILE, self.columns)
+        rows = coordinates[None, None, visit.head, visit.batch]
+        keys = coordinates[None, None, visit.head // group, visit.batch]
+        rows = cute.local_tile(rows, box, (visit.first_row // TILE, None))
+        # Tiles of a band begin at any key, also before the first; TMA fills with zeros.
+        keys = cute.domain_offset((visit.first_key, 0), keys)
+        keys = cute.local_tile(keys, box, (0, None))
+        for product in cutlass.range_constexpr(2):
+            of_rows, of_keys = ((maps.q, maps.k), (maps.do, maps.v))[product]
+            for part in cutlass.range_constexpr(self.parts):
+                use = shared.barriers.full.use(loaded + (product * self.parts + part))
+                full = shared.barriers.full.at(use)
+                shared.barriers.empty.wait_free(use)
+                with cute.arch.elect_one():
+                    if cutlass.const_expr(product + part == 0):
+                        words = shared.visits[None, use.slot]
+                        publish_visit(visit, call.sizes.heads, is_last, words)
+                    num_bytes = 2 * TILE * self.columns * 2
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                slot = (None, None, use.slot)
+                tensors.tma_load(of_rows, rows[None, None, part], shared.rows[slot], full)
+                tensors.tma_load(of_keys, keys[None, None, part], shared.keys[slot], full)
+
+    @cute.jit
+    def mma(self, shared: Shared, call: Call):
+        """MMA warpgroup: sums dS of its rows, tile after tile, and stores what the bias has."""
         thread, _, _ = cute.arch.thread_idx()
         thread = thread - WARPGROUP
         products = self.make_products(shared, cute.arch.make_warp_uniform(thread // WARPGROUP))
-        self.keep_bias(shared, call, visit_of(call, work, Int32(0)), thread, products.scores)
         total = cute.make_rmem_tensor_like(products.scores)
-        total.fill(0.0)
-        read = Int32(0)
-        for index in cutlass.range(work.visits(), unroll=1):
-            visit = visit_of(call, work, index)
-            if visit.seen:
-                own = self.rows_of(call, visit, thread)
-                self.multiply(shared, products, products.scores, read)
-                warpgroup.wait_group(0)
-                self.release(shared, read)
-                self.multiply(shared, products, products.gradients, read + self.parts)
-                self.weigh(shared, products.scores, call.scalars.scale_log2, own, thread)
-                warpgroup.wait_group(0)
-                self.release(shared, read + self.parts)
-                self.add(total, products, own)
-                read += 2 * self.parts
-        self.store(shared, call, total, thread)
+        own, work_full = WarpRows(shared.pairs, thread), shared.barriers.work_full
+        tiles_done, read = Int32(0), Int32(0)
+        work_full.wait(tiles_done)
+        more = self.start(call, own, words_of_tile(shared.work, tiles_done))
+        while more:
+            words = words_of_tile(shared.work, tiles_done)
+            if call.in_rows() == Boolean(False):
+                visit = visit_of(call, published(words), Int32(0))
+                self.keep_bias(shared, call, visit, thread, products.scores)
+            total.fill(0.0)
+            if any_seen(words):
+                read = self.sum_visits(shared, call, (products, total), own, read)
+            work_full.wait(tiles_done + 1)
+            more = self.start(call, own, words_of_tile(shared.work, tiles_done + 1))
+            self.store(shared, call, total, own, words)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.barriers.work_empty.at(tiles_done))
+            tiles_done += 1
+
+    @cute.jit
+    def start(self, call: Call, own: WarpRows, words: cute.Tensor) -> Boolean:
+        """Starts to copy a tile's bias, where its rows are pairs; returns whether it is a tile.
+
+        Nobody would wait for the bias of a tile of which nothing is seen.
+        """
+        found = is_tile(words)
+        if found & call.in_rows() & any_seen(words):
+            own.start(call, published(words))
+        return found
+
+    @cute.jit
+    def sum_visits(
+        self,
+        shared: Shared,
+        call: Call,
+        of_tile: tuple[Products, cute.Tensor],
+        rows: WarpRows,
+        read: Int32,
+    ) -> Int32:
+        """MMA warpgroup: adds dS of its rows of a tile's visits.
+
+        of_tile: the products, and the sums; read: parts that were read before. Returns those that
+        have been read then.
+        """
+        (products, total), scalars, more = of_tile, call.scalars, Boolean(True)
+        while more:
+            self.multiply(shared, products, products.scores, read)
+            words = shared.visits[None, shared.barriers.full.use(read).slot]
+            visit = published_visit(words, scalars.window)
+            own = self.rows_of(call, visit, rows.thread)
+            more = visit.is_last == Boolean(False)
+            cute.arch.sync_warp()
+            warpgroup.wait_group(0)
+            self.release(shared, read)
+            self.multiply(shared, products, products.gradients, read + self.parts)
+            if call.in_rows():
+                self.weigh_rows(rows, products.scores, scalars.scale_log2, own)
+            else:
+                self.weigh(shared, products.scores, scalars.scale_log2, own, rows.thread)
+            warpgroup.wait_group(0)
+            self.release(shared, read + self.parts)
+            self.add(total, products, own)
+            read += 2 * self.parts
+        return read
 
     def make_products(self, shared: Shared, group: Int32) -> Products:
         """Makes a warpgroup's products, views of shared memory and registers."""
@@ -216,9 +312,9 @@ class BiasGradient(BiasGradientHost):
         """
         row = visit.first_row + thread // 32 * 16 + thread % 32 // 4
         of = (visit.batch, visit.head, row, visit.first_key + thread % 4 * 2)
-        bias = BlockBias(call.memory, *of, self.dtype, _PAIRS, self.pairwise, of_any_batch=True)
+        bias = BlockBias(call.memory, *of, self.dtype, _PAIRS, pairwise=True, of_any_batch=True)
         scores.fill(0.0)
-        words = bias.load_any() if self.pairwise else None
+        words = bias.load_any()
         bias.add(scores, Float32(1.0), Addition(fragment_index, past_end=True), words)
         for pair in cutlass.range_constexpr(_PAIRS):
             numbers = cute.make_rmem_tensor((_NUMBERS,), Float32)
@@ -226,11 +322,11 @@ class BiasGradient(BiasGradientHost):
                 numbers[i] = scores[fragment_index(pair, i // 2, i % 2)] * LOG2_E
             cute.autovec_copy(numbers, self.numbers(shared, pair, thread))
 
-    def rows_of(self, call: Call, visit: Visit, thread: Int32) -> OwnRows:
+    def rows_of(self, call: Call, visit: SeenVisit, thread: Int32) -> OwnRows:
         """Returns what a thread knows of its rows in a visit."""
         sizes, buffers, band = call.sizes, call.buffers, visit.band
         own = OwnRows([], [], [], [], self.sees_all(visit))
-        of_head = (Int64(visit.batch) * sizes.heads + visit.head) * call.shape.padded_rows
+        of_head = Int64(visit.plane) * call.shape.padded_rows
         for half in range(ROWS):
             row = visit.first_row + thread // 32 * 16 + thread % 32 // 4 + 8 * half
             place = of_head + cutlass.min(row, sizes.query_length - 1)
@@ -243,7 +339,7 @@ class BiasGradient(BiasGradientHost):
             own.high.append(Int32(cutlass.select_(row < band.query_length, high, low)))
         return own
 
-    def sees_all(self, visit: Visit) -> Boolean:
+    def sees_all(self, visit: SeenVisit) -> Boolean:
         """Whether all rows of a visit's tile see all of its keys."""
         keys = bands.visited_blocks(visit.band, visit.first_row, TILE, 1, tensors.INT32)
         inside = (visit.first_key >= keys.full_begin) & (visit.first_key + TILE <= keys.full_end)
@@ -261,6 +357,16 @@ class BiasGradient(BiasGradientHost):
                 at = fragment_index(pair, i // 2, i % 2)
                 added = numbers[i] - own.lse_log2[i // 2]
                 scores[at] = exp2(scores[at] * scale_log2 + added)
+
+    def weigh_rows(self, rows: WarpRows, scores: cute.Tensor, scale_log2: Float32, own: OwnRows):
+        """Replaces S by P, of a bias in the warp's rows."""
+        rows.await_copies()
+        for pair in range(0, _PAIRS, 2):
+            for i, word in enumerate(rows.load(pair)):
+                for column, bias in enumerate(ptx.widen_pair(self.dtype, word)):
+                    at = fragment_index(pair + i // 2, i % 2, column)
+                    added = bias * LOG2_E - own.lse_log2[i % 2]
+                    scores[at] = exp2(scores[at] * scale_log2 + added)
 
     @cute.jit
     def add(self, total: cute.Tensor, products: Products, own: OwnRows):
@@ -280,17 +386,30 @@ class BiasGradient(BiasGradientHost):
                 total[at] = total[at] + select(seen, ds, Float32(0.0))
 
     @cute.jit
-    def store(self, shared: Shared, call: Call, total: cute.Tensor, thread: Int32):
-        """Leaves the sums in shared memory in place of the bias, and stores them."""
-        resources.meet(self.sums)
-        first_row, first_key = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
-        for i in cutlass.range_constexpr(_PAIRS * _NUMBERS):
-            pair, half, column = i // _NUMBERS, i % _NUMBERS // 2, i % 2
-            place = (first_key + 8 * pair + column, first_row + 8 * half)
-            shared.sums[place] = total[fragment_index(pair, half, column)]
-        resources.meet(self.sums)
-        # The work is found out again, so that no register holds what the sums do not need.
-        self.sums_store.store(Sums(shared.sums, call, assign(call), thread))
+    def store(
+        self, shared: Shared, call: Call, total: cute.Tensor, rows: WarpRows, words: cute.Tensor
+    ):
+        """Stores the sums of a tile; words: of the tile.
+
+        Rows of pairs leave by their warps. Other sums are left in place of the bias, by all.
+        """
+        # The work is read again, so that no register holds what the visits do not need.
+        if call.in_rows():
+            own = Sums(shared.sums, call, published(words), rows.thread)
+            rows.store(total, self.dtype, own)
+        else:
+            resources.meet(self.sums)
+            first_row, first_key = (
+                rows.thread // 32 * 16 + rows.thread % 32 // 4,
+                rows.thread % 4 * 2,
+            )
+            for i in cutlass.range_constexpr(_PAIRS * _NUMBERS):
+                pair, half, column = i // _NUMBERS, i % _NUMBERS // 2, i % 2
+                place = (first_key + 8 * pair + column, first_row + 8 * half)
+                shared.sums[place] = total[fragment_index(pair, half, column)]
+            resources.meet(self.sums)
+            self.sums_store.store(Sums(shared.sums, call, published(words), rows.thread))
+            resources.meet(self.sums)
 
 
 def source(key: KernelKey) -> KernelSource:

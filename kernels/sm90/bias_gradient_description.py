@@ -14,6 +14,7 @@ from kernels.description import (
     Role,
     TensorMap,
     copied,
+    one,
     operand,
     warps,
 )
@@ -23,6 +24,14 @@ TILE = BIAS_GRADIENT_TILES["sm_90a"]
 GROUPS = TILE // WARPGROUP_ROWS
 PARTS_BYTES = 160 * 1024
 """Of shared memory for parts of operands; a tile of fp32 numbers takes most of the rest."""
+
+WORK_BUFFERS = 2
+WORK_WORDS = 11
+VISIT_WORDS = 7
+"""Of what the load warp publishes: kernels/sm90/bias_gradient_tiles.py."""
+
+ROW_BYTES = TILE * 2
+"""Of a row of a tile in pairs."""
 
 PADDED_KEYS = TILE + 1
 """Columns of a row of sums in shared memory: those of a diagonal lie in as many banks."""
@@ -52,6 +61,8 @@ def description(head_dim: int) -> Description:
             Role("mma", 4, 4, mma, GROUPS, budget.mma),
         ),
         barriers=(
+            Barrier("work_full", (one("load"),), both, "tile: its work", WORK_BUFFERS),
+            Barrier("work_empty", (warps("mma"),), ("load",), "tile: it is done", WORK_BUFFERS),
             Barrier("full", (copied("load"),), both, "pair of parts", ring),
             Barrier("empty", (warps("mma"),), ("load",), "pair of parts", ring),
         ),
@@ -65,6 +76,8 @@ def description(head_dim: int) -> Description:
             ),
         ),
         regions=(
+            Region("work", (WORK_WORDS, WORK_BUFFERS), "planes and tiles of a CTA's tile", "i32"),
+            Region("visits", (VISIT_WORDS, ring), "head, rows, keys and extents of a visit", "i32"),
             operand("rows", part, span, "parts of Q and dO"),
             operand("keys", part, span, "parts of K and V"),
             Region(
@@ -72,9 +85,17 @@ def description(head_dim: int) -> Description:
                 (PADDED_KEYS, TILE),
                 "bias * log2(e), four numbers of each thread side by side; then the sums, by row",
                 "f32",
-                alignment=16,
+                alignment=ROW_BYTES,
+            ),
+            Region(
+                "pairs",
+                (ROW_BYTES // 4, TILE, 2),
+                "where the bias has pairs, row by row: those; the sums as pairs",
+                "i32",
+                alignment=ROW_BYTES,
+                shares="sums",
             ),
         ),
-        division=Division(TILE, keys=TILE),
+        division=Division(TILE, keys=TILE, persistent=1, by_ticket=True),
         maps=tuple(TensorMap(name, name, TILE, columns, span) for name in ("q", "k", "v", "do")),
     )
