@@ -317,11 +317,10 @@ class BiasGradientLoads:
 
 @dataclasses.dataclass(frozen=True)
 class BiasGradientBuffers:
-    """What it reads and writes by pointers.
+    """What it reads and writes by pointers; a counter only if tiles are dealt by ticket.
 
     lse_log2, delta f32 [batch, heads, padded rows]: of the kernel before the main one. dbias f32 or
     pairs: of the bias's shape, or by distance [B|1, N|1, 2, tile * units]: `fa4_jax.bias_buffer`.
-    A counter only if tiles are dealt by ticket.
     """
 
     extents: Pointer
@@ -333,10 +332,7 @@ class BiasGradientBuffers:
 
 @dataclasses.dataclass(frozen=True)
 class BiasGradientShape:
-    """Shape of dbias, and how many tiles are summed for each of its first two dimensions.
-
-    They come from `dbias_shape`, which has no elements.
-    """
+    """Shape of dbias, and tiles of each of its planes: of `dbias_shape`, which has no elements."""
 
     padded_rows: Annotated[Any, Dim(2, "delta")]
     dbias_columns: Annotated[Any, Dim(4, "dbias_shape")]
