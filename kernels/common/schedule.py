@@ -58,6 +58,7 @@ class ForwardShape:
       band: whether the mask is a band; a dense kernel ignores the window.
       shorter_last: whether the last tile of a head may take less time than the others, which take
         the same, so that each CTA should have as many of them.
+      batches_together: of `head_and_batch`.
     """
 
     m: int
@@ -66,6 +67,7 @@ class ForwardShape:
     l2_bytes: int
     band: bool
     shorter_last: bool = False
+    batches_together: bool = False
 
 
 def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[Int32, Int32]:
@@ -81,6 +83,28 @@ def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[
     section = cutlass.min(section, heads - first_head)
     tile = in_section // section
     return tile, first_head + in_section - tile * section
+
+
+def head_and_batch(
+    index: Int32, sizes: tuple[Int32, Int32], group: Int32 | int, batches_together: bool
+) -> tuple[Int32, Int32]:
+    """Returns (head, batch element) of the index-th of all heads.
+
+    Args:
+      sizes: batch elements, and heads of each.
+      group: heads that follow each other, and share K and V.
+      batches_together: a group's heads in all batch elements follow each other, not all heads of a
+        batch element: so CTAs that run together read a bias once that batch elements share.
+    """
+    batch, heads = sizes
+    if not batches_together:
+        of_batch = index // heads
+        return index - of_batch * heads, of_batch
+    in_all = group * batch
+    group_index = index // in_all
+    rest = index - group_index * in_all
+    of_batch = rest // group
+    return group_index * group + rest - of_batch * group, of_batch
 
 
 def rotated(tile: Int32, head: Int32, tiles: Int32) -> Int32:

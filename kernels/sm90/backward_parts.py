@@ -50,6 +50,7 @@ class BackwardParts(BackwardHost):
             l2_bytes=self.tile.l2_bytes(key.band, key.ranges, key.deterministic),
             least_heads=self.tile.least_heads(key.band, key.deterministic),
             band=key.band,
+            batches_together=key.bias,
         )
         self.query_gradient = QueryGradient(self.tile, key.head_dim, key.band, key.deterministic)
         self.counters = launches.counters_of(key.deterministic, self.description.division)

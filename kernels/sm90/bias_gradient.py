@@ -248,21 +248,25 @@ class BiasGradient(BiasGradientHost):
         """
         (products, total), scalars, more = of_tile, call.scalars, Boolean(True)
         while more:
-            self.multiply(shared, products, products.scores, read)
+            for part in cutlass.range_constexpr(self.parts):
+                self.multiply(shared, products, products.scores, read, part)
             words = shared.visits[None, shared.barriers.full.use(read).slot]
             visit = published_visit(words, scalars.window)
             own = self.rows_of(call, visit, rows.thread)
             more = visit.is_last == Boolean(False)
             cute.arch.sync_warp()
-            warpgroup.wait_group(0)
-            self.release(shared, read)
-            self.multiply(shared, products, products.gradients, read + self.parts)
+            # A part of dP is issued as soon as the ring may lack a part of S.
+            for part in cutlass.range_constexpr(self.parts):
+                self.multiply(shared, products, products.gradients, read + self.parts, part)
+                warpgroup.wait_group(self.parts)
+                self.release(shared, read + part)
             if call.in_rows():
                 self.weigh_rows(rows, products.scores, scalars.scale_log2, own)
             else:
                 self.weigh(shared, products.scores, scalars.scale_log2, own, rows.thread)
             warpgroup.wait_group(0)
-            self.release(shared, read + self.parts)
+            for part in cutlass.range_constexpr(self.parts):
+                self.release(shared, read + (self.parts + part))
             self.add(total, products, own)
             read += 2 * self.parts
         return read
@@ -282,19 +286,19 @@ class BiasGradient(BiasGradientHost):
             cute.make_rmem_tensor(block, Float32),
         )
 
-    def multiply(self, shared: Shared, products: Products, acc: cute.Tensor, read: Int32):
-        """Issues a product of all columns, part by part; read: parts that were read before."""
-        for part in range(self.parts):
-            use = shared.barriers.full.use(read + part)
-            shared.barriers.full.wait(use)
-            now = (None, None, None, use.slot)
-            products.product.issue(acc, products.rows[now], products.keys[now], part > 0)
+    def multiply(
+        self, shared: Shared, products: Products, acc: cute.Tensor, read: Int32, part: int
+    ):
+        """Issues a product of a part's columns; read: parts that were read before the first."""
+        use = shared.barriers.full.use(read + part)
+        shared.barriers.full.wait(use)
+        now = (None, None, None, use.slot)
+        products.product.issue(acc, products.rows[now], products.keys[now], part > 0)
 
     def release(self, shared: Shared, read: Int32):
-        """Arrives, once per warp: this warp no longer reads a product's parts."""
+        """Arrives, once per warp: this warp no longer reads the read-th part."""
         with cute.arch.elect_one():
-            for part in range(self.parts):
-                cute.arch.mbarrier_arrive(shared.barriers.empty.at(read + part))
+            cute.arch.mbarrier_arrive(shared.barriers.empty.at(read))
 
     def numbers(self, shared: Shared, pair: int, thread: Int32) -> cute.Tensor:
         """Views what a thread keeps of the bias for a pair of keys: two numbers of each row."""

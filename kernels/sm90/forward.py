@@ -128,6 +128,7 @@ class Forward(ForwardHost, Loads, OwnBlocks, BiasedScores, RowSoftmax):
             l2_bytes=self.tile.l2_bytes,
             band=key.band,
             shorter_last=self.leaves_past_rows,
+            batches_together=key.bias,
         )
 
     @cute.kernel

@@ -17,6 +17,7 @@ from kernels.common.schedule import (
     Schedule,
     batch_band,
     from_mask_words,
+    head_and_batch,
     mask_words,
     nth_tile,
     ordered_tile,
@@ -71,14 +72,14 @@ def assign(
         rows_in_l2 = shape.l2_bytes // shape.kv_row_bytes
         section = cutlass.max(rows_in_l2 // sizes.key_length, 1) * group
     tiles = (sizes.query_length + shape.m - 1) // shape.m
-    tile, head_and_batch = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
+    tile, of_all = nth_tile(index, section, sizes.heads * sizes.batch, tiles)
     tile = tiles - 1 - tile if shape.band and ranges is None else tile
     if shape.shorter_last:
-        tile = rotated(tile, head_and_batch, tiles)
-    batch_index = head_and_batch // sizes.heads
+        tile = rotated(tile, of_all, tiles)
+    batch_heads = (sizes.batch, sizes.heads)
+    head, batch_index = head_and_batch(of_all, batch_heads, group, shape.batches_together)
     if ranges is not None:
         tile = _tile_at(tile, tiles, ranges, batch_index)
-    head = head_and_batch - batch_index * sizes.heads
     window = schedule.window if shape.band else None
     band = batch_band(schedule.extents, batch_index, window)
     first_row = tile * shape.m
