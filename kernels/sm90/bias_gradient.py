@@ -6,9 +6,9 @@ What a tile's sums are and what is visited, and the formulas: `kernels.common.bi
                      of Q with those of K, then those of dO with those of V, part by part into a
                      ring by TMA (bias_gradient_tiles)
     MMA warpgroup w  has 64 query rows and all keys. Per visit it
-        issues S, both operands from shared memory, finds out what its rows see, waits, and frees
-        the parts of S,
-        issues dP, computes P while the tensor core works, waits, and frees the parts of dP,
+        issues S, both operands from shared memory, and finds out what its rows see,
+        issues dP, and frees each part of S when that is done,
+        computes P while the tensor core works, waits, and frees the parts of dP,
         adds P * (dP - delta) to its sums.
 
 S, dP and the sums are 192 registers of a thread. The bias is the same in all visits of a tile,
@@ -255,7 +255,7 @@ class BiasGradient(BiasGradientHost):
             own = self.rows_of(call, visit, rows.thread)
             more = visit.is_last == Boolean(False)
             cute.arch.sync_warp()
-            # A part of dP is issued as soon as the ring may lack a part of S.
+            # The ring has a slot more than a product has parts: at d = 256 it could not hold two.
             for part in cutlass.range_constexpr(self.parts):
                 self.multiply(shared, products, products.gradients, read + self.parts, part)
                 warpgroup.wait_group(self.parts)

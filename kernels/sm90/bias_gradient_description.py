@@ -72,7 +72,7 @@ def description(head_dim: int) -> Description:
                 first=1,
                 threads=GROUPS * WARPGROUP,
                 roles=both,
-                meaning="the bias has been read; then: the sums of all warps are there",
+                meaning="the bias has been read; the sums of all warps are there; they are stored",
             ),
         ),
         regions=(
