@@ -21,7 +21,7 @@ from kernels.common.backward_ranges import (
 from kernels.common.bias import BiasInMemory, KeyBias
 from kernels.common.pair_masks import BitsInMemory
 from kernels.common.row_ranges import RangesInMemory
-from kernels.common.schedule import batch_band, head_and_batch, nth_tile, ordered_tile, turn
+from kernels.common.schedule import HeadOrder, batch_band, nth_tile, ordered_tile, turn
 from kernels.interface import RangeBuffers, Sizes, Window
 
 
@@ -35,7 +35,7 @@ class BackwardShape:
       l2_bytes: share of the L2 that Q, dO and dQ of the heads in flight may fill.
       least_heads: KV heads that are interleaved at least, whatever the L2 holds.
       band: whether the mask is a band; a dense kernel ignores the window.
-      batches_together: of `head_and_batch`.
+      batches_together: of `HeadOrder`.
     """
 
     m: int
@@ -171,8 +171,9 @@ def assign(
     # It is called here, since an earlier load would change the PTX, which was proven as it is.
     at = start()
     tile, of_all = nth_tile(at.index, section, sizes.kv_heads * sizes.batch, tiles)
-    batch_heads = (sizes.batch, sizes.kv_heads)
-    kv_head, batch_index = head_and_batch(of_all, batch_heads, 1, shape.batches_together)
+    order = HeadOrder(sizes.batch, sizes.kv_heads, 1, shape.batches_together)
+    batch_index = order.batch_of(of_all)
+    kv_head = order.head_of(of_all, batch_index)
     if ranges is not None and ranges.key_order is not None:
         tile = ordered_tile(ranges.key_order, ranges.batch, batch_index, tile, tiles)
     band = batch_band(extents, batch_index, window if shape.band else None)

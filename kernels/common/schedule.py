@@ -58,7 +58,7 @@ class ForwardShape:
       band: whether the mask is a band; a dense kernel ignores the window.
       shorter_last: whether the last tile of a head may take less time than the others, which take
         the same, so that each CTA should have as many of them.
-      batches_together: of `head_and_batch`.
+      batches_together: of `HeadOrder`.
     """
 
     m: int
@@ -85,26 +85,35 @@ def nth_tile(index: Int32, section: Int32, heads: Int32, tiles: Int32) -> tuple[
     return tile, first_head + in_section - tile * section
 
 
-def head_and_batch(
-    index: Int32, sizes: tuple[Int32, Int32], group: Int32 | int, batches_together: bool
-) -> tuple[Int32, Int32]:
-    """Returns (head, batch element) of the index-th of all heads.
+@dataclasses.dataclass(frozen=True)
+class HeadOrder:
+    """The order of the heads of all batch elements.
 
-    Args:
-      sizes: batch elements, and heads of each.
-      group: heads that follow each other, and share K and V.
+    Attributes:
+      batch, heads: batch elements, and heads of each.
+      group: heads that share K and V, and follow each other.
       batches_together: a group's heads in all batch elements follow each other, not all heads of a
         batch element: so CTAs that run together read a bias once that batch elements share.
     """
-    batch, heads = sizes
-    if not batches_together:
-        of_batch = index // heads
-        return index - of_batch * heads, of_batch
-    in_all = group * batch
-    group_index = index // in_all
-    rest = index - group_index * in_all
-    of_batch = rest // group
-    return group_index * group + rest - of_batch * group, of_batch
+
+    batch: Int32
+    heads: Int32
+    group: Int32 | int
+    batches_together: bool
+
+    def batch_of(self, index: Int32) -> Int32:
+        """Returns the batch element of the index-th head."""
+        if not self.batches_together:
+            return index // self.heads
+        of_groups = self.group * self.batch
+        return (index - index // of_groups * of_groups) // self.group
+
+    def head_of(self, index: Int32, batch: Int32) -> Int32:
+        """Returns which of its batch element's heads the index-th head is."""
+        if not self.batches_together:
+            return index - batch * self.heads
+        groups = index // (self.group * self.batch)
+        return index - (groups * (self.batch - 1) + batch) * self.group
 
 
 def rotated(tile: Int32, head: Int32, tiles: Int32) -> Int32:

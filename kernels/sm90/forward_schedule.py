@@ -14,10 +14,10 @@ from fa4_jax import bands
 from kernels.common import row_ranges, tensors
 from kernels.common.schedule import (
     ForwardShape,
+    HeadOrder,
     Schedule,
     batch_band,
     from_mask_words,
-    head_and_batch,
     mask_words,
     nth_tile,
     ordered_tile,
@@ -76,10 +76,11 @@ def assign(
     tile = tiles - 1 - tile if shape.band and ranges is None else tile
     if shape.shorter_last:
         tile = rotated(tile, of_all, tiles)
-    batch_heads = (sizes.batch, sizes.heads)
-    head, batch_index = head_and_batch(of_all, batch_heads, group, shape.batches_together)
+    order = HeadOrder(sizes.batch, sizes.heads, group, shape.batches_together)
+    batch_index = order.batch_of(of_all)
     if ranges is not None:
         tile = _tile_at(tile, tiles, ranges, batch_index)
+    head = order.head_of(of_all, batch_index)
     window = schedule.window if shape.band else None
     band = batch_band(schedule.extents, batch_index, window)
     first_row = tile * shape.m
