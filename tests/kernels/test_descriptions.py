@@ -153,18 +153,18 @@ def test_the_kernel_is_what_the_description_says(key: KernelKey) -> None:
 
 @EVERY
 def test_tickets_are_of_persistent_kernels_and_count_from_zero(key: KernelKey) -> None:
-    """The handler zeroes the counter of a forward or of tangents.
+    """The handler zeroes the counter of a forward, of tangents or of a bias's gradient.
 
     The kernel before a backward zeroes that one's.
     """
     division, launch = describe(key).division, launches.launch(key, describe(key))
-    by_rows = key.kernel in (Pass.FORWARD, Pass.TANGENT)
+    by_tiles = key.kernel in (Pass.FORWARD, Pass.TANGENT, Pass.BIAS_GRADIENT)
     zeroed = [result.name for result in launch.results if result.zeroed]
-    assert zeroed == (["tile_ticket"] if division.by_ticket and by_rows else [])
+    assert zeroed == (["tile_ticket"] if division.by_ticket and by_tiles else [])
     counts = "dq_ticket" in {result.name for result in launch.results}
     backwards = (Pass.BACKWARD_PRE, Pass.BACKWARD)
     assert counts == (key.kernel in backwards and (division.by_ticket or key.deterministic))
-    takes_tickets = by_rows and key.band
+    takes_tickets = by_tiles and key.band
     if key.kernel in backwards:
         main = describe(dataclasses.replace(key, kernel=Pass.BACKWARD))
         assert division.by_ticket == main.division.by_ticket

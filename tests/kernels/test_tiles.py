@@ -3,7 +3,7 @@
 import pytest
 
 from fa4_jax.key import DENSE_TILES, HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES, Pass
-from kernels.sm90 import tiles
+from kernels.sm90 import bias_gradient_description, tiles
 
 FORWARDS = [*tiles.FORWARD_TILES.items(), *tiles.DENSE_FORWARD_TILES.items()]
 
@@ -35,6 +35,13 @@ def test_backward_tiles_fit(head_dims):
     assert columns * 2 % tile.key_span_bytes == 0, "a warpgroup's columns of dQ are whole spans"
     assert head_dim * 2 % tile.span_bytes == value_dim * 2 % tile.span_bytes == 0
     assert head_dim == value_dim or tile.ctas == 2, "only pairs have two head dims"
+
+
+@pytest.mark.parametrize("head_dim", sorted({d for d, _ in tiles.BACKWARD_TILES}))
+def test_a_ring_has_a_slot_more_than_a_product_has_parts(head_dim):
+    """Parts of S are freed only when the first part of dP has come, in the gradient of a bias."""
+    parts = head_dim // bias_gradient_description.columns_of_part(head_dim)
+    assert bias_gradient_description.stages(head_dim) > parts
 
 
 @pytest.mark.parametrize("tile", tiles.BACKWARD_TILES.values(), ids=str)
