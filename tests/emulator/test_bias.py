@@ -113,7 +113,7 @@ def test_what_orders_copies_of_a_dense_bias_is_missed(name: str) -> None:
         ):
             continue
         near_copy = any(-10 < copy - change.line < 60 for copy in copies)
-        near_wait = any(-60 < change.line - wait < 60 for wait in waits)
+        near_wait = any(-60 < change.line - wait < 100 for wait in waits)
         if near_copy or near_wait:
             found[change.line, match[1]] = mutations.notices([trial], change)[0]
     kinds = Counter(kind for _, kind in found)
