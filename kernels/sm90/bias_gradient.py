@@ -42,7 +42,7 @@ from kernels.interface import (
 )
 from kernels.kernel_source import KernelSource
 from kernels.sm90 import wgmma
-from kernels.sm90.backward_tiles import take_ticket
+from kernels.sm90.backward_tiles import is_tile, publish_end, take_ticket, words_of_tile
 from kernels.sm90.bias_gradient_description import (
     GROUPS,
     TILE,
@@ -53,14 +53,11 @@ from kernels.sm90.bias_gradient_rows import WarpRows
 from kernels.sm90.bias_gradient_tiles import (
     SeenVisit,
     any_seen,
-    is_tile,
     next_seen,
     publish,
-    publish_end,
     publish_visit,
     published,
     published_visit,
-    words_of_tile,
 )
 from kernels.sm90.softmax import ROWS, fragment_index
 from kernels.sm90.tiles import WARPGROUP
@@ -146,7 +143,7 @@ class BiasGradient(BiasGradientHost):
             use = barriers.work_full.use(tiles_done)
             barriers.work_empty.wait_free(use)
             with cute.arch.elect_one():
-                publish(work, of_tile < work.visits(), words_of_tile(shared.work, tiles_done))
+                publish(work, of_tile < work.visits(), words_of_tile(shared, tiles_done))
                 cute.arch.mbarrier_arrive(barriers.work_full.at(use))
             index = take_ticket(call.buffers.tile_ticket)
             while of_tile < work.visits():
@@ -159,7 +156,7 @@ class BiasGradient(BiasGradientHost):
         use = barriers.work_full.use(tiles_done)
         barriers.work_empty.wait_free(use)
         with cute.arch.elect_one():
-            publish_end(words_of_tile(shared.work, tiles_done))
+            publish_end(words_of_tile(shared, tiles_done))
             cute.arch.mbarrier_arrive(barriers.work_full.at(use))
 
     @cute.jit
@@ -204,9 +201,9 @@ class BiasGradient(BiasGradientHost):
         own, work_full = WarpRows(shared.pairs, thread), shared.barriers.work_full
         tiles_done, read = Int32(0), Int32(0)
         work_full.wait(tiles_done)
-        more = self.start(call, own, words_of_tile(shared.work, tiles_done))
+        more = self.start(call, own, words_of_tile(shared, tiles_done))
         while more:
-            words = words_of_tile(shared.work, tiles_done)
+            words = words_of_tile(shared, tiles_done)
             if call.in_rows() == Boolean(False):
                 visit = visit_of(call, published(words), Int32(0))
                 self.keep_bias(shared, call, visit, thread, products.scores)
@@ -214,7 +211,7 @@ class BiasGradient(BiasGradientHost):
             if any_seen(words):
                 read = self.sum_visits(shared, call, (products, total), own, read)
             work_full.wait(tiles_done + 1)
-            more = self.start(call, own, words_of_tile(shared.work, tiles_done + 1))
+            more = self.start(call, own, words_of_tile(shared, tiles_done + 1))
             self.store(shared, call, total, own, words)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -403,10 +400,8 @@ class BiasGradient(BiasGradientHost):
             rows.store(total, self.dtype, own)
         else:
             resources.meet(self.sums)
-            first_row, first_key = (
-                rows.thread // 32 * 16 + rows.thread % 32 // 4,
-                rows.thread % 4 * 2,
-            )
+            first_row = rows.thread // 32 * 16 + rows.thread % 32 // 4
+            first_key = rows.thread % 4 * 2
             for i in cutlass.range_constexpr(_PAIRS * _NUMBERS):
                 pair, half, column = i // _NUMBERS, i % _NUMBERS // 2, i % 2
                 place = (first_key + 8 * pair + column, first_row + 8 * half)

@@ -6,7 +6,8 @@ and loads of extents take a thousand cycles, in which they would wait.
     work_full   a tile's words are there, or the word that none is left
     work_empty  its sums have been stored
 
-What a visit is lies beside the parts of its operands, and is there when the first of them is.
+Buffers of words, and the word of the end, are those of `backward_tiles`. What a visit is lies
+beside the parts of its operands, and is there when the first of them is.
 """
 
 import dataclasses
@@ -20,7 +21,6 @@ from kernels.interface import Window
 from kernels.sm90.bias_gradient_description import VISIT_WORDS
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Work))
-_NO_TILE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,26 +39,11 @@ class SeenVisit:
     is_last: Boolean
 
 
-def words_of_tile(words: cute.Tensor, tiles_done: Int32) -> cute.Tensor:
-    """Returns the words of the tile that comes after `tiles_done` others."""
-    return words[None, tiles_done & 1]
-
-
 def publish(work: Work, any_seen: Boolean, words: cute.Tensor):
     """Writes a tile's work; any_seen: whether any visit of it is published."""
     for i, name in enumerate(_FIELDS):
         words[i] = getattr(work, name)
     words[len(_FIELDS)] = Int32(any_seen)
-
-
-def publish_end(words: cute.Tensor):
-    """Writes that no tile is left."""
-    words[0] = Int32(_NO_TILE)
-
-
-def is_tile(words: cute.Tensor) -> Boolean:
-    """Whether a tile's work is published, not the end."""
-    return cute.arch.make_warp_uniform(words[0]) != _NO_TILE
 
 
 def any_seen(words: cute.Tensor) -> Boolean:

@@ -1,8 +1,11 @@
 """The tables hold no tile that a Hopper GPU refuses; test_descriptions.py has the budgets."""
 
+import dataclasses
+
 import pytest
 
 from fa4_jax.key import DENSE_TILES, HEAD_DIM_TILES, NARROW_VALUES, SHORT_TILES, Pass
+from kernels.common.bias_gradient_work import Work
 from kernels.sm90 import bias_gradient_description, tiles
 
 FORWARDS = [*tiles.FORWARD_TILES.items(), *tiles.DENSE_FORWARD_TILES.items()]
@@ -42,6 +45,10 @@ def test_a_ring_has_a_slot_more_than_a_product_has_parts(head_dim):
     """Parts of S are freed only when the first part of dP has come, in the gradient of a bias."""
     parts = head_dim // bias_gradient_description.columns_of_part(head_dim)
     assert bias_gradient_description.stages(head_dim) > parts
+
+
+def test_the_words_of_a_gradients_tile_are_its_work_and_whether_any_is_seen():
+    assert len(dataclasses.fields(Work)) + 1 == bias_gradient_description.WORK_WORDS
 
 
 @pytest.mark.parametrize("tile", tiles.BACKWARD_TILES.values(), ids=str)
